@@ -1,0 +1,40 @@
+# Every target works on a machine that has only Python 3.10+ with venv and pip, and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test test-slow lint types docs clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY)  ## Make .venv with everything
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
+	touch $@
+
+demo: $(READY)  ## Train a small model on Countdown with the KL held at a target; writes runs/demo
+	$(BIN)/python tutorials/countdown_grpo.py $(ARGS)
+
+test: $(READY)  ## Run the tests
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(READY)  ## Run the tests that take minutes
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+lint: $(READY)  ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## Check types
+	$(BIN)/mypy
+
+docs: $(READY)  ## Write the generated tables of docs/ again
+	$(BIN)/python docs/build_estimator_table.py
+	$(BIN)/python docs/build_chat_template_table.py
+
+clean:  ## Remove .venv and what runs have written
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
