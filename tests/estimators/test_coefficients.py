@@ -1,0 +1,164 @@
+"""Coefficients: steps worked out by hand, and what a module must survive."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, as_coefficient
+
+
+def adaptive():
+    return AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100)
+
+
+@pytest.mark.parametrize("as_input", [float, torch.tensor, lambda kl: torch.tensor([[kl]], dtype=torch.float64)])
+def test_three_steps_by_hand(as_input):
+    coefficient = adaptive()
+    seen = []
+    for kl, n in ((12.0, 10), (6.6, 50), (0.0, 20)):
+        coefficient.update(as_input(kl), n)
+        seen.append(coefficient().item())
+    # error +1 is clipped to +.2: * 1.02; error +.1: * 1.05; error -1 is clipped to -.2: * .96
+    assert seen == pytest.approx([0.204, 0.2142, 0.205632], rel=1e-6)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_an_error(kl):
+    coefficient = adaptive()
+    with pytest.raises(ValueError, match=f"current_kl is {kl}"):
+        coefficient.update(kl, 10)
+    assert_close(coefficient(), torch.tensor(0.2))
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_a_tensor_that_is_not_finite_changes_nothing(kl):
+    coefficient = adaptive()
+    coefficient.update(torch.tensor(kl), 10)
+    assert_close(coefficient(), torch.tensor(0.2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_update_on_a_device_does_not_wait_for_it():
+    coefficient, kl = adaptive().to("cuda"), torch.tensor(12.0, device="cuda")
+    coefficient.update(kl, 10)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        coefficient.update(kl, 10)
+        coefficient.update(6.0, 10)
+        result = coefficient()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert result.item() == pytest.approx(0.2 * 1.02 * 1.02)
+
+
+def test_an_update_between_forward_and_backward():
+    coefficient, kl = adaptive(), torch.tensor(3.0, requires_grad=True)
+    loss = coefficient() * kl
+    coefficient.update(kl, 10)
+    loss.backward()
+    assert_close(kl.grad, torch.tensor(0.2))
+    assert_close(coefficient(), torch.tensor(0.196))
+    assert not coefficient.value.requires_grad
+
+
+def test_state_dict_round_trip():
+    source, target = adaptive(), adaptive()
+    source.update(12.0, 10)
+    assert list(source.state_dict()) == ["value"]
+    target.load_state_dict(source.state_dict())
+    target.update(12.0, 10)
+    assert target().item() == pytest.approx(0.2 * 1.02 * 1.02)
+    assert source().item() == pytest.approx(0.204)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_goes_its_own_way(duplicate):
+    source = adaptive()
+    other = duplicate(source)
+    other.update(12.0, 10)
+    assert (source().item(), other().item()) == pytest.approx((0.2, 0.204))
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)])
+def test_half_precision_of_the_whole_model_spares_the_coefficient(cast):
+    model = cast(nn.ModuleDict({"layer": nn.Linear(1, 1), "coeff": AdaptiveKLCoefficient(0.001, 6.0, 10_000)}))
+    assert model["layer"].weight.dtype != torch.float32
+    model["coeff"].update(12.0, 1)  # * 1.00002
+    assert model["coeff"]().dtype == torch.float32
+    assert model["coeff"]().item() == pytest.approx(0.00100002, rel=1e-7)
+
+
+def test_wider_and_elsewhere_work_as_for_any_module():
+    assert adaptive().double()().dtype == torch.float64
+    assert adaptive().to("meta")().device.type == "meta"
+
+
+def test_fixed_stays():
+    coefficient = FixedKLCoefficient(0.25)
+    coefficient.update(12.0, 10)
+    coefficient.update(torch.tensor(math.nan), 10)
+    assert_close(coefficient(), torch.tensor(0.25))
+    assert list(coefficient.state_dict()) == ["value"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-0.1, 6.0, 100), "init must be finite and not negative, got -0.1"),
+        ((math.nan, 6.0, 100), "init must be finite"),
+        ((0.1, 0.0, 100), "target must be finite and positive, got 0.0"),
+        ((0.1, -6.0, 100), "target must be finite and positive, got -6.0"),
+        ((0.1, 6.0, 0), "horizon must be finite and positive, got 0"),
+        ((0.1, 6.0, math.inf), "horizon must be finite and positive, got inf"),
+    ],
+)
+def test_bad_settings(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveKLCoefficient(*arguments)
+
+
+@pytest.mark.parametrize("n", [-1, 500])
+def test_a_step_that_could_turn_the_sign(n):
+    with pytest.raises(ValueError, match=f"n={n} with horizon=100: expected 0 <= n < 5 \\* horizon"):
+        adaptive().update(0.0, n)
+
+
+def test_a_kl_that_is_not_reduced():
+    with pytest.raises(ValueError, match=r"one element, got shape \(3,\)"):
+        adaptive().update(torch.zeros(3), 10)
+
+
+@pytest.mark.parametrize("coeff", [1, 0.5, -0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
+def test_as_coefficient_of_numbers(coeff):
+    module = as_coefficient(coeff)
+    assert isinstance(module, FixedKLCoefficient)
+    assert module().shape == ()
+    assert module().item() == float(coeff)
+
+
+def test_as_coefficient_of_a_module():
+    coefficient = adaptive()
+    assert as_coefficient(coefficient) is coefficient
+
+
+@pytest.mark.parametrize(
+    ("coeff", "error", "message"),
+    [
+        ("0.1", TypeError, "got str"),
+        (True, TypeError, "got bool"),
+        (None, TypeError, "got NoneType"),
+        (nn.Linear(1, 1), TypeError, r"Linear has no method update"),
+        (torch.zeros(2), ValueError, r"one element, got shape \(2,\)"),
+        (nn.Parameter(torch.tensor(0.1)), ValueError, "requires grad"),
+        (math.nan, ValueError, "must be finite, got nan"),
+    ],
+)
+def test_as_coefficient_of_something_else(coeff, error, message):
+    with pytest.raises(error, match=message):
+        as_coefficient(coeff)

@@ -1,0 +1,148 @@
+"""Each promise of the contract table, by summing over a whole vocabulary: no sampling, so the tolerance is rounding."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from torchrl_llm_kl.estimators import CONTRACTS, QUANTITIES, available_estimators, get_estimator
+
+CONTRACT = {contract.name: contract for contract in CONTRACTS}
+PER_TOKEN = [name for name in CONTRACT if name != "exact"]
+COMPUTABLE = [key for key in QUANTITIES if key not in ("chosen", "none")]
+each_estimator = pytest.mark.parametrize("name", PER_TOKEN)
+any_distributions = given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(2, 9))
+quick = settings(max_examples=15, deadline=None)
+
+
+class Setting:
+    """A policy p with logits that require grad, a reference q, a sampler; all over one token."""
+
+    def __init__(self, logits_p, logits_q, other):
+        self.logits = logits_p.double().requires_grad_()
+        self.log_p = self.logits.log_softmax(-1)
+        self.log_q = logits_q.double().log_softmax(-1)
+        self.p = self.log_p.detach().exp()
+        # At least 0.6 p, so that no ratio p / sampler reaches the clamp at 2.
+        self.sampler = 0.6 * self.p + 0.4 * other.double().softmax(-1)
+
+    @classmethod
+    def drawn(cls, seed, vocab):
+        # Logits inside +-0.6 keep |log p - log q| below 2.4: no clamp of low_var_kl is active (the nearest is at 2.61).
+        rng = torch.Generator().manual_seed(seed)
+        p, q = 1.2 * torch.rand(2, vocab, generator=rng, dtype=torch.float64) - 0.6
+        return cls(p, q, torch.randn(vocab, generator=rng))
+
+    def quantity(self, key):
+        p, log_p, log_q = self.log_p.exp(), self.log_p, self.log_q
+        reverse, forward = (p * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+        return {
+            "zero": 0.0 * self.logits.sum(),
+            "reverse": reverse,
+            "forward": forward,
+            "total_variation": (p - log_q.exp()).abs().sum(),
+            "reverse_minus_forward": reverse - forward,
+            "minus_sampler": -(self.sampler * (self.sampler.log() - log_p)).sum(),
+        }[key]
+
+    def gradient(self, scalar):
+        if not scalar.requires_grad:
+            return torch.zeros_like(self.logits)
+        return torch.autograd.grad(scalar, self.logits, retain_graph=True)[0]
+
+    def on_policy(self, name):
+        return get_estimator(name)(self.log_p, self.log_q, self.log_p.detach())
+
+    def off_policy(self, name):
+        return get_estimator(name)(self.log_p, self.log_q, self.sampler.log())
+
+
+# Three tokens, nothing near a tie: a promise that is not made must visibly fail here.
+FIXED = Setting(torch.tensor([0.5, -0.4, 0.1]), torch.tensor([-0.5, 0.3, 0.55]), torch.tensor([2.0, 0.0, -1.0]))
+
+
+def test_the_table_has_every_name_once():
+    assert tuple(CONTRACT) == available_estimators()
+    assert len(CONTRACT) == len(CONTRACTS)
+
+
+@each_estimator
+@quick
+@any_distributions
+def test_promised_values(name, seed, vocab):
+    case = Setting.drawn(seed, vocab)
+    if CONTRACT[name].unbiased:
+        assert_close((case.p * case.on_policy(name)).sum(), case.quantity("reverse"))
+    if CONTRACT[name].unbiased_off_policy:
+        assert_close((case.sampler * case.off_policy(name)).sum(), case.quantity("reverse"))
+
+
+@each_estimator
+@quick
+@any_distributions
+def test_promised_gradients(name, seed, vocab):
+    case, contract = Setting.drawn(seed, vocab), CONTRACT[name]
+    for key, mean in (
+        (contract.loss_gradient, (case.p * case.on_policy(name)).sum()),
+        (contract.loss_gradient_off_policy, (case.sampler * case.off_policy(name)).sum()),
+    ):
+        if key != "none":
+            assert_close(case.gradient(mean), case.gradient(case.quantity(key)))
+
+
+@each_estimator
+@quick
+@any_distributions
+def test_promised_policy_gradients_of_a_reward(name, seed, vocab):
+    case, key = Setting.drawn(seed, vocab), CONTRACT[name].reward_gradient
+    if key != "none":
+        policy_gradient = case.gradient((case.p * case.on_policy(name).detach() * case.log_p).sum())
+        assert_close(policy_gradient, case.gradient(case.quantity(key)))
+
+
+@each_estimator
+def test_what_is_not_promised_is_false(name):
+    """A "no" in the table is a claim too: users are sent elsewhere because of it."""
+    contract, kl = CONTRACT[name], FIXED.quantity("reverse")
+    on, off = (FIXED.p * FIXED.on_policy(name)).sum(), (FIXED.sampler * FIXED.off_policy(name)).sum()
+    assert contract.unbiased or abs(on - kl) > 1e-3
+    assert contract.unbiased_off_policy or abs(off - kl) > 1e-3
+    reward = (FIXED.p * FIXED.on_policy(name).detach() * FIXED.log_p).sum()
+    for key, scalar in (
+        (contract.loss_gradient, on),
+        (contract.loss_gradient_off_policy, off),
+        (contract.reward_gradient, reward),
+    ):
+        if key == "none":
+            for other in COMPUTABLE:
+                distance = (FIXED.gradient(scalar) - FIXED.gradient(FIXED.quantity(other))).abs().max()
+                assert distance > 1e-3, other
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@quick
+@any_distributions
+def test_exact_on_one_position(direction, seed, vocab):
+    case = Setting.drawn(seed, vocab)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    value = get_estimator("exact")(one, one, case.log_p[:, None], case.log_q[:, None], direction=direction)[0]
+    assert_close(value, case.quantity(direction))
+    assert_close(case.gradient(value), case.gradient(case.quantity(direction)))
+    # The value is the same whichever token is drawn, so the policy gradient of the reward vanishes.
+    assert_close(case.gradient((case.p * value.detach() * case.log_p).sum()), case.gradient(case.quantity("zero")))
+
+
+@pytest.mark.parametrize(
+    ("name", "logit", "bias_sign"),
+    [("low_var_kl", -5.0, -1), ("corrected_k3", 5.0, -1)],
+)
+def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
+    """Why the table says "while no clamp is active"."""
+    case = Setting(torch.tensor([logit, 0.0]), torch.zeros(2), torch.zeros(2))
+    # Nearly all of the sampler's mass is off the policy's favourite token: the ratio there is about 15.
+    case.sampler = torch.tensor([0.05, 0.95], dtype=torch.float64) if name == "corrected_k3" else case.p
+    mean = (case.sampler * case.off_policy(name)).sum()
+    assert (mean - case.quantity("reverse")) * bias_sign > 1e-3
+    for key in ("reverse", "forward"):
+        assert (case.gradient(mean) - case.gradient(case.quantity(key))).abs().max() > 1e-3

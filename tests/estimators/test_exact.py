@@ -1,0 +1,259 @@
+"""The full-vocabulary divergences against hand calculation and against the whole logits at once."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchrl_llm_kl.estimators import exact_kl, exact_kl_from_logits
+
+DIRECTIONS = ["reverse", "forward", "jensen_shannon"]
+BETA = 0.3
+
+
+def log_of(*probabilities):
+    return torch.tensor([probabilities], dtype=torch.float64).log()
+
+
+def brute_force(logits, ref_logits, direction, temperature=1.0):
+    """On the whole logits, by torch's own KL: ``kl_div(input, target)`` is KL(target || input)."""
+    log_p, log_q = (logits / temperature).log_softmax(-1), (ref_logits / temperature).log_softmax(-1)
+
+    def kl(log_a, log_b):
+        return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
+
+    if direction == "jensen_shannon":
+        log_m = (BETA * log_q.exp() + (1 - BETA) * log_p.exp()).log()
+        return BETA * kl(log_q, log_m) + (1 - BETA) * kl(log_p, log_m)
+    return kl(log_p, log_q) if direction == "reverse" else kl(log_q, log_p)
+
+
+def draw(dtype=torch.float64, batch=(2,), T=7, H=11, ref_H=5, V=37, with_bias=True):
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(*batch, T, H), (*batch, T, ref_H), (V, H), (V, ref_H), (V,), (V,)]
+    tensors = [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return tensors if with_bias else [*tensors[:4], None, None]
+
+
+def call(tensors, **options):
+    *required, bias, ref_bias = tensors
+    return exact_kl(*required, bias=bias, ref_bias=ref_bias, **options)
+
+
+def logits_of(tensors):
+    hidden, ref_hidden, weight, ref_weight, bias, ref_bias = tensors
+    return F.linear(hidden, weight, bias), F.linear(ref_hidden, ref_weight, ref_bias)
+
+
+@pytest.mark.parametrize(
+    ("direction", "beta", "expected"),
+    [
+        ("reverse", 0.5, 0.1438410),  # .5 ln(.5/.75) + .5 ln(.5/.25)
+        ("forward", 0.5, 0.1308120),  # .75 ln(.75/.5) + .25 ln(.25/.5)
+        ("jensen_shannon", 0.25, 0.0248700),  # m = (.5625, .4375): .25 * 0.0758576 + .75 * 0.0078742
+    ],
+)
+def test_two_tokens_by_hand(direction, beta, expected):
+    got = exact_kl_from_logits(log_of(0.5, 0.5), log_of(0.75, 0.25), direction=direction, beta=beta)
+    assert got.item() == pytest.approx(expected, abs=2e-7)
+
+
+def test_temperature_by_hand():
+    """Probabilities 9:1 at temperature 2 are 3:1."""
+    got = exact_kl_from_logits(log_of(9.0, 1.0), log_of(1.0, 1.0), direction="reverse", temperature=2.0)
+    assert got.item() == pytest.approx(0.1308120, abs=2e-7)
+
+
+def test_which_end_beta_is():
+    p, q = log_of(0.2, 0.5, 0.3), log_of(0.6, 0.1, 0.3)
+    forward = 0.6 * math.log(3) + 0.1 * math.log(0.2)
+    reverse = 0.2 * math.log(1 / 3) + 0.5 * math.log(5)
+    low, high = (exact_kl_from_logits(p, q, direction="jensen_shannon", beta=b).item() for b in (1e-6, 1 - 1e-6))
+    assert (low / 1e-6, high / 1e-6) == pytest.approx((forward, reverse), rel=1e-4)
+
+
+def test_half_beta_is_symmetric_and_bounded():
+    p, q = log_of(1.0, 0.0, 0.0), log_of(0.0, 0.5, 0.5)  # nothing in common: the bound is reached
+    got = [exact_kl_from_logits(*pair, direction="jensen_shannon") for pair in ((p, q), (q, p))]
+    assert [x.item() for x in got] == pytest.approx([math.log(2)] * 2)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("chunk_size", [1, 3, 14, 1000])
+def test_values_and_gradients_are_those_of_the_whole_logits(direction, with_bias, chunk_size):
+    tensors = draw(with_bias=with_bias)
+    inputs = [t for t in tensors if t is not None]
+    got = call(tensors, direction=direction, beta=BETA, temperature=0.7, chunk_size=chunk_size)
+    want = brute_force(*logits_of(tensors), direction, temperature=0.7)
+    assert_close(got, want)
+    upstream = torch.linspace(-1, 2, 14, dtype=torch.float64).view(2, 7)  # positions must not be exchanged
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream), strict=True
+    ):
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gradcheck(direction):
+    tensors = draw(batch=(), T=3, H=2, ref_H=3, V=5)
+    assert torch.autograd.gradcheck(lambda *t: call(t, direction=direction, beta=BETA, chunk_size=2), tensors)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_from_logits(direction):
+    logits, ref_logits = (t.detach().requires_grad_() for t in logits_of(draw()))
+    got = exact_kl_from_logits(logits, ref_logits, direction=direction, beta=BETA, chunk_size=4)
+    want = brute_force(logits, ref_logits, direction)
+    assert_close(got, want)
+    for mine, theirs in zip(
+        torch.autograd.grad(got.square().sum(), (logits, ref_logits)),
+        torch.autograd.grad(want.square().sum(), (logits, ref_logits)),
+        strict=True,
+    ):
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_any_number_of_batch_dimensions(batch):
+    tensors = draw(batch=batch)
+    assert_close(call(tensors), brute_force(*logits_of(tensors), "reverse"))
+
+
+def test_no_positions():
+    tensors = draw(T=0)
+    got = call(tensors)
+    assert (got.shape, got.dtype) == ((2, 0), torch.float64)
+    (gradient,) = torch.autograd.grad(got.sum(), tensors[2])
+    assert_close(gradient, torch.zeros(37, 11, dtype=torch.float64))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden, ref_hidden, weight, ref_weight, bias, ref_bias = draw()
+    frozen = [t.detach() for t in (ref_hidden, ref_weight, ref_bias)]
+    got = exact_kl(hidden, frozen[0], weight, frozen[1], bias=bias, ref_bias=frozen[2])
+    want = brute_force(F.linear(hidden, weight, bias), F.linear(frozen[0], frozen[1], frozen[2]), "reverse")
+    for mine, theirs in zip(
+        torch.autograd.grad(got.sum(), (hidden, weight)), torch.autograd.grad(want.sum(), (hidden, weight)), strict=True
+    ):
+        assert_close(mine, theirs)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = (t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+        self.numel = max(self.numel, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_whole_logits_never_exist(direction):
+    tensors = draw(H=3, ref_H=3)
+    with LargestTensor() as largest:
+        call(tensors, direction=direction, chunk_size=4).sum().backward()
+    assert largest.numel == 4 * 37  # [chunk, V]; the whole is 14 * 37
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_half_precision_adds_no_error_to_that_of_the_logits(dtype, direction):
+    tensors = draw(dtype)
+    got = call(tensors, direction=direction, beta=BETA, chunk_size=4)
+    logits, ref_logits = logits_of(tensors)
+    assert got.dtype == torch.float32
+    assert_close(got.double(), brute_force(logits.double(), ref_logits.double(), direction), rtol=1e-5, atol=1e-5)
+    got.sum().backward()
+    assert all(t.grad.dtype == dtype and t.grad.isfinite().all() for t in tensors)
+
+
+def test_gradients_of_a_head_are_summed_in_float32():
+    """A bfloat16 sum of 3,000 chunks stops growing at 256 times one chunk's share."""
+    hidden = torch.ones(3000, 1, dtype=torch.bfloat16)
+    weight = torch.tensor([[3.0], [1.0]]).log().bfloat16().requires_grad_()
+    exact_kl(hidden, hidden, weight, torch.zeros_like(weight), chunk_size=1).sum().backward()
+    # p = (3/4, 1/4), KL(p || uniform) = 0.130812: p_j (ln(2 p_j) - KL) = +-0.205990 per row.
+    assert_close(weight.grad.float(), torch.tensor([[617.97], [-617.97]]), rtol=1e-2, atol=0)
+
+
+def test_backward_recomputes_under_the_autocast_of_forward():
+    tensors = draw(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = call(tensors, chunk_size=4)
+        logits, ref_logits = logits_of(tensors)
+    assert logits.dtype == torch.bfloat16
+    want = brute_force(logits.float(), ref_logits.float(), "reverse")
+    assert_close(got, want)
+    for mine, theirs in zip(
+        torch.autograd.grad(got.sum(), tensors), torch.autograd.grad(want.sum(), tensors), strict=True
+    ):
+        assert_close(
+            mine, theirs, rtol=2e-2, atol=2e-2
+        )  # one gradient per chunk is rounded to bfloat16, not one in all
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tokens_that_both_models_rule_out_do_not_count(direction):
+    logits, ref_logits = (t.detach() for t in logits_of(draw()))
+    padded = [F.pad(t, (0, 2), value=-math.inf).requires_grad_() for t in (logits, ref_logits)]
+    got = exact_kl_from_logits(*padded, direction=direction, beta=BETA)
+    assert_close(got, brute_force(logits, ref_logits, direction))
+    for gradient in torch.autograd.grad(got.sum(), padded):
+        assert gradient.isfinite().all()
+        assert_close(gradient[..., -2:], torch.zeros(2, 7, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("direction", "expected"), [("reverse", math.inf), ("forward", math.log(2))])
+def test_a_token_that_only_the_reference_rules_out(direction, expected):
+    got = exact_kl_from_logits(log_of(0.5, 0.5), log_of(1.0, 0.0), direction=direction)
+    assert got.item() == pytest.approx(expected)
+
+
+ZEROS = {"hidden": (2, 3, 4), "ref_hidden": (2, 3, 6), "weight": (9, 4), "ref_weight": (9, 6)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ref_weight": (8, 6)}, "weight covers a vocabulary of 9 tokens but ref_weight one of 8"),
+        ({"ref_hidden": (2, 1, 6)}, r"hidden has shape \(2, 3, 4\) but ref_hidden has shape \(2, 1, 6\)"),
+        ({"weight": (9, 5)}, r"hidden has shape \(2, 3, 4\) and weight has shape \(9, 5\)"),
+        ({"hidden": (4,), "ref_hidden": (6,)}, r"hidden has shape \(4,\) and .* expected \[\*B, T, H\]"),
+        ({"ref_weight": (9, 4)}, r"ref_hidden has shape \(2, 3, 6\) and ref_weight has shape \(9, 4\)"),
+        ({"bias": (1,)}, r"^bias has shape \(1,\); expected \(9,\)"),
+        ({"ref_bias": (8,)}, r"^ref_bias has shape \(8,\); expected \(9,\)"),
+    ],
+)
+def test_shapes_that_disagree(changes, message):
+    with pytest.raises(ValueError, match=message):
+        exact_kl(**{name: torch.zeros(shape) for name, shape in {**ZEROS, **changes}.items()})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"direction": "backward"}, "unknown direction 'backward'; expected one of 'reverse', 'forward'"),
+        ({"beta": 0.0}, r"beta must be inside \(0, 1\), got 0.0"),
+        ({"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1 position, got 0"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        exact_kl_from_logits(torch.zeros(1, 2), torch.zeros(1, 2), **options)
+
+
+def test_logits_that_disagree():
+    with pytest.raises(ValueError, match="logits covers a vocabulary of 5 tokens but ref_logits one of 6"):
+        exact_kl_from_logits(torch.zeros(2, 5), torch.zeros(2, 6))
+    with pytest.raises(ValueError, match=r"logits has shape \(2, 5\) but ref_logits has shape \(1, 5\)"):
+        exact_kl_from_logits(torch.zeros(2, 5), torch.zeros(1, 5))

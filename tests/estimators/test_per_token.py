@@ -1,0 +1,217 @@
+"""Values and gradients worked out by hand, clamps, dtypes, shapes, names."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from torchrl_llm_kl.estimators import StraightThrough, UnknownEstimatorError, available_estimators, get_estimator
+from torchrl_llm_kl.estimators import corrected_k3 as corrected_k3_fn
+from torchrl_llm_kl.estimators import k3 as k3_fn
+from torchrl_llm_kl.estimators import low_var_kl as low_var_kl_fn
+
+PER_TOKEN = [name for name in available_estimators() if name != "exact"]
+E = math.e
+
+
+def value_and_gradient(estimator, log_prob, ref_log_prob, old_log_prob=None, **clamps):
+    """Of one token, in float64."""
+    log_prob = torch.tensor([log_prob], dtype=torch.float64, requires_grad=True)
+    ref_log_prob = torch.tensor([ref_log_prob], dtype=torch.float64)
+    old_log_prob = None if old_log_prob is None else torch.tensor([old_log_prob], dtype=torch.float64)
+    value = estimator(log_prob, ref_log_prob, old_log_prob, **clamps)
+    return value.item(), torch.autograd.grad(value.sum(), log_prob)[0].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "log_prob", "ref_log_prob", "value", "gradient"),
+    [
+        ("k1", -1.0, -1.5, 0.5, 1.0),
+        ("k1", -2.0, -1.0, -1.0, 1.0),
+        ("k2", -1.0, -1.5, 0.125, 0.5),
+        ("k2", -2.0, -1.0, 0.5, -1.0),
+        ("k3", -2.0, -1.0, E - 2, 1 - E),
+        ("k3", -1.0, -2.0, 1 / E, 1 - 1 / E),
+        ("low_var_kl", -2.0, -1.0, E - 2, 1 - E),
+        ("low_var_kl", -1.0, -2.0, 1 / E, 1 - 1 / E),
+        ("abs", -1.0, -1.5, 0.5, 1.0),
+        ("abs", -2.0, -1.0, 1.0, -1.0),
+        ("abs", -2.0, -2.0, 0.0, 0.0),
+        ("k1+", -2.0, -1.0, -1.0, -1.0),
+        ("k2+", -2.0, -1.0, 0.5, -1.0),
+        ("k3+", -2.0, -1.0, E - 2, -1.0),
+        ("abs+", -1.0, -3.0, 2.0, 2.0),
+    ],
+)
+def test_by_hand(name, log_prob, ref_log_prob, value, gradient):
+    assert value_and_gradient(get_estimator(name), log_prob, ref_log_prob) == pytest.approx((value, gradient))
+
+
+def test_none_has_no_history():
+    result = get_estimator("none")(torch.tensor([-1.0, -math.inf], requires_grad=True)[:1], torch.tensor([-3.0]))
+    assert_close(result, torch.zeros(1))
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("d", "value", "gradient"),
+    [
+        (-4.0, 10.0, 0.0),  # k3 would be 49.598
+        (-2.62, 10.0, 0.0),
+        (-2.6, 9.863738, -12.463738),  # e**2.6 = 13.463738: just inside
+        (10.9, 9.900018, 0.999982),  # e**-10.9 = 1.8458e-5
+        (12.0, 10.0, 0.0),
+        (-1000.0, 10.0, 0.0),
+        (1000.0, 10.0, 0.0),
+    ],
+)
+def test_low_var_kl_at_its_default_clamps(d, value, gradient):
+    assert value_and_gradient(low_var_kl_fn, d, 0.0) == pytest.approx((value, gradient), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("d", "log_ratio_clamp", "value_clamp", "value", "gradient"),
+    [
+        (-25.0, 2.0, math.inf, 4.3890561, 0.0),  # e**2 - 3
+        (-3.0, 0.5, 1.0, 0.1487213, 0.0),  # e**.5 - 1.5; with the two exchanged it would be 0.5
+        (3.0, 1.0, 9.0, 0.3678794, 0.0),  # e**-1
+        (-1.0, 2.0, 0.5, 0.5, 0.0),
+        (-5.0, math.inf, math.inf, 142.4131591, -147.4131591),  # e**5 = 148.4131591
+    ],
+)
+def test_low_var_kl_clamps_are_arguments(d, log_ratio_clamp, value_clamp, value, gradient):
+    clamps = {"log_ratio_clamp": log_ratio_clamp, "value_clamp": value_clamp}
+    assert value_and_gradient(low_var_kl_fn, d, 0.0, **clamps) == pytest.approx((value, gradient), rel=1e-6)
+
+
+def test_low_var_kl_clamps_the_log_ratio_at_20_by_default():
+    value, gradient = value_and_gradient(low_var_kl_fn, -25.0, 0.0, value_clamp=math.inf)
+    assert (value, gradient) == pytest.approx((485165195.40979 - 21, 0.0), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("old_log_prob", "ratio_max", "value", "gradient"),
+    [
+        (-2.0, 2.0, 0.7182818, -1.0),  # r = 1: k3 + k3' = (e - 2) + (1 - e)
+        (-2.5, 2.0, 1.1842472, -1.6487213),  # r = e**.5 = 1.6487213
+        (-1.5, 2.0, 0.4356600, -0.6065307),  # r = e**-.5 = 0.6065307
+        (-4.0, 2.0, 1.4365637, -3.4365637),  # r = 7.389, clamped: 2 (e - 2) and 2 (1 - e)
+        (-2.5, 1.2, 0.8619382, -2.0619382),
+        (-4.0, math.inf, 5.3074245, -7.3890561),
+        (-2000.0, 2.0, 1.4365637, -3.4365637),  # the ratio overflows; its clamp must not make NaN of the gradient
+    ],
+)
+def test_corrected_k3_by_hand(old_log_prob, ratio_max, value, gradient):
+    got = value_and_gradient(corrected_k3_fn, -2.0, -1.0, old_log_prob, ratio_max=ratio_max)
+    assert got == pytest.approx((value, gradient), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["corrected_k3", "corrected_k3+"])
+def test_corrected_k3_needs_the_sampler(name):
+    with pytest.raises(ValueError, match=r"needs old_log_prob.*log_prob\.detach\(\)"):
+        get_estimator(name)(torch.zeros(2), torch.zeros(2))
+
+
+@pytest.mark.parametrize(("name", "value"), [("low_var_kl+", 10.0), ("corrected_k3+", 2 * (E**4 - 5))])
+def test_a_clamp_of_the_base_leaves_the_straight_through_gradient(name, value):
+    assert value_and_gradient(get_estimator(name), -5.0, -1.0, -9.0) == pytest.approx((value, -4.0))
+
+
+def test_straight_through_hands_clamps_on():
+    got = value_and_gradient(get_estimator("low_var_kl+"), -4.0, -1.0, value_clamp=3.0)
+    assert got == pytest.approx((3.0, -3.0))
+
+
+@pytest.mark.parametrize(("fn", "name"), [(low_var_kl_fn, "log_ratio_clamp"), (low_var_kl_fn, "value_clamp")])
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
+def test_low_var_kl_rejects_bad_clamps(fn, name, bound):
+    with pytest.raises(ValueError, match=f"{name} must be positive, got {bound}"):
+        fn(torch.zeros(1), torch.zeros(1), **{name: bound})
+
+
+def test_corrected_k3_rejects_a_bad_clamp():
+    with pytest.raises(ValueError, match=r"ratio_max must be positive, got -2"):
+        corrected_k3_fn(torch.zeros(1), torch.zeros(1), torch.zeros(1), ratio_max=-2.0)
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_model_against_itself_is_exactly_zero(name):
+    log_prob = -100 * torch.rand(257, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(get_estimator(name)(log_prob, log_prob, log_prob), torch.zeros(257))
+
+
+def test_k3_of_nearly_equal_models_is_not_negative():
+    """``exp(d) - 1 - d`` comes out at -6e-8 for about a quarter of these."""
+    d = torch.logspace(-9, -2, 10_001)
+    for sign in (1, -1):
+        assert k3_fn(sign * d, torch.zeros_like(d)).min() >= 0
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_calculated_in_float32(name, dtype):
+    # Both are exact in either dtype, so the float64 result is the truth; rounding it to bfloat16 costs 4e-3.
+    args = [torch.tensor([x], dtype=dtype) for x in (-8.0, -8.0625, -8.25)]
+    got = get_estimator(name)(*args)
+    assert got.dtype == torch.float32
+    assert_close(got.double(), get_estimator(name)(*(x.double() for x in args)), rtol=1e-4, atol=0)
+
+
+def test_half_precision_by_hand():
+    got = k3_fn(torch.tensor([-8.0], dtype=torch.bfloat16), torch.tensor([-8.0625], dtype=torch.bfloat16))
+    assert got.item() == pytest.approx(0.001913063, rel=1e-4)  # e**-.0625 = 0.939413063
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_the_wider_dtype_wins_and_the_shape_stays(name):
+    log_prob, ref_log_prob = torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3, 4, dtype=torch.float64)
+    got = get_estimator(name)(log_prob, ref_log_prob, ref_log_prob)
+    assert (got.shape, got.dtype) == ((2, 3, 4), torch.float64)
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 3), (2, 1), (2, 3)), r"log_prob has shape \(2, 3\) but ref_log_prob has shape \(2, 1\)"),
+        (((2, 3), (2, 3), (3,)), r"log_prob has shape \(2, 3\) but old_log_prob has shape \(3,\)"),
+    ],
+)
+def test_nothing_broadcasts(name, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        get_estimator(name)(*(torch.zeros(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("name", available_estimators())
+def test_look_up_is_stable_and_survives_pickling(name):
+    assert get_estimator(name) is get_estimator(name)
+    assert pickle.loads(pickle.dumps(get_estimator(name))) == get_estimator(name)
+    assert copy.deepcopy(get_estimator(name)) == get_estimator(name)
+
+
+def test_names_are_the_fields():
+    assert set(available_estimators()) == (
+        {"none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3", "exact"}
+        | {"k1+", "k2+", "k3+", "low_var_kl+", "abs+", "corrected_k3+"}
+    )
+    assert get_estimator("k3+") == StraightThrough(k3_fn)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("k4", "k3"), ("lowvar_kl", "low_var_kl"), ("none+", "none"), ("K3 +", "k3+")]
+)
+def test_unknown_names_get_advice(name, near):
+    with pytest.raises(UnknownEstimatorError) as error:
+        get_estimator(name)
+    message = str(error.value)
+    assert message.startswith(f"unknown KL estimator {name!r}; known: none, k1, k2, k3, low_var_kl, abs, corrected_k3")
+    assert message.endswith(f"Did you mean {near!r}?")
+    assert isinstance(error.value, ValueError)
+
+
+def test_a_name_like_no_other_gets_no_hint():
+    with pytest.raises(UnknownEstimatorError, match=r"exact\.$"):
+        get_estimator("wasserstein")
