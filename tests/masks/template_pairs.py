@@ -1,0 +1,138 @@
+"""Compares the mask found on a model's own template with the marks TRL gives the same template.
+
+TRL ships pairs ``X.jinja`` (as the model has it) and ``X_training.jinja`` (with ``{% generation %}`` blocks). They are
+read from the installed package.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from torchrl_llm_kl.masks import render_conversation
+from toy_tokenizer import build_tokenizer
+
+CALL = [{"type": "function", "id": "c0", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "single": [user("Answer yes or no"), assistant("yes")],
+    "multi": [user("Hi"), assistant("Hello there"), user("Hello there"), assistant("Hi")],
+    "system": [
+        {"role": "system", "content": "Be brief."},
+        user("Hi"),
+        assistant("Hello"),
+        user("Bye"),
+        assistant("é😀"),
+    ],
+    "tools": [
+        user("1+2?"),
+        assistant("", tool_calls=CALL),
+        {"role": "tool", "name": "add", "tool_call_id": "c0", "content": "3"},
+        assistant("It is 3."),
+        user("Thanks"),
+        assistant("Welcome"),
+    ],
+    "reasoning": [
+        user("1+2?"),
+        assistant("3", reasoning_content="one and two"),
+        user("2+2?"),
+        assistant("4", reasoning_content="two and two"),
+    ],
+}
+# These read the content as a list of parts.
+_PARTS = {"idefics3", "llava_next", "smolvlm"}
+_CONTROL_TOKEN = re.compile(r"<[|｜][^<>\s'\"{}]*[|｜]>|</?think>|<(?:start|end)_of_[a-z]+>")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``agrees`` (but for ``only_trl``), ``texts differ`` or ``refused`` (with the template's reason)."""
+
+    status: str
+    only_trl: tuple[str, ...] = ()
+    only_ours: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def folder() -> Path | None:
+    spec = importlib.util.find_spec("trl")
+    return Path(spec.origin).parent / "chat_templates" if spec and spec.origin else None
+
+
+def version() -> str:
+    return importlib.metadata.version("trl")
+
+
+def read(name: str) -> str:
+    root = folder()
+    assert root is not None
+    return (root / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def all_templates() -> list[str]:
+    root = folder()
+    return sorted(path.stem for path in root.glob("*.jinja")) if root else []
+
+
+def pairs() -> list[str]:
+    names = all_templates()
+    return [name for name in names if f"{name}_training" in names]
+
+
+def conversation(template: str, kind: str) -> list[dict[str, Any]]:
+    messages = CONVERSATIONS[kind]
+    if template in _PARTS:
+        return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return messages
+
+
+@cache
+def tokenizer_for(template: str):
+    source = read(template)
+    special = sorted(set(_CONTROL_TOKEN.findall(source)))
+    return build_tokenizer(source, special, eos_token="<EOS>", bos_token="<BOS>")
+
+
+@cache
+def compare(template: str, kind: str) -> Outcome:
+    tokenizer, messages = tokenizer_for(template), conversation(template, kind)
+    try:
+        ours = render_conversation(tokenizer, messages)
+        marked = tokenizer.apply_chat_template(
+            messages,
+            chat_template=read(f"{template}_training"),
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        return Outcome("refused", reason=str(error))
+    if marked["input_ids"] != ours.token_ids.tolist():
+        return Outcome("texts differ")
+    theirs = [bool(flag) for flag in marked["assistant_masks"]]
+    where = list(zip(theirs, ours.assistant_mask.tolist(), ours.token_ids.tolist(), strict=True))
+    runs = [
+        (difference, tokenizer.decode([token for *_, token in run]))
+        for difference, run in groupby(where, key=lambda flags: int(flags[0]) - int(flags[1]))
+    ]
+    return Outcome(
+        "agrees",
+        only_trl=tuple(sorted({text for difference, text in runs if difference == 1})),
+        only_ours=tuple(sorted({text for difference, text in runs if difference == -1})),
+    )
