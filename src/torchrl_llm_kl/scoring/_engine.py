@@ -1,0 +1,91 @@
+"""Log-probs of one micro-batch: the body once, the head where the mask asks, log-sum-exp in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchrl_llm_kl.scoring._model import call, find_body, find_head, hidden_of, logits_of, logits_transform
+from torchrl_llm_kl.scoring._request import MicroBatch
+
+__all__ = ["Route", "score_micro_batch", "target_log_prob"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to get logits out of a model.
+
+    Args:
+        path: ``"head"`` runs the body and then the head at scored positions only; ``"full"`` the model's own forward.
+        mask: whether to pass ``attention_mask``. No token of a causal model attends to padding on its right; the mask
+            spares flash attention the work.
+        positions: whether to pass ``position_ids``.
+    """
+
+    path: Literal["head", "full"]
+    mask: bool = True
+    positions: bool = True
+
+
+def score_micro_batch(
+    model: nn.Module, batch: MicroBatch, route: Route, *, temperature: float, head_chunk: int, recompute: bool
+) -> Tensor:
+    """Log-probs of ``batch.targets``; ``[n]`` float32.
+
+    With ``recompute`` a chunk's logits are dropped and computed again in the backward.
+    """
+    logits_at = _head_logits(model, batch, route) if route.path == "head" else _full_logits(model, batch, route)
+    parts = []
+    for slots, targets in zip(batch.slots.split(head_chunk), batch.targets.split(head_chunk), strict=True):
+        if recompute:
+            parts.append(checkpoint(_chunk, logits_at, slots, targets, temperature, use_reentrant=False))
+        else:
+            parts.append(_chunk(logits_at, slots, targets, temperature))
+    return torch.cat(parts)
+
+
+def target_log_prob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """``log softmax(logits / temperature)`` at ``targets``, in float32 whatever the dtype; ``[n, V], [n] -> [n]``."""
+    logits = _wide(logits)
+    if temperature != 1.0:
+        logits = logits / temperature
+    chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return (chosen - logits.logsumexp(-1)).float()
+
+
+def _chunk(logits_at: Callable[[Tensor], Tensor], slots: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    logits = logits_at(slots)
+    return target_log_prob(logits, targets.to(logits.device), temperature)
+
+
+def _head_logits(model: nn.Module, batch: MicroBatch, route: Route) -> Callable[[Tensor], Tensor]:
+    body, head = find_body(model), find_head(model)
+    if body is None or head is None:
+        raise TypeError(f"{type(model).__name__} has no separate body and head")
+    transform = logits_transform(model)
+    hidden = hidden_of(_forward(body, batch, route)).flatten(0, 1)
+    return lambda slots: transform(_wide(head(hidden[slots.to(hidden.device)])))
+
+
+def _full_logits(model: nn.Module, batch: MicroBatch, route: Route) -> Callable[[Tensor], Tensor]:
+    logits = logits_of(_forward(model, batch, route)).flatten(0, 1)
+    return lambda slots: logits[slots.to(logits.device)]
+
+
+def _forward(module: nn.Module, batch: MicroBatch, route: Route) -> object:
+    options = {}
+    if route.mask:
+        options["attention_mask"] = batch.attention_mask
+    if route.positions:
+        options["position_ids"] = batch.position_ids
+    return call(module, batch.input_ids, use_cache=False, **options)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,0 +1,117 @@
+"""The proof, on a few short sequences, that a fast route gives the model's own numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._engine import Route, score_micro_batch, target_log_prob
+from torchrl_llm_kl.scoring._model import (
+    call,
+    evaluating,
+    find_body,
+    find_head,
+    logits_of,
+    model_device,
+    position_limit,
+    vocab_size,
+)
+from torchrl_llm_kl.scoring._request import Request
+
+__all__ = ["Verdict", "choose_route"]
+
+_PROBE_LENGTHS = (12, 7, 3)
+
+# In order of preference. Padding without a key to attend to is NaN in some attention (eager, sliding window, float64),
+# so that a mask may hurt; and a model may number its positions in its own way.
+_HEAD_ROUTES = (Route("head"), Route("head", mask=False), Route("head", positions=False))
+_FULL_ROUTES = (Route("full"), Route("full", mask=False), Route("full", positions=False))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The chosen route, and why it is not the fast one."""
+
+    route: Route
+    complaint: str | None = None
+
+
+def choose_route(model: nn.Module, *, probe: bool) -> Verdict:
+    """The first route that reproduces the model's plain forward, one sequence at a time and nothing padded."""
+    has_head = find_body(model) is not None and find_head(model) is not None
+    vocab = vocab_size(model)
+    name = type(model).__name__
+    if not has_head:
+        complaint = f"{name} does not say what its body and head are (get_decoder, get_output_embeddings)"
+        if vocab is None or not probe:
+            return Verdict(Route("full"), complaint)
+    elif vocab is None or not probe:
+        return Verdict(Route("head"))
+    else:
+        complaint = ""
+
+    with evaluating(model), torch.no_grad():
+        request = _probe_request(vocab, position_limit(model))
+        plain, tolerance = _plain(model, request)
+        for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_head else _FULL_ROUTES:
+            difference = _difference(model, request, route, plain)
+            if isinstance(difference, float) and difference <= tolerance:
+                return Verdict(route, complaint if route.path == "full" else None)
+            if not complaint:
+                complaint = (
+                    f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: "
+                    f"{_say(difference)}, tolerance {tolerance:.1g}"
+                )
+    return Verdict(
+        Route("full"),
+        f"{complaint}; nor does its forward on padded sequences ({_say(difference)}): scores may be wrong, is the "
+        "model causal and deterministic?",
+    )
+
+
+def _probe_request(vocab: int, limit: int | None) -> Request:
+    lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
+    generator = torch.Generator().manual_seed(0)
+    return Request.build(
+        Ragged.from_list([torch.randint(vocab, (length,), generator=generator) for length in lengths]), None
+    )
+
+
+def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
+    """The model's own log-probs, and how far from them rounding alone may lead."""
+    parts, spread, precision = [], 0.0, 0.0
+    for ids in request.tokens.to_list():
+        ids = ids.to(model_device(model, ids.device))
+        logits = logits_of(call(model, ids[:-1].unsqueeze(0))).squeeze(0)
+        precision = _relative_precision(logits)
+        spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
+        parts.append(target_log_prob(logits, ids[1:].to(logits.device)))
+    return torch.cat(parts), precision * spread + 1e-6
+
+
+def _relative_precision(logits: Tensor) -> float:
+    """How far two orders of summation may differ after many layers, relative to the spread of the logits."""
+    if logits.dtype == torch.bfloat16:
+        return 5e-2
+    if logits.dtype == torch.float16:
+        return 1e-2
+    tf32 = logits.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    return 1e-2 if tf32 else 1e-4
+
+
+def _difference(model: nn.Module, request: Request, route: Route, plain: Tensor) -> float | str:
+    """The largest difference from the plain forward, or what went wrong."""
+    rows = torch.arange(request.tokens.num_sequences)
+    try:
+        batch = request.micro_batch(rows, model_device(model, plain.device))
+        got = score_micro_batch(model, batch, route, temperature=1.0, head_chunk=8, recompute=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return float((got.to(plain.device) - plain).abs().max())
+
+
+def _say(difference: float | str) -> str:
+    return difference if isinstance(difference, str) else f"largest difference {difference:.3g}"

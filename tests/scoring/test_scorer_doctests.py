@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from torchrl_llm_kl.scoring import _plan, _scorer
+
+
+@pytest.mark.parametrize("module", [_plan, _scorer], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,125 @@
+"""Bad input is refused in words that name the sequence and the remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from scoring_reference import random_sequences
+from torch import nn
+from torch.testing import assert_close
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.ragged._containers import Rows
+from torchrl_llm_kl.scoring import LogProbScorer
+from toy_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    return LogProbScorer(tiny_model(max_position_embeddings=16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be a positive number, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be a positive number, got nan"),
+        ({"temperature": float("inf")}, "temperature must be a positive number, got inf"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1, got 0"),
+        ({"head_chunk": 0}, "head_chunk must be at least 1, got 0"),
+    ],
+)
+def test_numbers_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LogProbScorer(tiny_model(), **arguments)
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2-0.5B", None, lambda ids: ids])
+def test_not_a_model(model):
+    with pytest.raises(TypeError, match=f"or another torch module that returns logits, got {type(model).__name__}"):
+        LogProbScorer(model)
+
+
+def test_first_token(scorer):
+    mask = torch.zeros(9, dtype=torch.bool)
+    mask[5] = True
+    with pytest.raises(ValueError, match=r"first token of sequence 2: it has no prefix.*Set the mask to False"):
+        scorer.score(random_sequences(5, 0, 4), mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(5), TypeError, "must be a bool tensor, got torch.float32"),
+        (torch.zeros(4, dtype=torch.bool), ValueError, "one entry for each token, (5,), got (4,)"),
+        (torch.zeros(1, 5, dtype=torch.bool), ValueError, "one entry for each token, (5,), got (1, 5)"),
+    ],
+)
+def test_mask_form(scorer, mask, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        scorer.score(random_sequences(5), mask)
+
+
+@pytest.mark.parametrize("values", [torch.rand(4), torch.ones(4, dtype=torch.bool), torch.ones(4, 2, dtype=torch.long)])
+def test_token_ids_form(scorer, values):
+    with pytest.raises(ValueError, match="token ids must be a flat integer tensor"):
+        scorer.score(Ragged.from_list([values]))
+
+
+def test_no_sequences(scorer):
+    none = torch.zeros(0, dtype=torch.long)
+    with pytest.raises(ValueError, match="expected at least one sequence, got a batch of 0"):
+        scorer.score(Ragged(none, none, Rows(none, torch.Size([0]))))
+
+
+@pytest.mark.parametrize(("bad_id", "family"), [(97, "qwen2"), (-100, "qwen2"), (2**40, "gpt2")])
+def test_id_outside_the_vocabulary(bad_id, family):
+    sequences = random_sequences(4, 6)
+    sequences.values[6] = bad_id
+    with pytest.raises(ValueError, match=rf"token id {bad_id} at sequence 1, position 2.*\[0, 96\].*vocabulary of 97"):
+        LogProbScorer(tiny_model(family)).score(sequences)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt"])
+def test_longer_than_the_models_positions(family):
+    scorer = LogProbScorer(tiny_model(family, max_position_embeddings=16))
+    assert scorer.score(random_sequences(16, 3)).values.isfinite().all()
+    with pytest.raises(ValueError, match=r"sequence 1 has 17 tokens .* allows 16 positions: truncate"):
+        scorer.score(random_sequences(3, 17))
+
+
+def test_a_long_sequence_that_is_not_scored_is_no_error(scorer):
+    sequences = random_sequences(40, 3)
+    mask = torch.zeros(43, dtype=torch.bool)
+    mask[42] = True
+    assert scorer.score(sequences, mask).values[42] < 0
+
+
+def forbid(model: nn.Module, token: int) -> nn.Module:
+    """The model gives ``token`` the logit -inf."""
+    bias = torch.zeros(97).index_fill(0, torch.tensor([token]), float("-inf"))
+    model.lm_head = nn.Linear(32, 97)
+    model.lm_head.bias.data.copy_(bias)
+    return model
+
+
+def test_a_forbidden_token_is_an_error_where_it_is_scored_and_nothing_where_it_is_not():
+    sequences = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 9, 50, 7])])
+    scorer = LogProbScorer(forbid(tiny_model(), 50))
+    with pytest.raises(ValueError, match=r"gives token 50 at sequence 1, position 2 the log-prob -inf.*Mask the token"):
+        scorer.score(sequences)
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 1]).bool()
+    got = scorer.score(sequences, mask).values
+    assert got.isfinite().all()
+    assert_close(got[5], torch.tensor(0.0), rtol=0, atol=0)
+
+
+def test_nan_weights_name_the_sequence():
+    model = tiny_model()
+    model.get_input_embeddings().weight.data[50] = float("nan")
+    sequences = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 9, 50, 7])])
+    with pytest.raises(ValueError, match=r"at sequence 1, position \d the log-prob nan"):
+        LogProbScorer(model, probe=False).score(sequences, grad=True)

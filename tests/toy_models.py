@@ -1,0 +1,108 @@
+"""Tiny causal language models with random weights, one of each family: no download, a few milliseconds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCAB_SIZE = 97
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+# Wide enough that distributions are far from uniform and positions matter.
+_WEIGHTS = {"initializer_range": 0.4}
+_NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GROUPED = {"intermediate_size": 64, "num_key_value_heads": 2}
+
+
+def _qwen2(**config: Any) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**config))
+
+
+def _qwen3(**config: Any) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 8, **config}))
+
+
+def _llama(**config: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def _mistral(**config: Any) -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**{"sliding_window": 5, **config}))
+
+
+def _gemma2(**config: Any) -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    own = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "final_logit_softcapping": 4.0}
+    return Gemma2ForCausalLM(Gemma2Config(**{**own, **config}))
+
+
+def _granite(**config: Any) -> nn.Module:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    return GraniteForCausalLM(GraniteConfig(**{"logits_scaling": 3.0, **config}))
+
+
+def _cohere(**config: Any) -> nn.Module:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    return CohereForCausalLM(CohereConfig(**{"logit_scale": 0.25, **config}))
+
+
+def _gpt2(**config: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    renamed = {"intermediate_size": "n_inner"}
+    config = {renamed.get(name, name): value for name, value in config.items() if name != "num_key_value_heads"}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**{**dropout, **config}))
+
+
+def _opt(**config: Any) -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    renamed = {"intermediate_size": "ffn_dim", "initializer_range": "init_std"}
+    config = {renamed.get(name, name): value for name, value in config.items() if name != "num_key_value_heads"}
+    # No norm before the head: weights as wide as the other families' would give logits ten times as large.
+    config["init_std"] *= 0.5
+    # The embedding is narrower than the body, as in OPT-350m: the decoder projects out before the head.
+    return OPTForCausalLM(
+        OPTConfig(**{"word_embed_proj_dim": 16, "dropout": 0.0, "do_layer_norm_before": False, **config})
+    )
+
+
+_BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "mistral": _mistral,
+    "gemma2": _gemma2,
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "granite": _granite,
+    "cohere": _cohere,
+}
+
+FAMILIES = tuple(_BUILDERS)
+
+
+def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A float32 model of ``family`` in evaluation mode, the same for the same seed.
+
+    ``overrides`` go to the configuration, under the names that most families use (``hidden_size``,
+    ``num_hidden_layers``, ``intermediate_size``, ``initializer_range``, ...).
+    """
+    config = {"vocab_size": VOCAB_SIZE, **_SIZES, **_WEIGHTS, **_NO_SPECIAL_TOKENS, **_GROUPED, **overrides}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _BUILDERS[family](**config).eval()

@@ -1,0 +1,133 @@
+"""Rollouts of a tiny policy in TorchRL's chat env, and what the transforms should make of them, computed the slow way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvBase, StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
+from torchrl.modules.llm import TransformersWrapper
+
+from toy_models import tiny_model
+from toy_tokenizer import build_tokenizer
+
+QUERIES = ["hi", "hello there", "why?", "a longer question, please"]
+OUTCOMES = (1.0, -0.5, 2.0, 0.25)
+
+
+def make_tokenizer() -> Any:
+    return build_tokenizer(pad_token="<|pad|>")
+
+
+def make_model(tokenizer: Any, seed: int, family: str = "qwen2", **config: Any) -> nn.Module:
+    return tiny_model(family, seed=seed, vocab_size=len(tokenizer), max_position_embeddings=512, **config)
+
+
+def make_policy(model: nn.Module, tokenizer: Any, *, pad_output: bool, **kwargs: Any) -> TransformersWrapper:
+    generate_kwargs = {
+        "max_new_tokens": 6,
+        "do_sample": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return TransformersWrapper(
+        model, tokenizer=tokenizer, pad_output=pad_output, generate=True, generate_kwargs=generate_kwargs, **kwargs
+    )
+
+
+def make_scoring_wrapper(model: nn.Module, tokenizer: Any, *, pad_output: bool, **kwargs: Any) -> TransformersWrapper:
+    return TransformersWrapper(
+        model, tokenizer=tokenizer, pad_output=pad_output, generate=False, **{"input_mode": "tokens", **kwargs}
+    )
+
+
+class Outcome(Transform):
+    """An outcome reward for each env, the same at every turn, of shape ``[B, *features]``."""
+
+    def __init__(self, features: tuple[int, ...] = (1,)) -> None:
+        super().__init__(in_keys=[], out_keys=["reward"])
+        self.features = features
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        rewards = torch.tensor(OUTCOMES[: next_tensordict.batch_size.numel()])
+        shape = (*next_tensordict.batch_size, *self.features)
+        return next_tensordict.set("reward", rewards.reshape(-1, *[1 for _ in self.features]).expand(shape).clone())
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, *self.features))
+        return reward_spec
+
+
+def make_env(
+    tokenizer: Any, *transforms: Transform, envs: int = 2, turns: int = 1, input_mode: str = "history"
+) -> EnvBase:
+    """A chat env over :data:`QUERIES` with the outcome reward, done after ``turns``, and ``transforms`` behind."""
+    env = ChatEnv.from_dataloader(
+        DataLoader([{"query": q} for q in QUERIES] * 100, batch_size=1, collate_fn=_collate),
+        batch_size=(envs,),
+        tokenizer=tokenizer,
+        input_mode=input_mode,
+    )
+    for transform in (StepCounter(max_steps=turns), Outcome(), *transforms):
+        env = env.append_transform(transform)
+    return env
+
+
+def _collate(batch: list[dict[str, Any]]) -> TensorDictBase:
+    return torch.stack([TensorDict.from_dict(item) for item in batch])
+
+
+def collect(
+    tokenizer: Any, policy: nn.Module, *transforms: Transform, envs: int = 2, turns: int = 1, seed: int = 0
+) -> TensorDictBase:
+    """A rollout ``[envs, turns]``."""
+    torch.manual_seed(seed)
+    return make_env(tokenizer, *transforms, envs=envs, turns=turns).rollout(turns, policy)
+
+
+def steps(td: TensorDictBase) -> Iterator[TensorDictBase]:
+    """Every single step of a batch of any shape."""
+    if td.batch_dims == 0:
+        yield td
+        return
+    for part in td.unbind(0):
+        yield from steps(part)
+
+
+def flat(td: TensorDictBase) -> TensorDictBase:
+    return lazy_stack(list(steps(td)))
+
+
+def plain_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
+    """One sequence through the plain model; 0 for the first token."""
+    with torch.no_grad():
+        log_probs = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+    return torch.cat([torch.zeros(1), log_probs[:-1].gather(-1, ids[1:, None])[:, 0]])
+
+
+def response_log_probs(model: nn.Module, step: TensorDictBase) -> Tensor:
+    """What a step's log-probs should be: the plain model's on the response, 0 on prompt and padding."""
+    full, attention = step["tokens", "full"], step["masks", "all_attention_mask"]
+    out = torch.zeros(len(full))
+    out[attention] = plain_log_probs(model, full[attention])
+    out[: len(step["tokens", "prompt"])] = 0
+    return out
+
+
+def leaves(td: TensorDictBase) -> dict[Any, Any]:
+    """Every leaf of a single step, copied, for a before-and-after comparison."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in td.items(True, True)}
+
+
+def same_leaves(before: dict[Any, Any], td: TensorDictBase, *, except_for: Iterable[Any] = ()) -> bool:
+    after = leaves(td)
+    skip = set(except_for)
+    return set(before) - skip == set(after) - skip and all(
+        torch.equal(v, after[k]) if isinstance(v, Tensor) else v == after[k] for k, v in before.items() if k not in skip
+    )
