@@ -1,0 +1,59 @@
+"""KL-regularised post-training of language models on TorchRL.
+
+Everything public loads on first use: ``import torchrl_llm_kl`` costs next to nothing and imports neither transformers nor
+ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.estimators import (
+        AdaptiveKLCoefficient,
+        FixedKLCoefficient,
+        get_estimator,
+    )
+    from torchrl_llm_kl.ragged import Ragged
+    from torchrl_llm_kl.scoring import LogProbScorer
+    from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AdaptiveKLCoefficient": "estimators",
+    "FixedKLCoefficient": "estimators",
+    "KLComputation": "transforms",
+    "KLRewardTransform": "transforms",
+    "LogProbScorer": "scoring",
+    "Ragged": "ragged",
+    "RetrieveKL": "transforms",
+    "RetrieveLogProb": "transforms",
+    "get_estimator": "estimators",
+}
+_LAYERS = ("ragged", "estimators", "masks", "scoring", "transforms")
+
+__all__ = [
+    "AdaptiveKLCoefficient",
+    "FixedKLCoefficient",
+    "KLComputation",
+    "KLRewardTransform",
+    "LogProbScorer",
+    "Ragged",
+    "RetrieveKL",
+    "RetrieveLogProb",
+    "get_estimator",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _LAYERS:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_LAYERS})

@@ -1,0 +1,98 @@
+"""Two sets of log-probs of the same tokens: same lengths, finite, in one form."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+
+from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged
+from torchrl_llm_kl.transforms._located import Located
+
+__all__ = ["check_finite", "check_pair", "check_same_tokens"]
+
+
+def check_pair(gen: Ragged, ref: Ragged, *, padding_side: PaddingSide) -> tuple[Ragged, Ragged]:
+    """Bring two sets of log-probs to one form, that of ``gen``.
+
+    Raises:
+        ValueError: if the number of sequences or a length differs.
+    """
+    if gen.num_sequences != ref.num_sequences:
+        raise ValueError(
+            f"Batch size mismatch: gen_log_probs has {gen.num_sequences} samples, ref_log_probs has {ref.num_sequences} samples"
+        )
+    gen, ref = _match(gen, ref, padding_side), _match(ref, gen, padding_side)
+    different = gen.lengths != ref.lengths
+    if bool(different.any()):
+        i = int(different.nonzero()[0])
+        a, b = int(gen.lengths[i]), int(ref.lengths[i])
+        raise ValueError(
+            f"Sample {i} has different shapes: gen_log_probs[{i}].shape={torch.Size([a])}, ref_log_probs[{i}].shape="
+            f"{torch.Size([b])}. From position {min(a, b)} on, one model scored tokens that the other did not: score the "
+            f"same tokens under both models, with the same tokenizer and template."
+        )
+    return gen, ref
+
+
+def _match(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
+    """Drop the padding of ``a`` if it is padded and ``b`` holds rows of their own lengths."""
+    if not isinstance(a.container, Dense) or isinstance(b.container, Dense) or a.keep is not None:
+        return a
+    widths = b.container.row_lengths
+    if bool((widths > a.container.width).any()):
+        return a
+    position = torch.arange(a.container.width, device=a.values.device)
+    limit = widths.unsqueeze(-1)
+    keep = position < limit if side == "right" else position >= a.container.width - limit
+    return Ragged.from_slots(a.slots(), a.container, keep.reshape(-1))
+
+
+def check_finite(log_prob: Ragged, who: str, key: NestedKey) -> Tensor:
+    """True where there is a score; ``[N]``. A leading run of NaN is torchrl's marker for tokens that were not scored.
+
+    Raises:
+        ValueError: if any other log-prob is NaN or infinite, naming the sequence and the position.
+    """
+    finite = log_prob.values.isfinite()
+    if bool(finite.all()):
+        return finite
+    seen = log_prob.like(finite.long())
+    before = seen.values.cumsum(0)
+    start = torch.nn.functional.pad(before, (1, 0))[log_prob.offsets[:-1]]
+    leading = (before - start[log_prob.sequence_ids] == 0) & log_prob.values.isnan()
+    bad = ~finite & ~leading
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        row, position = int(log_prob.sequence_ids[at]), int(log_prob.positions[at])
+        raise ValueError(
+            f"the log-prob of {who} under {key!r} is {float(log_prob.values[at])} at sequence {row}, position {position}: "
+            f"expected a finite number. A token that the policy sampled cannot have probability 0 under it; check the "
+            f"model's weights and dtype, or mask the token."
+        )
+    return finite
+
+
+def check_same_tokens(gen: Located, ref: Located) -> None:
+    """Check that both models are about to score the same tokens and the same mask.
+
+    Raises:
+        ValueError: with the first sequence and position at which they differ.
+    """
+    for row, (a, b) in enumerate(zip(gen.tokens.to_list(), ref.tokens.to_list(), strict=True)):
+        n = min(len(a), len(b))
+        different = (a[:n] != b[:n]).nonzero()
+        if len(different) or len(a) != len(b):
+            position = int(different[0]) if len(different) else n
+            found = f"{a[position : position + 4].tolist()} and {b[position : position + 4].tolist()}"
+            raise ValueError(
+                f"the two models see different tokens, first at sequence {row}, position {position}: {found} (lengths "
+                f"{len(a)} and {len(b)}). Give both the same tokenizer and chat template, or store the sampled tokens."
+            )
+    if not torch.equal(gen.mask, ref.mask):
+        at = int((gen.mask != ref.mask).nonzero()[0])
+        row, position = int(gen.tokens.sequence_ids[at]), int(gen.tokens.positions[at])
+        raise ValueError(
+            f"the two models count different tokens as the assistant's, first at sequence {row}, position {position}: "
+            f"give both the same chat template"
+        )

@@ -1,0 +1,216 @@
+"""Tokens made from text or history, for data that holds no sampled tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_non_tensor
+from torch import Tensor
+
+from torchrl_llm_kl.masks import history_to_messages, render_conversations
+from torchrl_llm_kl.masks._tokens import encode_with_mask
+from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, read_column
+from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
+
+__all__ = ["TokenisingOptions", "render_history", "render_text"]
+
+# torchrl's defaults for `tokenizer_kwargs`: accepted, since they ask for what happens anyway.
+_IMPLIED: dict[str, tuple[Any, ...]] = {
+    "return_assistant_tokens_mask": (True,),
+    "tokenize": (True,),
+    "return_dict": (True,),
+    "return_tensors": ("pt", None),
+    "padding": (True, False),
+}
+
+
+@dataclass(frozen=True)
+class TokenisingOptions:
+    """How text becomes tokens where there are none: the arguments of the same names of the transforms."""
+
+    tokenizer: Any = None
+    padding_side: PaddingSide = "left"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, tokenizer: Any, tokenizer_kwargs: Mapping[str, Any] | None, padding_side: str) -> TokenisingOptions:
+        """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed."""
+        kwargs = dict(tokenizer_kwargs or {})
+        for name, allowed in _IMPLIED.items():
+            if name in kwargs and (value := kwargs.pop(name)) not in allowed:
+                raise ValueError(
+                    f"tokenizer_kwargs[{name!r}]={value!r} cannot be honoured: the transform needs "
+                    f"{' or '.join(map(repr, allowed))}. Leave it out; padding of the output follows the data and the "
+                    f"model's `pad_output`."
+                )
+        return cls(tokenizer, check_padding_side(padding_side), kwargs)
+
+    def of(self, interface: ModelInterface) -> tuple[Any, dict[str, Any]]:
+        """The tokenizer and the template arguments for a model: the transform's own before the model's."""
+        tokenizer = self.tokenizer if self.tokenizer is not None else interface.tokenizer
+        if tokenizer is None:
+            raise ValueError(
+                "the data holds no token ids and there is no tokenizer to make them: found tokenizer=None. Pass "
+                "`tokenizer=` to the transform or to the model's wrapper."
+            )
+        kwargs = {**interface.template_kwargs, **self.template_kwargs}
+        name = kwargs.pop("chat_template_name", None)
+        if name is not None and kwargs.get("chat_template") is None:
+            kwargs["chat_template"] = _named_template(tokenizer, name)
+        return tokenizer, kwargs
+
+
+def _named_template(tokenizer: Any, name: str) -> str:
+    own = getattr(tokenizer, "chat_template", None)
+    if isinstance(own, Mapping) and name in own:
+        return own[name]
+    from torchrl.data.llm import history
+
+    known = history._CHAT_TEMPLATES
+    if name not in known:
+        raise ValueError(f"no chat template is called {name!r}; torchrl knows {sorted(known)}")
+    return known[name]
+
+
+def render_history(
+    td: TensorDictBase,
+    interface: ModelInterface,
+    *,
+    scope: str,
+    assistant_only: bool,
+    options: TokenisingOptions,
+    key: NestedKey,
+    add_generation_prompt: bool = False,
+) -> tuple[Ragged, Tensor]:
+    """Render and tokenise the conversations under ``key`` on the model's own template.
+
+    With ``scope="turn"`` and a prompt beside the full history, only the turns behind the prompt count.
+    """
+    tokenizer, kwargs = options.of(interface)
+    conversations = _conversations(td, key)
+    add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
+    rendered = render_conversations(tokenizer, conversations, add_generation_prompt=add_generation_prompt, **kwargs)
+    ids, masks = [r.token_ids for r in rendered], [r.assistant_mask for r in rendered]
+    if not assistant_only:
+        masks = [torch.ones_like(mask) for mask in masks]
+    elif scope == "turn" and key != sub_key(interface.history_key, "prompt"):
+        prompts = _conversations(td, sub_key(interface.history_key, "prompt"), missing_ok=True)
+        if prompts is not None:
+            earlier = [sum(m["role"] == "assistant" for m in prompt) for prompt in prompts]
+            spans = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
+            masks = [mask for _, mask in encode_with_mask(tokenizer, [r.text for r in rendered], spans)]
+    return _arrange(td, interface, options, ids, masks)
+
+
+def _conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> Any:
+    column = read_column(td, key) if not isinstance(key, str) else td.get(key, None)
+    if column is None and missing_ok:
+        return None
+    from torchrl.data.llm import History
+
+    if isinstance(column, list):
+        return [history_to_messages(_as_history(item, History, key)) for item in column]
+    nested = history_to_messages(_as_history(column, History, key))
+    for _ in range(td.batch_dims - 1):
+        nested = [item for part in nested for item in part]
+    return nested if td.batch_dims else [nested]
+
+
+def _as_history(value: Any, cls: type, key: NestedKey) -> Any:
+    if isinstance(value, TensorDictBase):
+        return cls._from_tensordict(value)  # type: ignore[attr-defined]
+    if not isinstance(value, cls):
+        raise TypeError(f"expected a torchrl History under {key!r}, found {type(value).__name__}")
+    return value
+
+
+def render_text(
+    td: TensorDictBase,
+    interface: ModelInterface,
+    *,
+    assistant_only: bool,
+    scope: str,
+    options: TokenisingOptions,
+    key: NestedKey,
+) -> tuple[Ragged, Tensor]:
+    """Tokenise the texts under ``key``; the assistant's part is what follows the prompt's text."""
+    tokenizer, _ = options.of(interface)
+    if options.template_kwargs:
+        raise ValueError(
+            f"tokenizer_kwargs {sorted(options.template_kwargs)} belong to a chat template, and input_mode='text' renders "
+            f"none: leave them out, or use input_mode='history'."
+        )
+    texts = _texts(read_column(td, key), td, key)
+    prompts = None
+    if assistant_only:
+        prompt_key = sub_key(interface.text_key, "prompt")
+        column = read_column(td, prompt_key)
+        if column is None or scope == "full":
+            raise ValueError(
+                f"cannot tell which part of {key!r} the assistant wrote"
+                + (f": found no {prompt_key!r} beside it." if column is None else " in earlier turns (scope='full').")
+                + " Use input_mode='history', store sampled tokens, or set assistant_only=False."
+            )
+        prompts = _texts(column, td, prompt_key)
+    spans = []
+    for row, text in enumerate(texts):
+        start = 0 if prompts is None else _common_prefix(text, prompts[row], row)
+        spans.append([(start, len(text))] if start < len(text) else [])
+    pairs = encode_with_mask(tokenizer, texts, spans)
+    return _arrange(td, interface, options, [ids for ids, _ in pairs], [mask for _, mask in pairs])
+
+
+def _texts(column: Any, td: TensorDictBase, key: NestedKey) -> list[str]:
+    flat = list(_strings(column))
+    if len(flat) != td.batch_size.numel() or not all(isinstance(text, str) for text in flat):
+        kinds = sorted({type(text).__name__ for text in flat})
+        raise TypeError(f"expected {td.batch_size.numel()} strings under {key!r}, found {len(flat)} of type {kinds}")
+    return flat
+
+
+def _strings(value: Any) -> Iterator[Any]:
+    """The leaves of non-tensor data, however TensorDict holds it: plain, wrapped, stacked."""
+    if is_non_tensor(value):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+    else:
+        yield value
+
+
+def _common_prefix(text: str, prompt: str, row: int) -> int:
+    if text.startswith(prompt):
+        return len(prompt)
+    start = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
+    warnings.warn(
+        f"sequence {row}: the full text does not start with its prompt; they differ from character {start} on. What "
+        f"follows the common part counts as the assistant's.",
+        stacklevel=2,
+    )
+    return start
+
+
+def _arrange(
+    td: TensorDictBase,
+    interface: ModelInterface,
+    options: TokenisingOptions,
+    ids: list[Tensor],
+    masks: list[Tensor],
+) -> tuple[Ragged, Tensor]:
+    """Rows in the form that the model's settings ask for: padded, nested, or leaves of a lazy stack."""
+    device = td.device or torch.device("cpu")
+    rows = Ragged.from_list([row.to(device) for row in ids], td.batch_size)
+    mask = torch.cat(masks).to(device).bool()
+    if interface.pad_output:
+        padded = rows.to_padded(side=options.padding_side)
+        keep = rows.padding_mask(side=options.padding_side)
+        shape = (*td.batch_size, padded.shape[-1])
+        rows = Ragged.from_padded(padded.reshape(shape), mask=keep.reshape(shape), batch_dims=td.batch_dims)
+    elif interface.layout == torch.jagged and td.batch_dims == 1:
+        rows = Ragged.from_nested(rows.to_nested(torch.jagged))
+    return rows, mask

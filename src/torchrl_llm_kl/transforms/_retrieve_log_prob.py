@@ -1,0 +1,196 @@
+"""Score what was sampled under a model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import LogProbScorer
+from torchrl_llm_kl.transforms._base import Output, StepTransform
+from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
+from torchrl_llm_kl.transforms._located import Located, Scope, locate
+from torchrl_llm_kl.transforms._rendered import TokenisingOptions
+
+__all__ = ["RetrieveLogProb"]
+
+
+class RetrieveLogProb(StepTransform):
+    r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss to use.
+
+    Scored are the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise the
+    conversation or text is rendered and tokenised on the model's own template. The result has the form of those tokens:
+    padded in, padded out; nested in, nested out.
+
+    Works in a ``ChatEnv`` (written to ``"next"`` at each step), in an ``LLMCollector``, in a replay buffer (on sample, or
+    on extend with ``invert=True``), and called directly, on any number of batch dimensions, with or without ``"next"``.
+
+    Args:
+        model: a TorchRL wrapper with ``generate=False``, a transformers causal language model, or ``"from_collector"``
+            for the policy of the collector that runs the env (found at the first step, never changed).
+
+    Keyword Args:
+        log_probs_full_key: where to write; by default ``(model.log_probs_key, "full")``.
+        assistant_only: score only what the assistant produced, 0 elsewhere. Default True.
+        tokenizer_kwargs: arguments of the chat template, used where conversations must be rendered.
+        detach: no gradient, nothing of the graph kept. With False the result is differentiable. Default True.
+        device: move the model there first. Data stays where it is.
+        tokenizer: instead of the model's own, where text must be tokenised.
+        padding_side: the side of padding where text is tokenised for a model with ``pad_output=True``.
+        temperature: divides the logits; the sampling temperature of the policy. Default 1.
+        scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
+            assistant's earlier turns too. Without effect when the data is one whole conversation.
+        adapters: False switches the PEFT adapters of the model off while it scores: the base model, with no second copy
+            of its weights. Default True.
+        history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
+
+    Shapes:
+        float32 nats ``[*B, T]``, in the form of the tokens, exactly 0 at padding and wherever nothing is scored.
+
+    Raises:
+        ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
+            cannot be told, a sequence is longer than the model's positions, or a log-prob is not finite.
+        KeyError: if the data holds nothing to score.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+        >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
+        >>> data = TensorDict(tokens=tokens, batch_size=[1])
+        >>> (RetrieveLogProb(model)(data)["log_probs", "full"] != 0).tolist()
+        [[False, False, True, True]]
+
+    .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        log_probs_full_key: NestedKey | None = None,
+        assistant_only: bool = True,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        detach: bool = True,
+        device: torch.device | str | None = None,
+        tokenizer: Any = None,
+        padding_side: str = "left",
+        temperature: float = 1.0,
+        scope: Scope = "turn",
+        adapters: bool = True,
+        history_key: NestedKey = "history",
+    ) -> None:
+        if scope not in ("turn", "full"):
+            raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}")
+        deferred = isinstance(model, str)
+        if deferred and model != "from_collector":
+            raise ValueError(f"model must be a model or 'from_collector', got {model!r}")
+        interface = ModelInterface() if deferred else _checked_interface(model).with_history_key(history_key)
+        if log_probs_full_key is None:
+            log_probs_full_key = sub_key(interface.log_probs_key, "full")
+        elif not isinstance(log_probs_full_key, tuple) or log_probs_full_key[-1] != "full":
+            warnings.warn(
+                f"The log_probs_full_key {log_probs_full_key} is not a tuple or does not end with 'full'. "
+                "This may cause issues with the KL computation. "
+                "Please use a tuple with the log_probs_key and 'full' as the last element.",
+                stacklevel=2,
+            )
+        super().__init__(in_keys=list(interface.in_keys), out_keys=[log_probs_full_key])
+        self.log_probs_full_key = log_probs_full_key
+        self.assistant_only = assistant_only
+        self.detach = detach
+        self.temperature = temperature
+        self.scope = scope
+        self.adapters = adapters
+        self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
+        self._interface = interface
+        self._history_key = history_key
+        self._scorer: LogProbScorer | None = None
+        if not deferred:
+            self.model = model if device is None else model.to(device)
+            self._scorer = LogProbScorer(self.model, temperature=temperature, adapters=adapters)
+
+    # ------------------------------------------------------------------ what it computes
+
+    @property
+    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
+        """The log-probs."""
+        return {self.log_probs_full_key: ()}
+
+    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
+        """Locate and score."""
+        return [Output.of(self.log_probs_full_key, self.score(self.locate(td)))]
+
+    def locate(self, td: TensorDictBase) -> Located:
+        """The tokens that count for this model; see :func:`locate`."""
+        self.scorer  # noqa: B018 -- the interface of a collector's policy is known once the policy is
+        return locate(td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options)
+
+    def score(self, located: Located) -> Ragged:
+        """Log-probs of the located tokens; ``[N]``."""
+        return self.scorer.score(located.tokens, located.mask, grad=not self.detach)
+
+    def tokenises_like(self, other: RetrieveLogProb) -> bool:
+        """Whether text becomes the same tokens here and there, as far as the settings tell."""
+        return (
+            self._tokenizer is other._tokenizer
+            and self._interface.template_kwargs == other._interface.template_kwargs
+            and self._interface.input_key == other._interface.input_key
+        )
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self._options.tokenizer if self._options.tokenizer is not None else self._interface.tokenizer
+
+    @property
+    def scorer(self) -> LogProbScorer:
+        """The engine; for ``"from_collector"`` made from the collector's policy on first use."""
+        if self._scorer is None:
+            policy = collector_policy(self)
+            self._interface = ModelInterface.of(policy).with_history_key(self._history_key)
+            # Kept out of the module tree: the policy belongs to the collector, not to the env's parameters.
+            self.__dict__["_scorer"] = LogProbScorer(policy, temperature=self.temperature, adapters=self.adapters)
+        return self._scorer  # type: ignore[return-value]
+
+
+def _checked_interface(model: Any) -> ModelInterface:
+    if not getattr(model, "return_log_probs", True):
+        raise ValueError("The model must have `return_log_probs=True` to use the `RetrieveLogProb` transform.")
+    if getattr(model, "generate", False) is True:
+        raise ValueError("The model must have `generate=False` to use the `RetrieveLogProb` transform.")
+    return ModelInterface.of(model)
+
+
+def _container(transform: StepTransform) -> Any:
+    try:
+        return transform.container
+    except ValueError:  # inside a Compose that is in no env
+        return None
+
+
+def collector_policy(transform: StepTransform) -> Any:
+    """The policy of the collector whose env holds ``transform``.
+
+    Raises:
+        ValueError: if there is no env or no collector, saying what to do instead.
+    """
+    remedy = (
+        "'from_collector' works in an env that a collector runs: append the transform to the env and pass the env to an "
+        "LLMCollector. Anywhere else pass the model itself, for example `policy.get_new_version(generate=False)`."
+    )
+    container: Any = _container(transform)
+    if container is None:
+        raise ValueError(f"The container is not set. Please set the container before calling this method. {remedy}")
+    while container is not None:
+        collector = getattr(container, "collector", None)
+        if collector is not None:
+            return collector.policy
+        outer = getattr(container, "_container", None)
+        container = outer() if callable(outer) else outer
+    raise ValueError(f"The collector is not set. Please set the collector before calling this method. {remedy}")

@@ -1,0 +1,94 @@
+"""Where the outcome reward sits among the tokens, and the KL penalty beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl.ragged import Ragged
+
+__all__ = ["RewardPlacement", "check_reward_placement", "token_reward"]
+
+RewardPlacement = Literal["last", "broadcast"]
+
+
+def check_reward_placement(value: str) -> RewardPlacement:
+    """Return ``value`` if it is a placement, else raise."""
+    if value not in get_args(RewardPlacement):
+        raise ValueError(f"reward_placement must be one of {get_args(RewardPlacement)}, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def token_reward(reward: Any | None, like: Ragged, mask: Tensor, placement: RewardPlacement) -> Ragged:
+    """Give each token its reward: an outcome is placed, a reward that is per token already stays where it is.
+
+    Args:
+        reward: None (no reward: 0), an outcome for each sequence (``[*B]``, ``[*B, 1]``, ``[*B, 1, 1]``), or a reward for
+            each token (``[*B, T, 1]``, dense or nested, or a list of rows).
+        like: the sequences, with one value for each token.
+        mask: the assistant's tokens; ``[N]``.
+        placement: ``"last"``: an outcome sits on the last assistant token of its sequence (on the last token of a
+            sequence that has none), so that the tokens of a sequence sum to it; ``"broadcast"``: on every token, as
+            torchrl does.
+
+    Returns:
+        The reward of each token; ``[N, 1]``, float32 or wider.
+
+    Raises:
+        ValueError: if the reward fits neither the sequences nor the tokens.
+    """
+    if reward is None:
+        return like.like(like.values.new_zeros(like.values.shape[0], 1))
+    flat, counts = _flatten(reward, like)
+    slots = like.container.row_lengths.to(counts.device)
+    flat = flat.to(device=like.values.device, dtype=torch.promote_types(flat.dtype, torch.float32))
+    if counts.numel() == like.num_sequences and bool((counts == 1).all()):
+        values = _place(flat, like, mask, placement)
+    elif counts.numel() == like.num_sequences and torch.equal(counts, slots):
+        values = flat if like.keep is None else flat[like.keep]
+    else:
+        found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts.tolist()
+        raise ValueError(
+            f"The rewards have shape {found} but the kl has {slots.tolist()} tokens per sequence. The rewards should have "
+            f"one number for each sequence, or one more dimension than the KL: [*B, T, 1], one number for each token."
+        )
+    return like.like(values.unsqueeze(-1))
+
+
+def _flatten(reward: Any, like: Ragged) -> tuple[Tensor, Tensor]:
+    """All numbers of a reward, and how many each sequence has."""
+    if isinstance(reward, list):
+        rows = [row.reshape(-1) for row in reward]
+        return torch.cat(rows), torch.tensor([len(row) for row in rows])
+    if not isinstance(reward, Tensor):
+        raise TypeError(f"expected the reward to be a tensor, found {type(reward).__name__}")
+    if reward.is_nested:
+        data = Ragged.from_nested(reward)
+        slots = data.slots()
+        return slots.reshape(-1), data.container.row_lengths.cpu() * slots[:1].numel()
+    sequences = like.num_sequences
+    per_sequence = reward.numel() // max(sequences, 1)
+    if reward.numel() != per_sequence * sequences:
+        raise ValueError(
+            f"The rewards have shape {tuple(reward.shape)}: expected one or more for each of {sequences} sequences"
+        )
+    return reward.reshape(-1), torch.full((sequences,), per_sequence)
+
+
+def _place(outcome: Tensor, like: Ragged, mask: Tensor, placement: RewardPlacement) -> Tensor:
+    if placement == "broadcast":
+        return outcome[like.sequence_ids]
+    empty = (like.lengths == 0) & (outcome != 0)
+    if bool(empty.any()):
+        row = int(empty.nonzero()[0])
+        raise ValueError(
+            f"sequence {row} has no token to carry its reward of {float(outcome[row]):g}: drop empty sequences first"
+        )
+    element = torch.arange(mask.shape[0], device=mask.device)
+    last = (like.offsets[1:] - 1).clone()
+    assistant = torch.full_like(last, -1).scatter_reduce(0, like.sequence_ids[mask], element[mask], "amax")
+    last = torch.where(assistant >= 0, assistant, last)
+    used = like.lengths > 0
+    return outcome.new_zeros(mask.shape[0]).index_put((last[used],), outcome[used])
