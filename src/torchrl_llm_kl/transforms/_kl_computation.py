@@ -12,6 +12,7 @@ from torchrl.data import Composite
 from torchrl_llm_kl.estimators import as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Ragged, check_padding_side, has_entry, read_column, read_ragged
 from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
+from torchrl_llm_kl.transforms._errors import entries
 from torchrl_llm_kl.transforms._interface import TOKENS_FULL, ModelInterface
 from torchrl_llm_kl.transforms._located import response_mask
 from torchrl_llm_kl.transforms._pairs import check_finite, check_pair
@@ -114,7 +115,7 @@ class KLComputation(StepTransform):
         if value is None:
             raise ValueError(
                 f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, {self.ref_log_probs_full_key}. Found: "
-                f"{sorted(map(str, next_td.keys(True)))}. Put RetrieveLogProb before, or give the keys that hold them."
+                f"{entries(next_td)}. Put RetrieveLogProb before, or give the keys that hold them."
             )
         mask = read_ragged(td, attention)
         if mask is None or not torch.equal(mask.container.row_lengths, value.container.row_lengths):

@@ -15,6 +15,7 @@ from torchrl_llm_kl.estimators import as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged
 from torchrl_llm_kl.scoring import LogProbScorer
 from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
+from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._factories import refuse_ray, resolve_factory
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
@@ -181,8 +182,8 @@ class KLRewardTransform(StepTransform):
         key = self.log_prob_full_key
         response_key = sub_key(key[:-1], "response") if isinstance(key, tuple) and len(key) > 1 else None
         if response_key is None or not has_entry(td, response_key):
-            raise KeyError(
-                f"the policy's log-probs are missing: expected {key!r}, found the keys {sorted(map(str, td.keys(True)))}. "
+            raise MissingEntryError(
+                f"the policy's log-probs are missing: expected {key!r}, found: {entries(td)}. "
                 f"Collect with return_log_probs=True, put RetrieveLogProb before, or use RetrieveKL, which scores both."
             )
         return sampled_log_probs(td, response_key, located)

@@ -10,6 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
+from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions, render_history, render_text
 
@@ -62,9 +63,9 @@ def locate(
     source = _text_source(td, interface, options)
     if source is None:
         expected = sorted({str(tokens_full), str(interface.input_key)})
-        raise KeyError(
-            f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found the keys "
-            f"{sorted(map(str, td.keys(True)))}. Run the policy first, or give the model the `input_key` that holds the data."
+        raise MissingEntryError(
+            f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found: "
+            f"{entries(td)}. Run the policy first, or give the model the `input_key` that holds the data."
         )
     kind, key = source
     render = render_history if kind == "history" else render_text

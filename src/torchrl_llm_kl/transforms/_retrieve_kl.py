@@ -90,13 +90,8 @@ class RetrieveKL(StepPlaces, Compose):
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         _check_models(gen_model, ref_model)
-        for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
-            if not isinstance(key, tuple) or key[-1] != "full":
-                raise ValueError(
-                    f"The {name}_log_probs_full_key {key} is not a tuple or does not end with 'full'. "
-                    "This may cause issues with the KL computation. "
-                    "Please use a tuple with the log_probs_key and 'full' as the last element."
-                )
+        if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
+            _check_full_keys(gen=gen_log_probs_full_key, ref=ref_log_probs_full_key)
         shared: dict[str, Any] = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
@@ -144,6 +139,16 @@ class RetrieveKL(StepPlaces, Compose):
             Output.of(ref.log_probs_full_key, ref_log_prob),
             *kl.compute(gen_log_prob, ref_log_prob, located.mask, next_td),
         ]
+
+
+def _check_full_keys(**keys: NestedKey) -> None:
+    for name, key in keys.items():
+        if not isinstance(key, tuple) or key[-1] != "full":
+            raise ValueError(
+                f"The {name}_log_probs_full_key {key} is not a tuple or does not end with 'full'. "
+                "This may cause issues with the KL computation. "
+                "Please use a tuple with the log_probs_key and 'full' as the last element."
+            )
 
 
 def _check_models(gen_model: Any, ref_model: Any) -> None:
