@@ -1,0 +1,67 @@
+"""The package as a whole: what importing it costs, what it exports, that its examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchrl_llm_kl
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_loads_neither_ray_nor_transformers() -> None:
+    loaded = python(
+        "import sys, torchrl\nbefore = set(sys.modules)\nimport torchrl_llm_kl\n"
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    assert loaded.strip() == "['torchrl_llm_kl']"
+
+
+def test_the_layers_load_neither_ray_nor_transformers() -> None:
+    """``torchrl.envs`` itself loads ray where it is installed: what counts is what the layers add."""
+    imports = "; ".join(f"import torchrl_llm_kl.{layer}" for layer in LAYERS)
+    code = "import sys, torchrl.envs; before = set(sys.modules); {}; print({{'ray', 'transformers'}} & ({} - before))"
+    assert python(code.format(imports, "set(sys.modules)")).strip() == "set()"
+
+
+def test_every_exported_name_exists() -> None:
+    for name in torchrl_llm_kl.__all__:
+        assert getattr(torchrl_llm_kl, name).__name__ == name
+    assert set(torchrl_llm_kl.__all__) <= set(dir(torchrl_llm_kl))
+    with pytest.raises(AttributeError, match="no attribute 'RetrieveKLL'"):
+        _ = torchrl_llm_kl.RetrieveKLL
+
+
+LAYERS = ["ragged", "estimators", "masks", "scoring", "transforms"]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_go_one_way(layer: str) -> None:
+    """Each layer imports only from those before it."""
+    before = LAYERS[: LAYERS.index(layer) + 1]
+    package = importlib.import_module(f"torchrl_llm_kl.{layer}")
+    for info in pkgutil.iter_modules(package.__path__):
+        source = Path(package.__path__[0], f"{info.name}.py").read_text(encoding="utf-8")
+        for other in set(LAYERS) - set(before):
+            assert f"torchrl_llm_kl.{other}" not in source, f"{layer}/{info.name}.py imports {other}"
+
+
+TRANSFORMS = ["_kl_computation", "_kl_reward", "_retrieve_kl", "_retrieve_log_prob"]
+
+
+@pytest.mark.parametrize("module", TRANSFORMS)
+def test_defect_31_docstring_examples_run(module: str) -> None:
+    result = doctest.testmod(
+        importlib.import_module(f"torchrl_llm_kl.transforms.{module}"), optionflags=doctest.ELLIPSIS
+    )
+    assert result.attempted > 0
+    assert result.failed == 0
