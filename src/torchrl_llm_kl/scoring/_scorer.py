@@ -59,8 +59,7 @@ class LogProbScorer:
         >>> class Uniform(torch.nn.Module):
         ...     def forward(self, input_ids):
         ...         return (torch.zeros(*input_ids.shape, 4),)
-        >>> with warnings.catch_warnings(action="ignore"):
-        ...     scorer = LogProbScorer(Uniform())
+        >>> scorer = LogProbScorer(Uniform())  # warns: no separate body and head
         >>> scorer.score(Ragged.from_list([torch.tensor([0, 1, 2]), torch.tensor([3])])).to_list()
         [tensor([ 0.0000, -1.3863, -1.3863]), tensor([0.])]
     """
