@@ -136,7 +136,7 @@ def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
             f"expected {key!r} to have a token dimension after the batch {tuple(batch_size)}, got shape {tuple(value.shape)}"
         )
     if batch_size.numel() == 0:
-        raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; there is nothing to score")
+        raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it")
     return Ragged.from_padded(value, batch_dims=len(batch_size))
 
 

@@ -41,12 +41,19 @@ class StepPlaces:
         raise NotImplementedError  # pragma: no cover -- each transform has its own
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for output in self.outputs(tensordict, next_tensordict):
+        # Nested keys last: they always fit, so that an entry which does not fit is refused before anything is written.
+        for output in sorted(
+            self.outputs(tensordict, next_tensordict), key=lambda output: isinstance(output.key, tuple)
+        ):
             next_tensordict = output.write(next_tensordict)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to data that was collected before: on a direct call, or when a replay buffer is sampled."""
+        if tensordict.batch_size.numel() == 0:
+            raise ValueError(
+                f"the batch is empty: a TensorDict of batch size {tuple(tensordict.batch_size)} holds nothing to score, drop it"
+            )
         own_leaves(tensordict)
         next_td = tensordict.get("next", None)
         if next_td is None:

@@ -15,8 +15,8 @@ from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
 from torchrl_llm_kl.transforms._errors import entries
 from torchrl_llm_kl.transforms._interface import TOKENS_FULL, ModelInterface
 from torchrl_llm_kl.transforms._located import response_mask
-from torchrl_llm_kl.transforms._pairs import check_finite, check_pair
-from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, token_reward
+from torchrl_llm_kl.transforms._pairs import check_finite, check_pair, estimate_kl, match
+from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, penalised_reward
 
 __all__ = ["KLComputation"]
 
@@ -105,7 +105,10 @@ class KLComputation(StepTransform):
         gen = self._read(td, next_td, self.gen_log_probs_full_key)
         ref = self._read(td, next_td, self.ref_log_probs_full_key)
         gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
-        old = None if self.old_log_probs_key is None else self._read(td, next_td, self.old_log_probs_key).values
+        old = None
+        if self.old_log_probs_key is not None:
+            old = self._read(td, next_td, self.old_log_probs_key)
+            old = match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
         return self.compute(gen, ref, _response(td, gen), next_td, old=old)
 
     def _read(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> Ragged:
@@ -113,9 +116,10 @@ class KLComputation(StepTransform):
         source = next_td if has_entry(next_td, key) else td
         value = read_ragged(source, key)
         if value is None:
+            found = entries(td) if td is next_td else f"{entries(td)}; in 'next': {entries(next_td)}"
             raise ValueError(
-                f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, {self.ref_log_probs_full_key}. Found: "
-                f"{entries(next_td)}. Put RetrieveLogProb before, or give the keys that hold them."
+                f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, {self.ref_log_probs_full_key}. "
+                f"Missing: {key!r}. Found: {found}. Put RetrieveLogProb before, or give the keys that hold them."
             )
         mask = read_ragged(td, attention)
         if mask is None or not torch.equal(mask.container.row_lengths, value.container.row_lengths):
@@ -129,7 +133,7 @@ class KLComputation(StepTransform):
         assistant: Tensor | None,
         next_td: TensorDictBase,
         *,
-        old: Tensor | None = None,
+        old: Ragged | None = None,
     ) -> list[Output]:
         """KL and reward of two matching sets of log-probs.
 
@@ -144,17 +148,19 @@ class KLComputation(StepTransform):
         outputs = [Output.of(self.kl_key, kl)]
         if self.add_to_reward:
             mask = torch.ones_like(kl.values, dtype=torch.bool) if assistant is None else assistant
-            reward = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
-            coeff = self.coeff().to(kl.values.device)
-            outputs.append(Output.of(self.reward_key, kl.like(reward.values - (coeff * kl.values).unsqueeze(-1))))
+            reward = read_column(next_td, self.reward_key)
+            penalised = penalised_reward(reward, kl, mask, self.coeff, self.reward_placement)
+            outputs.append(Output.of(self.reward_key, penalised))
         return outputs
 
-    def _kl(self, gen: Ragged, ref: Ragged, old: Tensor | None) -> Tensor:
+    def _kl(self, gen: Ragged, ref: Ragged, old: Ragged | None) -> Tensor:
         scored = check_finite(gen, "the policy", self.gen_log_probs_full_key)
         scored = scored & check_finite(ref, "the reference", self.ref_log_probs_full_key)
-        old = gen.values.detach() if old is None else old
-        values = self.estimator(gen.values[scored], ref.values[scored], old[scored])
-        return values.new_zeros(scored.shape).index_put((scored,), values)
+        if old is None:
+            old = gen.like(gen.values.detach())
+        else:
+            scored = scored & check_finite(old, "the policy at sampling time", self.old_log_probs_key or "")
+        return estimate_kl(self.estimator, gen.values, ref.values, old.values, scored)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """The penalised reward: one number for each token, ``[*B, -1, 1]``."""

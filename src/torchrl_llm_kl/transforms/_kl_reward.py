@@ -19,9 +19,9 @@ from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._factories import refuse_ray, resolve_factory
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
-from torchrl_llm_kl.transforms._pairs import check_finite, check_pair
+from torchrl_llm_kl.transforms._pairs import check_finite, check_pair, estimate_kl
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions
-from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, token_reward
+from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, penalised_reward
 from torchrl_llm_kl.transforms._sampled import sampled_log_probs
 
 __all__ = ["KLRewardTransform"]
@@ -158,15 +158,16 @@ class KLRewardTransform(StepTransform):
         )
         ref = self._scorer.score(located.tokens, located.mask)
         gen, known = self._policy_log_probs(td, next_td, located)
-        kl = ref.like(self._kl(gen.values, ref.values, located.mask & known))
+        scored = located.mask & known
+        kl = ref.like(estimate_kl(self.estimator, gen.values, ref.values, gen.values, scored))
         outputs = [
             Output.of(self.out_keys[1], kl.like(kl.values.unsqueeze(-1))),
             Output.of(self.out_keys[2], ref.like(ref.values.unsqueeze(-1))),
         ]
         if self.add_to_reward:
-            reward = token_reward(read_column(next_td, self.reward_key), kl, located.mask, self.reward_placement)
-            coef = self.coef().to(kl.values.device)
-            outputs.append(Output.of(self.out_keys[0], kl.like(reward.values - (coef * kl.values).unsqueeze(-1))))
+            reward = read_column(next_td, self.reward_key)
+            penalised = penalised_reward(reward, kl, located.mask, self.coef, self.reward_placement)
+            outputs.append(Output.of(self.out_keys[0], penalised))
         return outputs
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Ragged, Tensor]:
@@ -194,14 +195,6 @@ class KLRewardTransform(StepTransform):
             return Ragged.from_slots(gen.slots(), tokens.container, tokens.keep)
         gen, _ = check_pair(gen, tokens, padding_side=self._options.padding_side)
         return tokens.like(gen.values)
-
-    def _kl(self, gen: Tensor, ref: Tensor, scored: Tensor) -> Tensor:
-        values = self.estimator(gen[scored], ref[scored], gen[scored])
-        return values.new_zeros(scored.shape).index_put((scored,), values)
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Declare KL and reference log-probs, ``[*B, -1, 1]``."""
-        return super().transform_observation_spec(observation_spec)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """The penalised reward: one number for each token, ``[*B, -1, 1]``."""

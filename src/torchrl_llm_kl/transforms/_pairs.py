@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tensordict import NestedKey
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged
 from torchrl_llm_kl.transforms._located import Located
 
-__all__ = ["check_finite", "check_pair", "check_same_tokens"]
+__all__ = ["check_finite", "check_pair", "check_same_tokens", "estimate_kl", "match"]
 
 
 def check_pair(gen: Ragged, ref: Ragged, *, padding_side: PaddingSide) -> tuple[Ragged, Ragged]:
@@ -18,24 +20,42 @@ def check_pair(gen: Ragged, ref: Ragged, *, padding_side: PaddingSide) -> tuple[
     Raises:
         ValueError: if the number of sequences or a length differs.
     """
-    if gen.num_sequences != ref.num_sequences:
+    if gen.num_sequences == ref.num_sequences:
+        gen = _without_padding(gen, ref, padding_side)
+    return gen, match(gen, ref, "ref_log_probs", padding_side=padding_side)
+
+
+def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide) -> Ragged:
+    """Bring ``other``, which the errors call ``name``, to the form of ``gen``.
+
+    Raises:
+        ValueError: if the number of sequences or a length differs.
+    """
+    if gen.num_sequences != other.num_sequences:
         raise ValueError(
-            f"Batch size mismatch: gen_log_probs has {gen.num_sequences} samples, ref_log_probs has {ref.num_sequences} samples"
+            f"Batch size mismatch: gen_log_probs has {gen.num_sequences} samples, {name} has {other.num_sequences} samples"
         )
-    gen, ref = _match(gen, ref, padding_side), _match(ref, gen, padding_side)
-    different = gen.lengths != ref.lengths
-    if bool(different.any()):
-        i = int(different.nonzero()[0])
-        a, b = int(gen.lengths[i]), int(ref.lengths[i])
+    other = _without_padding(other, gen, padding_side)
+    a, b = gen.container, other.container
+    both_padded = isinstance(a, Dense) and isinstance(b, Dense)
+    same_widths = torch.equal(a.row_lengths, b.row_lengths)
+    if both_padded and same_widths and gen.keep is not None and other.keep is None:
+        other = Ragged.from_slots(other.slots(), b, gen.keep)
+    if bool((gen.lengths != other.lengths).any()):
+        # Of two widths a mask can fit one only: then the widths say what is wrong.
+        padded = both_padded and not same_widths
+        ours, theirs = (a.row_lengths, b.row_lengths) if padded else (gen.lengths, other.lengths)
+        i = int((ours != theirs).nonzero()[0])
+        m, n = int(ours[i]), int(theirs[i])
         raise ValueError(
-            f"Sample {i} has different shapes: gen_log_probs[{i}].shape={torch.Size([a])}, ref_log_probs[{i}].shape="
-            f"{torch.Size([b])}. From position {min(a, b)} on, one model scored tokens that the other did not: score the "
+            f"Sample {i} has different shapes: gen_log_probs[{i}].shape={torch.Size([m])}, {name}[{i}].shape="
+            f"{torch.Size([n])}. From position {min(m, n)} on, one model scored tokens that the other did not: score the "
             f"same tokens under both models, with the same tokenizer and template."
         )
-    return gen, ref
+    return other
 
 
-def _match(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
+def _without_padding(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
     """Drop the padding of ``a`` if it is padded and ``b`` holds rows of their own lengths."""
     if not isinstance(a.container, Dense) or isinstance(b.container, Dense) or a.keep is not None:
         return a
@@ -96,3 +116,9 @@ def check_same_tokens(gen: Located, ref: Located) -> None:
             f"the two models count different tokens as the assistant's, first at sequence {row}, position {position}: "
             f"give both the same chat template"
         )
+
+
+def estimate_kl(estimator: Callable[..., Tensor], gen: Tensor, ref: Tensor, old: Tensor, scored: Tensor) -> Tensor:
+    """The estimator where ``scored``, exactly 0 elsewhere: what is not scored never enters it. All ``[N]``."""
+    values = estimator(gen[scored], ref[scored], old[scored])
+    return values.new_zeros(scored.shape).index_put((scored,), values)

@@ -139,14 +139,25 @@ class RetrieveLogProb(StepTransform):
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
         """Whether text becomes the same tokens here and there, as far as the settings tell."""
         return (
-            self._tokenizer is other._tokenizer
+            self.tokenizer is other.tokenizer
             and self._interface.template_kwargs == other._interface.template_kwargs
             and self._interface.input_key == other._interface.input_key
         )
 
     @property
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
+        """The tokenizer where text must be tokenised: the one given, else the model's."""
         return self._options.tokenizer if self._options.tokenizer is not None else self._interface.tokenizer
+
+    @property
+    def tokenizer_kwargs(self) -> dict[str, Any]:
+        """A copy of the chat template's arguments."""
+        return dict(self._options.template_kwargs)
+
+    @property
+    def padding_side(self) -> str:
+        """The side of padding where text is tokenised for a model that pads its output."""
+        return self._options.padding_side
 
     @property
     def scorer(self) -> LogProbScorer:

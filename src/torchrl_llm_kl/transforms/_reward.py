@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
 
-__all__ = ["RewardPlacement", "check_reward_placement", "token_reward"]
+__all__ = ["RewardPlacement", "check_reward_placement", "penalised_reward", "token_reward"]
 
 RewardPlacement = Literal["last", "broadcast"]
 
@@ -19,6 +19,14 @@ def check_reward_placement(value: str) -> RewardPlacement:
     if value not in get_args(RewardPlacement):
         raise ValueError(f"reward_placement must be one of {get_args(RewardPlacement)}, got {value!r}")
     return value  # type: ignore[return-value]
+
+
+def penalised_reward(
+    reward: Any | None, kl: Ragged, mask: Tensor, coeff: nn.Module, placement: RewardPlacement
+) -> Ragged:
+    """``reward - coeff * KL`` for each token; ``[N, 1]``. See :func:`token_reward` for the reward."""
+    placed = token_reward(reward, kl, mask, placement)
+    return kl.like(placed.values - (coeff().to(kl.values.device) * kl.values).unsqueeze(-1))
 
 
 def token_reward(reward: Any | None, like: Ragged, mask: Tensor, placement: RewardPlacement) -> Ragged:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged, read_ragged
 from torchrl_llm_kl.transforms._located import Located
+from torchrl_llm_kl.transforms._pairs import check_finite
 
 __all__ = ["sampled_log_probs"]
 
@@ -29,7 +30,7 @@ def sampled_log_probs(td: TensorDictBase, key: NestedKey, located: Located) -> t
         The log-probs ``[N]``, 0 where there is none, and where they are known ``[N]``.
 
     Raises:
-        ValueError: if a sequence has another number of log-probs than of response tokens.
+        ValueError: if a sequence has more log-probs than tokens, or a log-prob that counts is not finite.
     """
     response = read_ragged(td, key)
     assert response is not None
@@ -55,4 +56,7 @@ def sampled_log_probs(td: TensorDictBase, key: NestedKey, located: Located) -> t
             f"torchrl never computes it. That token is left out of the KL; RetrieveKL scores every token.",
             stacklevel=2,
         )
-    return tokens.like(values), where & ~unknown
+    known = where & ~unknown
+    values = torch.where(known & located.mask, values, 0)
+    check_finite(tokens.like(values), "the policy", key)
+    return tokens.like(values), known
