@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrl_llm_kl.scoring._model import call, find_body, find_head, hidden_of, logits_of, logits_transform
 from torchrl_llm_kl.scoring._request import MicroBatch
 
-__all__ = ["Route", "score_micro_batch", "target_log_prob"]
+__all__ = ["Route", "head_log_prob", "score_micro_batch", "target_log_prob"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Route:
         mask: whether to pass ``attention_mask``. No token of a causal model attends to padding on its right; the mask
             spares flash attention the work.
         positions: whether to pass ``position_ids``.
+        shared: whether the body gives the same on keys and values of a prefix as on the whole sequence.
     """
 
     path: Literal["head", "full"]
     mask: bool = True
     positions: bool = True
+    shared: bool = False
 
 
 def score_micro_batch(
@@ -39,13 +42,48 @@ def score_micro_batch(
 
     With ``recompute`` a chunk's logits are dropped and computed again in the backward.
     """
-    logits_at = _head_logits(model, batch, route) if route.path == "head" else _full_logits(model, batch, route)
+    in_chunks = partial(_in_chunks, temperature=temperature, head_chunk=head_chunk, recompute=recompute)
+    if route.path == "full":
+        return in_chunks(_full_logits(model, batch, route), batch.slots, batch.targets)
+    body = find_body(model)
+    if body is None:
+        raise TypeError(f"{type(model).__name__} has no separate body and head")
+    hidden = hidden_of(_forward(body, batch, route)).flatten(0, 1)
+    return in_chunks(_head_logits(model, hidden), batch.slots.to(hidden.device), batch.targets)
+
+
+def head_log_prob(
+    model: nn.Module, hidden: Tensor, targets: Tensor, *, temperature: float, head_chunk: int, recompute: bool
+) -> Tensor:
+    """Log-probs of the tokens that hidden states predict; ``[n, H], [n] -> [n]`` float32."""
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    return _in_chunks(
+        _head_logits(model, hidden), rows, targets, temperature=temperature, head_chunk=head_chunk, recompute=recompute
+    )
+
+
+def _head_logits(model: nn.Module, hidden: Tensor) -> Callable[[Tensor], Tensor]:
+    head, transform = find_head(model), logits_transform(model)
+    if head is None:
+        raise TypeError(f"{type(model).__name__} has no separate body and head")
+    return lambda rows: transform(_wide(head(hidden[rows])))
+
+
+def _in_chunks(
+    logits_at: Callable[[Tensor], Tensor],
+    slots: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    head_chunk: int,
+    recompute: bool,
+) -> Tensor:
     parts = []
-    for slots, targets in zip(batch.slots.split(head_chunk), batch.targets.split(head_chunk), strict=True):
+    for some, wanted in zip(slots.split(head_chunk), targets.split(head_chunk), strict=True):
         if recompute:
-            parts.append(checkpoint(_chunk, logits_at, slots, targets, temperature, use_reentrant=False))
+            parts.append(checkpoint(_chunk, logits_at, some, wanted, temperature, use_reentrant=False))
         else:
-            parts.append(_chunk(logits_at, slots, targets, temperature))
+            parts.append(_chunk(logits_at, some, wanted, temperature))
     return torch.cat(parts)
 
 
@@ -61,15 +99,6 @@ def target_log_prob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 def _chunk(logits_at: Callable[[Tensor], Tensor], slots: Tensor, targets: Tensor, temperature: float) -> Tensor:
     logits = logits_at(slots)
     return target_log_prob(logits, targets.to(logits.device), temperature)
-
-
-def _head_logits(model: nn.Module, batch: MicroBatch, route: Route) -> Callable[[Tensor], Tensor]:
-    body, head = find_body(model), find_head(model)
-    if body is None or head is None:
-        raise TypeError(f"{type(model).__name__} has no separate body and head")
-    transform = logits_transform(model)
-    hidden = hidden_of(_forward(body, batch, route)).flatten(0, 1)
-    return lambda slots: transform(_wide(head(hidden[slots.to(hidden.device)])))
 
 
 def _full_logits(model: nn.Module, batch: MicroBatch, route: Route) -> Callable[[Tensor], Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._engine import Route, score_micro_batch, target_log_prob
+from torchrl_llm_kl.scoring._engine import Route, head_log_prob, score_micro_batch, target_log_prob
 from torchrl_llm_kl.scoring._model import (
     call,
     evaluating,
@@ -20,6 +20,8 @@ from torchrl_llm_kl.scoring._model import (
     vocab_size,
 )
 from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._shared import shared_hidden
+from torchrl_llm_kl.scoring._tree import PrefixTree
 
 __all__ = ["Verdict", "choose_route"]
 
@@ -59,7 +61,8 @@ def choose_route(model: nn.Module, *, probe: bool) -> Verdict:
         for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_head else _FULL_ROUTES:
             difference = _difference(model, request, route, plain)
             if isinstance(difference, float) and difference <= tolerance:
-                return Verdict(route, complaint if route.path == "full" else None)
+                shared = route == Route("head") and _shares_prefixes(model, vocab, tolerance)
+                return Verdict(replace(route, shared=shared), complaint if route.path == "full" else None)
             if not complaint:
                 complaint = (
                     f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: "
@@ -78,6 +81,33 @@ def _probe_request(vocab: int, limit: int | None) -> Request:
     return Request.build(
         Ragged.from_list([torch.randint(vocab, (length,), generator=generator) for length in lengths]), None
     )
+
+
+def _shares_prefixes(model: nn.Module, vocab: int, tolerance: float) -> bool:
+    """Whether hidden states on the keys and values of a prefix are those of the whole sequence."""
+    limit = position_limit(model)
+    if limit is not None and limit < 12:
+        return False
+    body = find_body(model)
+    assert body is not None
+    generator = torch.Generator().manual_seed(1)
+    trunk, *branches = (torch.randint(vocab, (n,), generator=generator) for n in (5, 4, 2, 3, 6))
+    # Two levels, pasts of different lengths in one batch, and more tokens than a short sliding window.
+    rows = [torch.cat([trunk, branches[0], b]) for b in branches[1:3]] + [torch.cat([trunk, branches[3]])]
+    request = Request.build(Ragged.from_list(rows), None)
+    plain, _ = _plain(model, request)
+    tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
+    found = torch.zeros(request.tokens.values.shape[0], device=plain.device)
+    try:
+        for elements, hidden in shared_hidden(
+            body, request, tree, tokens_per_batch=64, device=model_device(model, plain.device)
+        ):
+            targets = request.tokens.values[elements].to(hidden.device)
+            log_probs = head_log_prob(model, hidden, targets, temperature=1.0, head_chunk=8, recompute=False)
+            found[elements.to(found.device)] = log_probs.to(found.device)
+    except Exception:  # a body without a cache, or with one of its own kind
+        return False
+    return float((found[request.mask.to(found.device)] - plain).abs().max()) <= tolerance
 
 
 def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:

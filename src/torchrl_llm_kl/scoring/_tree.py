@@ -1,0 +1,289 @@
+"""The prefix tree of a batch: stretches of tokens that several sequences begin with are forwarded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl.ragged import Ragged
+
+__all__ = ["PrefixTree", "forward_tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """``M`` stretches of tokens (nodes) that spell out ``S`` sequences, each stretch held once. All on the CPU.
+
+    The tokens before a node are those of its ancestors, so its keys and values can be computed from theirs. A node ends
+    where sequences go different ways, or where the longest of them ends. A sequence that is a prefix of another one
+    (or equal to it) ends somewhere inside a node and costs nothing: no node ends because of it.
+
+    Nodes are numbered level by level, within a level by ``source``: parents come before children.
+
+    Args:
+        parent: the node that comes before each, -1 at the first level; ``[M]``, int64, as are all others.
+        level: how many nodes come before each; ``[M]``.
+        start: how many tokens come before each; ``[M]``.
+        length: tokens of each, at least 1; ``[M]``.
+        source: the first sequence that holds the whole node and is no prefix of a longer one; ``[M]``.
+        element: the node's tokens are ``values[element : element + length]`` of the flat sequences; ``[M]``.
+        leaf: the node that holds the last forwarded token of each sequence, -1 for one with nothing to forward; ``[S]``.
+        forward_lengths: how many leading tokens of each sequence the tree holds; ``[S]``.
+
+    Example:
+        >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 3]]
+        >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
+        >>> tree = PrefixTree.build(tokens, tokens.lengths, min_shared=3)
+        >>> tree.parent.tolist(), tree.start.tolist(), tree.length.tolist(), tree.leaf.tolist()
+        ([-1, 0, 0], [0, 3, 3], [3, 2, 1], [1, 2, 0])
+        >>> forward_tokens(tree), int(tokens.lengths.sum())
+        (6, 12)
+    """
+
+    parent: Tensor
+    level: Tensor
+    start: Tensor
+    length: Tensor
+    source: Tensor
+    element: Tensor
+    leaf: Tensor
+    forward_lengths: Tensor
+
+    @classmethod
+    def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16) -> PrefixTree:
+        """The tree of the first ``forward_lengths`` tokens of each sequence.
+
+        Sharing takes one more step of the model, so that not every common token is worth it. A node with children is
+        charged ``min_shared`` tokens, and of all trees the one with the smallest sum of forwarded tokens and charges is
+        built, the one that shares more on a tie. It follows that each node with children saves at least ``min_shared``
+        tokens: its length times the number of its children but one. Sequences that part elsewhere are held apart from
+        the last such node on. Equal sequences and prefixes of others are shared at any ``min_shared``.
+
+        Args:
+            tokens: ids ``[N]`` of ``S`` sequences, on any device.
+            forward_lengths: between 0 and the length of each sequence; ``[S]``, int64.
+            min_shared: 0 forwards every distinct prefix once.
+
+        Raises:
+            ValueError: if the ids are not int64 ``[N]``, a forward length does not fit, or ``min_shared`` is negative.
+        """
+        values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
+        forward_lengths = forward_lengths.detach().cpu()
+        _check(values, lengths, forward_lengths, min_shared)
+        offsets = lengths.cumsum(0) - lengths
+        order, ends = _sorted_sequences(values, offsets, forward_lengths)
+        shared = _common_prefixes(values, offsets[order], ends)
+
+        # In this order a sequence is a prefix of its successor or of none; `held` names the one that holds each.
+        longest = torch.ones(len(order), dtype=torch.bool)
+        longest[:-1] = shared < ends[:-1]
+        held = longest.cumsum(0) - longest.long()
+        sources, source_ends = order[longest].tolist(), ends[longest].tolist()
+
+        branches = _branches(shared[longest[:-1]].tolist())
+        _choose(branches, min_shared)
+        nodes, leaf = _nodes(branches, sources, source_ends)
+        parent, level, start, end, source = torch.tensor(nodes, dtype=torch.long).reshape(-1, 5).unbind(-1)
+        deepest = torch.tensor(leaf, dtype=torch.long)[held]
+        return cls(
+            parent=parent,
+            level=level,
+            start=start,
+            length=end - start,
+            source=source,
+            element=offsets[source] + start,
+            leaf=torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1)),
+            forward_lengths=forward_lengths,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """``M``."""
+        return self.parent.numel()
+
+    @property
+    def num_levels(self) -> int:
+        """The most nodes that a sequence passes through, 0 if there is nothing to forward."""
+        return int(self.level[-1]) + 1 if self.num_nodes else 0
+
+    @cached_property
+    def has_children(self) -> Tensor:
+        """Whether keys and values of the node are needed again; ``[M]`` bool."""
+        out = torch.zeros(self.num_nodes, dtype=torch.bool)
+        out[self.parent[self.parent >= 0]] = True
+        return out
+
+    def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """The node that holds a token, and the token's place in it.
+
+        Args:
+            sequence: which sequence; ``[K]``, int64, on the CPU.
+            position: which of its tokens, at least 0 and below its forward length (not checked); ``[K]``.
+
+        Returns:
+            Node and offset, each ``[K]``.
+        """
+        sequences, nodes = self._paths
+        stride = int(self.forward_lengths.max())  # more than any position
+        step = torch.searchsorted(sequences * stride + self.start[nodes], sequence * stride + position, right=True) - 1
+        node = nodes[step]
+        return node, position - self.start[node]
+
+    @cached_property
+    def _paths(self) -> tuple[Tensor, Tensor]:
+        """The nodes of each sequence in order, sequence after sequence: sequences ``[P]`` and nodes ``[P]``."""
+        sequence = (self.leaf >= 0).nonzero().squeeze(-1)
+        node = self.leaf[sequence]
+        steps = []
+        while sequence.numel():
+            steps.append((sequence, node))
+            node = self.parent[node]
+            sequence, node = sequence[node >= 0], node[node >= 0]
+        if not steps:
+            return sequence, node
+        sequences, order = torch.cat([sequence for sequence, _ in reversed(steps)]).sort(stable=True)
+        return sequences, torch.cat([node for _, node in reversed(steps)])[order]
+
+
+def forward_tokens(tree: PrefixTree) -> int:
+    """How many tokens a model has to forward: compare with ``tree.forward_lengths.sum()``, the cost without sharing."""
+    return int(tree.length.sum())
+
+
+# ---------------------------------------------------------------------- the order of the sequences
+
+
+def _check(values: Tensor, lengths: Tensor, forward_lengths: Tensor, min_shared: int) -> None:
+    if values.ndim != 1 or values.dtype != torch.long:
+        raise ValueError(f"token ids must be int64 [N], got shape {tuple(values.shape)} of dtype {values.dtype}")
+    if forward_lengths.shape != lengths.shape or forward_lengths.dtype != torch.long:
+        raise ValueError(
+            f"forward_lengths must be int64 with one entry for each of the {lengths.numel()} sequences, got shape "
+            f"{tuple(forward_lengths.shape)} of dtype {forward_lengths.dtype}"
+        )
+    bad = ((forward_lengths < 0) | (forward_lengths > lengths)).nonzero()
+    if bad.numel():
+        row = int(bad[0])
+        raise ValueError(
+            f"forward_lengths must lie between 0 and the length of the sequence, {int(lengths[row])} for sequence "
+            f"{row}, got {int(forward_lengths[row])}"
+        )
+    if min_shared < 0:
+        raise ValueError(f"min_shared must not be negative, got {min_shared}")
+
+
+def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences of at least one token such that those of a common prefix are neighbours, and their lengths; ``[R]``.
+
+    A prefix comes before what it is a prefix of; of equal sequences the first comes last.
+    """
+    raw, width = values.numpy().tobytes(), values.element_size()
+    firsts, stops = (offsets * width).tolist(), ((offsets + lengths) * width).tolist()
+    # Any order of the tokens will do, hence also that of their bytes: one memory comparison for a pair of sequences.
+    rows = [row for row in reversed(range(len(firsts))) if firsts[row] < stops[row]]
+    rows.sort(key=lambda row: raw[firsts[row] : stops[row]])
+    order = torch.tensor(rows, dtype=torch.long)
+    return order, lengths[order]
+
+
+def _common_prefixes(values: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor:
+    """How many leading tokens each sequence has in common with the next; ``[max(R - 1, 0)]``."""
+    both = torch.minimum(lengths[:-1], lengths[1:])
+    pair = torch.repeat_interleave(torch.arange(both.numel()), both)
+    position = torch.arange(pair.numel()) - (both.cumsum(0) - both)[pair]
+    differ = values[offsets[:-1][pair] + position] != values[offsets[1:][pair] + position]
+    return both.scatter_reduce(0, pair[differ], position[differ], "amin")
+
+
+def _holders(parent: Tensor, start: Tensor, node: Tensor, position: Tensor) -> Tensor:
+    """The node, among ``node [R]`` and its ancestors, that holds each ``position [R]``; ``[R]``."""
+    node = node.clone()
+    early = (start[node] > position).nonzero().squeeze(-1)
+    while early.numel():
+        node[early] = parent[node[early]]
+        early = early[start[node[early]] > position[early]]
+    return node
+
+
+# ---------------------------------------------------------------------- where to share
+
+
+@dataclass(eq=False)
+class _Branch:
+    """Consecutive sequences ``first .. last`` that have ``depth`` leading tokens in common and part there.
+
+    ``starts`` are the depths at which its node may begin, ``savings`` the tokens that sharing saves in and below the
+    branch for each of them, and ``latest_start`` the deepest of them at which the branch is worth a node.
+    """
+
+    depth: int
+    first: int
+    last: int = -1
+    children: list[_Branch] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    savings: list[int] = field(default_factory=list)
+    latest_start: int = -1
+
+
+def _branches(shared: list[int]) -> list[_Branch]:
+    """Every branch of ``len(shared) + 1`` sorted sequences, children before parents; at the end the root, of depth 0."""
+    done: list[_Branch] = []
+    stack = [_Branch(depth=0, first=0)]
+    for row, depth in enumerate([*shared, 0]):
+        while stack[-1].depth > depth:
+            branch = stack.pop()
+            branch.last = row
+            done.append(branch)
+            if stack[-1].depth < depth:
+                stack.append(_Branch(depth, branch.first))
+            stack[-1].children.append(branch)
+        if stack[-1].depth < depth:
+            stack.append(_Branch(depth, row))
+    return [*done, stack[0]]
+
+
+def _choose(branches: list[_Branch], min_shared: int) -> None:
+    """Set ``latest_start`` such that forwarded tokens and ``min_shared`` for each node with children are least.
+
+    The nearer the start, the less a branch saves, and that by more tokens than all branches below it together gain: a
+    branch is worth a node at every start up to the latest one.
+    """
+    for branch in reversed(branches):
+        for child in branch.children:
+            child.starts = [*branch.starts, branch.depth]
+    for branch in branches[:-1]:
+        below = [sum(savings) for savings in zip(*(child.savings for child in branch.children), strict=True)]
+        below = below or [0] * (len(branch.starts) + 1)
+        for start, apart in zip(branch.starts, below[:-1], strict=True):
+            together = (branch.depth - start) * (branch.last - branch.first) - min_shared + below[-1]
+            branch.savings.append(max(together, apart))
+            if together >= apart:
+                branch.latest_start = start
+
+
+def _nodes(
+    branches: list[_Branch], sources: list[int], ends: list[int]
+) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
+    """``(parent, level, start, end, source)`` of each node in order, and the last node of each sorted sequence."""
+    nodes: list[tuple[int, int, int, int, int]] = []
+    owner = [-1] * len(sources)  # the deepest node so far
+
+    def add(first: int, last: int, end: int) -> None:
+        parent = owner[first]
+        level, start = (nodes[parent][1] + 1, nodes[parent][3]) if parent >= 0 else (0, 0)
+        owner[first : last + 1] = [len(nodes)] * (last + 1 - first)
+        nodes.append((parent, level, start, end, min(sources[first : last + 1])))
+
+    for branch in reversed(branches[:-1]):
+        start = nodes[owner[branch.first]][3] if owner[branch.first] >= 0 else 0
+        if start <= branch.latest_start:
+            add(branch.first, branch.last, branch.depth)
+    for row, end in enumerate(ends):
+        add(row, row, end)
+
+    by_level = sorted(range(len(nodes)), key=lambda node: (nodes[node][1], nodes[node][4]))
+    rank = {-1: -1} | {node: i for i, node in enumerate(by_level)}
+    return [(rank[nodes[node][0]], *nodes[node][1:]) for node in by_level], [rank[node] for node in owner]

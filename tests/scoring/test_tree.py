@@ -1,0 +1,433 @@
+"""The prefix tree against loops over tuples of tokens."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import fields
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import _tree, _tree_plan
+from torchrl_llm_kl.scoring._tree import PrefixTree, forward_tokens
+from torchrl_llm_kl.scoring._tree_plan import ScoredTokens, plan_levels, scored_tokens
+
+# Few different tokens, so that sequences meet and part often; ids whose bytes and values are in different orders.
+TOKENS = st.sampled_from([1, 256, 2**40 + 3])
+
+
+@st.composite
+def batches(draw, most=9, longest=7):
+    """Sequences, many of them continuations or copies of earlier ones, and their forward lengths."""
+    sequences: list[list[int]] = []
+    for _ in range(draw(st.integers(1, most))):
+        prefix = draw(st.sampled_from([[], *sequences]))
+        prefix = prefix[: draw(st.integers(0, len(prefix)))]
+        sequences.append(prefix + draw(st.lists(TOKENS, max_size=longest - len(prefix))))
+    whole = draw(st.booleans())
+    lengths = [len(s) if whole else draw(st.integers(0, len(s))) for s in sequences]
+    return sequences, lengths
+
+
+def ragged(sequences):
+    return Ragged.from_list([torch.tensor(s, dtype=torch.long) for s in sequences])
+
+
+def build(sequences, lengths=None, min_shared=0):
+    lengths = [len(s) for s in sequences] if lengths is None else lengths
+    return PrefixTree.build(ragged(sequences), torch.tensor(lengths, dtype=torch.long), min_shared=min_shared)
+
+
+def heads(sequences, lengths):
+    return [tuple(s[:n]) for s, n in zip(sequences, lengths, strict=True)]
+
+
+def maximal(prefixes):
+    """The distinct ones that are not the beginning of another one."""
+    return {p for p in prefixes if p and not any(q[: len(p)] == p and q != p for q in prefixes)}
+
+
+def branch_points(prefixes):
+    """Every non-empty prefix after which sequences go on differently."""
+    tops = maximal(prefixes)
+    return {a[:i] for a in tops for b in tops for i in range(1, len(a)) if a[:i] == b[:i] and a[i] != b[i]}
+
+
+def spelled(tree, sequences, node):
+    """The tokens of the ancestors of a node and its own."""
+    out = ()
+    while node >= 0:
+        start, length, source = (int(x[node]) for x in (tree.start, tree.length, tree.source))
+        out = tuple(sequences[source][start : start + length]) + out
+        node = int(tree.parent[node])
+    return out
+
+
+def arrays(instance):
+    return {f.name: getattr(instance, f.name).tolist() for f in fields(instance)}
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+PROMPT_A, PROMPT_B = [10, 11, 12, 13], [20, 21]
+ANSWERS = [
+    [*PROMPT_A, 1, 2],  # 0
+    [*PROMPT_B, 1],  # 1
+    [*PROMPT_A, 3],  # 2
+    [*PROMPT_B, 4, 5, 6],  # 3
+    [*PROMPT_A, 1, 7, 8],  # 4: begins as 0 does
+    [*PROMPT_B, 9],  # 5
+]
+
+
+def test_three_answers_to_each_of_two_prompts():
+    assert arrays(build(ANSWERS)) == {
+        #          A   B  0+4  1  2  3  5  0  4
+        "parent": [-1, -1, 0, 1, 0, 1, 1, 2, 2],
+        "level": [0, 0, 1, 1, 1, 1, 1, 2, 2],
+        "start": [0, 0, 4, 2, 4, 2, 2, 5, 5],
+        "length": [4, 2, 1, 1, 1, 3, 1, 1, 2],
+        "source": [0, 1, 0, 1, 2, 3, 5, 0, 4],
+        "element": [0, 6, 4, 8, 13, 16, 28, 5, 24],
+        "leaf": [7, 3, 4, 5, 8, 6],
+        "forward_lengths": [6, 3, 5, 5, 7, 3],
+    }
+
+
+def test_a_branch_that_saves_too_little_is_not_shared():
+    """Sharing saves 2 * 4 tokens of prompt A, 2 * 2 of prompt B, 1 of the answers to A that begin with 1."""
+    tree = build(ANSWERS, min_shared=5)
+    assert arrays(tree) == {
+        #          A   1   3   5  0  2  4
+        "parent": [-1, -1, -1, -1, 0, 0, 0],
+        "level": [0, 0, 0, 0, 1, 1, 1],
+        "start": [0, 0, 0, 0, 4, 4, 4],
+        "length": [4, 3, 5, 3, 2, 1, 3],
+        "source": [0, 1, 3, 5, 0, 2, 4],
+        "element": [0, 6, 14, 26, 4, 13, 23],
+        "leaf": [4, 1, 5, 2, 6, 3],
+        "forward_lengths": [6, 3, 5, 5, 7, 3],
+    }
+    assert forward_tokens(tree) == 29 - 2 * 4
+    assert tree.has_children.tolist() == [True] + [False] * 6
+
+
+@pytest.mark.parametrize(
+    ("min_shared", "shared"), [(1, [0, 1, 2]), (2, [0, 1]), (4, [0, 1]), (5, [0]), (8, [0]), (9, [])]
+)
+def test_the_charge_is_met_when_the_saving_equals_it(min_shared, shared):
+    assert build(ANSWERS, min_shared=min_shared).has_children.nonzero().squeeze(-1).tolist() == shared
+
+
+def test_branches_are_weighed_together():
+    """Each inner pair saves 6 alone, the outer branch 5: kept apart in pairs, all four make the outer one worth 15."""
+    sequences = [[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)]
+    tree = build(sequences, min_shared=10)
+    assert tree.parent.tolist() == [-1, 0, 0, 0, 0]
+    assert tree.length.tolist() == [5, 2, 2, 2, 2]
+    assert build(sequences, min_shared=15).num_levels == 2
+    assert build(sequences, min_shared=16).num_levels == 1
+
+
+def test_an_outer_branch_gives_way_to_an_inner_one_that_saves_more():
+    """The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, behind it only 3."""
+    tree = build([[1, 1, 2], [1, 1, 3, 3, 3, 4], [1, 1, 3, 3, 3, 5]], min_shared=4)
+    assert tree.parent.tolist() == [-1, -1, 1, 1]
+    assert tree.length.tolist() == [3, 5, 1, 1]
+
+
+def test_turns_of_a_conversation_are_one_node():
+    turns = [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3]]
+    for min_shared in (0, 16):
+        tree = build(turns, min_shared=min_shared)
+        assert tree.num_nodes == 1
+        assert tree.leaf.tolist() == [0, 0, 0]
+        assert forward_tokens(tree) == 5
+
+
+def test_scored_tokens_of_three_answers():
+    """Every token of an answer. The end of each prompt predicts three of them."""
+    lengths = torch.tensor([len(s) for s in ANSWERS])
+    tokens = ragged(ANSWERS)
+    tree = PrefixTree.build(tokens, lengths - 1, min_shared=2)
+    # No answer's last token is forwarded. What is left of 3 holds 1 and 5, and what is left of 4 holds 0 and 2.
+    assert tree.source.tolist() == [3, 4]
+    assert tree.length.tolist() == [4, 6]
+    prompt = torch.tensor([4, 2, 4, 2, 4, 2])
+    scored = scored_tokens(tree, tokens, tokens.positions >= prompt[tokens.sequence_ids])
+    assert arrays(scored) == {
+        "node": [0, 0, 0, 1, 1, 1],
+        "offset": [1, 2, 3, 3, 4, 5],
+        "hidden_index": [3, 4, 0, 3, 0, 1, 2, 3, 4, 5, 0],
+        "target": [1, 2, 1, 3, 4, 5, 6, 1, 7, 8, 9],
+        "element": [4, 5, 8, 13, 16, 17, 18, 23, 24, 25, 28],
+    }
+
+
+def test_micro_batches_of_similar_nodes_longest_first():
+    #                         prompt of 6           answers of 3, 1, 2           prompt of 3   answers of 4, 1
+    sequences = [[1] * 6 + [2] * 3, [1] * 6 + [3], [1] * 6 + [4] * 2, [5] * 3 + [6] * 4, [5] * 3 + [7]]
+    tree = build(sequences)
+    assert tree.start.tolist() == [0, 0, 6, 6, 6, 3, 3]
+    assert tree.length.tolist() == [6, 3, 3, 1, 2, 4, 1]
+    assert [[b.tolist() for b in level] for level in plan_levels(tree, 14)] == [[[0, 1]], [[5], [2], [4], [3, 6]]]
+    assert [[b.tolist() for b in level] for level in plan_levels(tree, 20)] == [[[0, 1]], [[5, 2], [4, 3], [6]]]
+    assert [len(level) for level in plan_levels(tree, 1)] == [2, 5]
+    assert [len(level) for level in plan_levels(tree, 1000)] == [1, 1]
+
+
+def test_a_long_past_counts_in_its_own_micro_batch_only():
+    tree = build([[1] * 6 + [2] * 5, [1] * 6 + [3] * 4, [5, 5, 6], [5, 5, 7]])
+    assert [[b.tolist() for b in level] for level in plan_levels(tree, 9)] == [[[0], [1]], [[2], [3], [4, 5]]]
+
+
+# ---------------------------------------------------------------------- against the oracle
+
+
+@given(batch=batches(), min_shared=st.integers(0, 12))
+def test_every_token_is_found_with_its_whole_prefix(batch, min_shared):
+    sequences, lengths = batch
+    tree = build(sequences, lengths, min_shared)
+    flat = ragged(sequences)
+    for s, length in enumerate(lengths):
+        assert (int(tree.leaf[s]) == -1) == (length == 0)
+        for t in range(length):
+            node, offset = (int(x) for x in tree.locate(torch.tensor([s]), torch.tensor([t])))
+            start = int(tree.start[node])
+            assert start + offset == t
+            assert 0 <= offset < int(tree.length[node])
+            assert spelled(tree, sequences, node)[: t + 1] == tuple(sequences[s][: t + 1])
+            assert int(flat.values[tree.element[node] + offset]) == sequences[s][t]
+        if length:
+            last = tree.locate(torch.tensor([s]), torch.tensor([length - 1]))[0]
+            assert int(last) == int(tree.leaf[s])
+
+
+@given(batch=batches(), min_shared=st.integers(0, 12))
+def test_nodes_are_well_formed(batch, min_shared):
+    sequences, lengths = batch
+    tree = build(sequences, lengths, min_shared)
+    prefixes = heads(sequences, lengths)
+    tops = maximal(prefixes)
+    for node in range(tree.num_nodes):
+        parent, start, length, source = (int(x[node]) for x in (tree.parent, tree.start, tree.length, tree.source))
+        assert length > 0
+        assert parent < node
+        assert start == (int(tree.start[parent] + tree.length[parent]) if parent >= 0 else 0)
+        assert int(tree.level[node]) == (int(tree.level[parent]) + 1 if parent >= 0 else 0)
+        stretch = spelled(tree, sequences, node)
+        assert source == min(s for s, p in enumerate(prefixes) if p in tops and p[: len(stretch)] == stretch)
+        assert int(tree.element[node]) == sum(map(len, sequences[:source])) + start
+        assert bool(tree.has_children[node]) == (node in tree.parent.tolist())
+    assert tree.level.tolist() == sorted(tree.level.tolist())
+    assert tree.num_levels == len(set(tree.level.tolist()))
+
+
+@given(batch=batches())
+def test_without_a_charge_each_distinct_prefix_is_forwarded_once(batch):
+    sequences, lengths = batch
+    prefixes = heads(sequences, lengths)
+    tree = build(sequences, lengths, min_shared=0)
+    assert forward_tokens(tree) == len({p[:i] for p in prefixes for i in range(1, len(p) + 1)})
+    # No split where nothing parts.
+    assert tree.num_nodes == len(maximal(prefixes)) + len(branch_points(prefixes))
+
+
+@given(batch=batches(most=7), min_shared=st.integers(1, 12))
+def test_no_other_choice_of_branches_costs_less(batch, min_shared):
+    sequences, lengths = batch
+    prefixes = heads(sequences, lengths)
+    tops, points = maximal(prefixes), sorted(branch_points(prefixes))
+    costs = {}
+    for count in range(len(points) + 1):
+        for kept in combinations(points, count):
+            ends = [*kept, *tops]
+            starts = [max((len(k) for k in kept if k == e[: len(k)] and k != e), default=0) for e in ends]
+            cost = sum(len(e) - start for e, start in zip(ends, starts, strict=True)) + min_shared * count
+            costs.setdefault(cost, []).append(count)
+    tree = build(sequences, lengths, min_shared)
+    shared = int(tree.has_children.sum())
+    assert forward_tokens(tree) + min_shared * shared == min(costs)
+    assert shared == max(costs[min(costs)])
+    for node in tree.has_children.nonzero().squeeze(-1).tolist():
+        assert int(tree.length[node]) * (tree.parent.tolist().count(node) - 1) >= min_shared
+
+
+@given(batch=batches())
+def test_a_charge_that_nothing_meets_leaves_one_node_for_each_sequence_that_is_no_prefix(batch):
+    sequences, lengths = batch
+    tree = build(sequences, lengths, min_shared=10**6)
+    tops = maximal(heads(sequences, lengths))
+    assert tree.num_nodes == len(tops)
+    assert tree.parent.tolist() == [-1] * len(tops)
+    assert {spelled(tree, sequences, node) for node in range(tree.num_nodes)} == tops
+
+
+@given(batch=batches(), min_shared=st.integers(0, 12))
+def test_copies_share_everything(batch, min_shared):
+    sequences, lengths = batch
+    tree = build(sequences, lengths, min_shared)
+    twice = build(sequences * 2, lengths * 2, min_shared)
+    assert twice.leaf.tolist() == tree.leaf.tolist() * 2
+    for name in ("parent", "level", "start", "length", "source", "element"):
+        assert getattr(twice, name).tolist() == getattr(tree, name).tolist()
+
+
+@given(batch=batches(), min_shared=st.integers(0, 12))
+def test_the_same_input_gives_the_same_tree_and_is_left_alone(batch, min_shared):
+    sequences, lengths = batch
+    tokens, limits = ragged(sequences), torch.tensor(lengths)
+    trees = [PrefixTree.build(tokens, limits, min_shared=min_shared) for _ in range(2)]
+    assert arrays(trees[0]) == arrays(trees[1])
+    assert [row.tolist() for row in tokens.to_list()] == sequences
+    assert limits.tolist() == lengths
+
+
+@given(batch=batches(), min_shared=st.integers(0, 12), budget=st.integers(1, 60))
+def test_plan_holds_each_node_once_after_its_parent_and_keeps_the_budget(batch, min_shared, budget):
+    tree = build(*batch, min_shared)
+    done = [-1]
+    for level in plan_levels(tree, budget):
+        for nodes, following in zip(level, [*level[1:], None], strict=True):
+            assert set(tree.parent[nodes].tolist()) <= set(done)
+            cost = len(nodes) * int(tree.start[nodes].max() + tree.length[nodes].max())
+            assert cost <= budget or len(nodes) == 1
+            if following is not None:  # no smaller than it needs to be
+                more = torch.cat([nodes, following[:1]])
+                assert len(more) * int(tree.start[more].max() + tree.length[more].max()) > budget
+        done += [int(node) for nodes in level for node in nodes]
+    assert sorted(done) == list(range(-1, tree.num_nodes))
+    assert len(plan_levels(tree, budget)) == tree.num_levels
+
+
+@given(batch=batches(), min_shared=st.integers(0, 12), data=st.data())
+def test_each_scored_token_once_with_its_predecessor(batch, min_shared, data):
+    sequences, lengths = batch
+    tokens, tree = ragged(sequences), build(sequences, lengths, min_shared)
+    mask, wanted = [], {}
+    for s, sequence in enumerate(sequences):
+        for t, token in enumerate(sequence):
+            asked = 1 <= t <= lengths[s] and data.draw(st.booleans())
+            if asked:
+                wanted[len(mask)] = (tuple(sequence[:t]), token)
+            mask.append(asked)
+    scored = scored_tokens(tree, tokens, torch.tensor(mask, dtype=torch.bool))
+
+    assert scored.element.tolist() == sorted(wanted)
+    places = list(zip(scored.node.tolist(), scored.offset.tolist(), strict=True))
+    assert places == sorted(set(places))
+    assert set(scored.hidden_index.tolist()) == set(range(len(places)))
+    found = (scored.element.tolist(), scored.hidden_index.tolist(), scored.target.tolist())
+    for element, hidden, target in zip(*found, strict=True):
+        node, offset = places[hidden]
+        prefix = spelled(tree, sequences, node)[: int(tree.start[node]) + offset + 1]
+        assert (prefix, target) == wanted[element]
+    if min_shared == 0:
+        assert len(places) == len({prefix for prefix, _ in wanted.values()})
+
+
+# ---------------------------------------------------------------------- edges and errors
+
+
+@pytest.mark.parametrize("sequences", [[[]], [[], []], [[1], []]])
+def test_nothing_to_forward(sequences):
+    tree = build(sequences, [0] * len(sequences))
+    assert tree.num_nodes == tree.num_levels == forward_tokens(tree) == 0
+    assert tree.leaf.tolist() == [-1] * len(sequences)
+    assert plan_levels(tree, 5) == []
+    tokens = ragged(sequences)
+    scored = scored_tokens(tree, tokens, torch.zeros(len(tokens.values), dtype=torch.bool))
+    assert arrays(scored) == {f.name: [] for f in fields(ScoredTokens)}
+
+
+def test_one_sequence_is_one_node():
+    assert arrays(build([[7, 7, 7]], [2])) == {
+        "parent": [-1],
+        "level": [0],
+        "start": [0],
+        "length": [2],
+        "source": [0],
+        "element": [0],
+        "leaf": [0],
+        "forward_lengths": [2],
+    }
+
+
+def test_a_chain_of_branches_deeper_than_the_recursion_limit():
+    sequences = [[0] * i + [1] for i in range(1500)]
+    tree = build(sequences, min_shared=0)
+    assert tree.num_levels == 1499  # the first sequence shares nothing
+    assert forward_tokens(tree) == 1500 + 1499
+
+
+def test_all_is_int64_on_the_cpu():
+    tree = build(ANSWERS)
+    tokens = ragged(ANSWERS)
+    scored = scored_tokens(tree, tokens, tokens.positions > 0)
+    for instance in (tree, scored):
+        for f in fields(instance):
+            assert (getattr(instance, f.name).dtype, getattr(instance, f.name).device.type) == (torch.long, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "min_shared", "message"),
+    [
+        ([2, 3], 0, "between 0 and the length of the sequence, 2 for sequence 1, got 3"),
+        ([-1, 0], 0, "3 for sequence 0, got -1"),
+        ([1], 0, r"one entry for each of the 2 sequences, got shape \(1,\)"),
+        ([1.0, 1.0], 0, "of dtype torch.float32"),
+        ([1, 1], -1, "min_shared must not be negative, got -1"),
+    ],
+)
+def test_bad_lengths(lengths, min_shared, message):
+    with pytest.raises(ValueError, match=message):
+        PrefixTree.build(ragged([[1, 2, 3], [4, 5]]), torch.tensor(lengths), min_shared=min_shared)
+
+
+def test_bad_ids():
+    tokens = Ragged.from_list([torch.tensor([1, 2], dtype=torch.int32)])
+    with pytest.raises(ValueError, match=r"int64 \[N\], got shape \(2,\) of dtype torch.int32"):
+        PrefixTree.build(tokens, tokens.lengths)
+
+
+def test_bad_budget():
+    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
+        plan_levels(build(ANSWERS), 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([False, False, False, True, False], "first token of sequence 1"),
+        ([False, False, True, False, False], "token 2 of sequence 0, which takes 2 forwarded tokens: the tree holds 1"),
+        ([False] * 4, r"one entry for each token, \(5,\), got shape \(4,\)"),
+        ([0] * 5, "of dtype torch.int64"),
+    ],
+)
+def test_bad_mask(mask, message):
+    sequences = [[1, 2, 3], [4, 5]]
+    with pytest.raises(ValueError, match=message):
+        scored_tokens(build(sequences, [1, 1]), ragged(sequences), torch.tensor(mask))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ids_on_an_accelerator_give_the_same_tree():
+    tokens = ragged(ANSWERS)
+    there = Ragged(tokens.values.cuda(), tokens.lengths.cuda(), tokens.container)
+    tree = PrefixTree.build(there, there.lengths, min_shared=2)
+    assert arrays(tree) == arrays(build(ANSWERS, min_shared=2))
+    mask = tokens.positions > 0
+    assert arrays(scored_tokens(tree, there, mask.cuda())) == arrays(scored_tokens(tree, tokens, mask))
+
+
+@pytest.mark.parametrize("module", [_tree, _tree_plan], ids=lambda module: module.__name__)
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
