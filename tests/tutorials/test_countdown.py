@@ -1,0 +1,231 @@
+"""The tutorial runs, writes what it promises, and its parts say the truth."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+typer = pytest.importorskip("typer")
+from typer.testing import CliRunner  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tutorials"))
+import countdown_grpo  # noqa: E402
+from countdown.model import build_model, build_tokenizer, render_prompt, warm_up  # noqa: E402
+from countdown.report import MetricsFile, smooth  # noqa: E402
+from countdown.task import Problem, all_problems, make_env, split_problems  # noqa: E402
+from torchrl_llm_kl import RetrieveKL  # noqa: E402
+
+PROBLEMS = all_problems(max_number=9)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(PROBLEMS)
+
+
+@pytest.fixture(scope="module")
+def warm_weights(tokenizer):
+    torch.manual_seed(0)
+    model = build_model(tokenizer)
+    losses = list(warm_up(model, tokenizer, PROBLEMS[:40], steps=30, seed=0))
+    assert losses[-1] < losses[0]
+    return model.state_dict()
+
+
+@pytest.fixture
+def model(tokenizer, warm_weights):
+    model = build_model(tokenizer)
+    model.load_state_dict(warm_weights)
+    return model
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(countdown_grpo.app, arguments)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.output
+
+
+# ------------------------------------------------------------------ the task
+
+
+def test_every_problem_is_solved_by_its_own_answer():
+    for problem in PROBLEMS:
+        assert problem.is_solved_by(problem.answer(problem.operation)), problem
+
+
+def test_a_wrong_or_missing_answer_solves_nothing():
+    problem = Problem((3, 5), 8, "+")
+    assert not problem.is_solved_by("<answer>3*5</answer>")
+    assert not problem.is_solved_by("<answer>4+4</answer>")
+    assert not problem.is_solved_by("3+5")
+
+
+def test_no_held_out_problem_has_a_twin_in_training():
+    train, held_out = split_problems(all_problems(20), 200)
+    assert len(held_out) == len(set(held_out)) == 200
+
+    def key(problem):
+        return frozenset(problem.numbers), problem.target
+
+    assert not {key(p) for p in train} & {key(p) for p in held_out}
+    assert len(train) + len(held_out) == len(all_problems(20))
+
+
+# ------------------------------------------------------------------ tokens
+
+
+def test_digits_are_single_tokens_and_prompts_are_short(tokenizer):
+    problem = Problem((3, 5), 15, "*")
+    assert tokenizer.tokenize("<answer>3*5</answer>") == ["<answer>", "3", "*", "5", "</answer>"]
+    assert len(tokenizer(render_prompt(problem, tokenizer))["input_ids"]) < 24
+    text = "anything at all: é 数 12\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("name", ["", "qwen", "llama"])
+@pytest.mark.parametrize("generation", [True, False])
+def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
+    """Also under names and templates for which torchrl has a template of its own."""
+    tokenizer = build_tokenizer(PROBLEMS)
+    tokenizer.name_or_path = name
+    if not generation:
+        marks = ("{% generation %}", "{% endgeneration %}")
+        tokenizer.chat_template = tokenizer.chat_template.replace(marks[0], "").replace(marks[1], "")
+    env = make_env(PROBLEMS[:40], tokenizer, num_prompts=3, group_size=2, seed=0)
+    batch = env.rollout(1, countdown_grpo.wrap(model, tokenizer, sample=True))
+    by_query = {p.query: p for p in PROBLEMS}
+    for row in batch.reshape(-1).unbind(0):
+        tokens = row["tokens", "prompt"]
+        want = tokenizer(render_prompt(by_query[row["query"]], tokenizer))["input_ids"]
+        assert tokens[tokens != tokenizer.pad_token_id].tolist() == want
+
+
+# ------------------------------------------------------------------ the training step
+
+
+def test_group_advantage_by_hand():
+    reward = torch.zeros(4, 3, 1)
+    reward[:, 2, 0] = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    reward[3, 1, 0] = -0.5  # a penalty on an earlier token counts in the answer's sum
+    # Sums 1, 0 | 1, 0.5; centred 0.5, -0.5 | 0.25, -0.25; their standard deviation is sqrt(0.625 / 3).
+    want = torch.tensor([0.5, -0.5, 0.25, -0.25]) / math.sqrt(0.625 / 3)
+    got = countdown_grpo.group_advantage(reward, 2)
+    assert_close(got, want.reshape(4, 1, 1).expand(4, 3, 1), atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def batch(tokenizer, model):
+    """Answers of a policy that has moved away from its reference, as the collector delivers them."""
+    reference = build_model(tokenizer)
+    env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
+    env = env.append_transform(
+        RetrieveKL(
+            countdown_grpo.wrap(model, tokenizer, sample=False).get_new_version(log_probs_key="policy_log_probs"),
+            countdown_grpo.wrap(reference, tokenizer, sample=False),
+            coeff=0.1,
+        )
+    )
+    torch.manual_seed(1)
+    batch = env.rollout(1, countdown_grpo.wrap(model, tokenizer, sample=True)).reshape(-1)
+    batch["advantage"] = countdown_grpo.group_advantage(batch["next", "reward"], 4)
+    return batch
+
+
+def log_probs(model, batch):
+    tokens, attention = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    logits = model(input_ids=tokens, attention_mask=attention.long()).logits[:, :-1]
+    mask = attention[:, 1:].clone()
+    mask[:, : batch["tokens", "prompt"].shape[-1] - 1] = False
+    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1), mask
+
+
+def test_batch_is_grouped_and_its_log_probs_are_the_models_own(batch, model):
+    for start in range(0, 16, 4):
+        assert len(set(batch[start : start + 4]["query"])) == 1
+    want, mask = log_probs(model, batch)
+    assert mask.any(-1).all()
+    assert_close(batch["next", "log_probs", "full"][:, 1:], torch.where(mask, want, 0.0), atol=1e-4, rtol=0)
+
+
+def test_gradient_of_the_loss_is_the_policy_gradient_by_hand(batch, model, tokenizer):
+    """With one update per batch the ratio is 1, and clipping plays no part."""
+    loss_module = countdown_grpo.make_loss(model, tokenizer)
+    loss_module(batch.select(*countdown_grpo.LOSS_KEYS).contiguous()).loss_objective.backward()
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+
+    log_prob, mask = log_probs(model, batch)
+    (-(log_prob * batch["advantage"][:, 1:, 0])[mask].mean()).backward()
+    want = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert want.norm() > 0
+    assert_close(got, want, atol=1e-5, rtol=1e-3)
+
+
+# ------------------------------------------------------------------ the whole run
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    output = run(
+        *("--steps", "3", "--warmup-steps", "25", "--num-prompts", "3", "--group-size", "4"),
+        *("--kl-target", "0.3", "--out", str(folder / "out"), "--save-model", str(folder / "model")),
+    )
+    return folder, output
+
+
+def test_a_run_writes_consistent_metrics_and_a_picture(tiny_run):
+    folder, output = tiny_run
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)  # the policy starts as its reference
+    for row in rows:
+        assert 0 <= row["success"] <= row["reward"] + 1e-6 <= 1 + 2e-6
+        assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
+        assert 12 <= row["answer_tokens"] <= 12 * countdown_grpo.MAX_NEW_TOKENS
+    assert rows[1]["coefficient"] < rows[0]["coefficient"]  # KL below its target: the penalty shrinks
+    assert (folder / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "greedy accuracy after RL" in output
+
+
+def test_a_saved_checkpoint_goes_through_the_same_loop(tiny_run, tmp_path):
+    folder, _ = tiny_run
+    run(
+        *("--model", str(folder / "model"), "--steps", "2", "--num-prompts", "2", "--group-size", "3"),
+        *("--out", str(tmp_path)),
+    )
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kl-target", "0"], "not greater than 0"),
+        (["--lr", "-1"], "not greater than 0"),
+        (["--group-size", "1"], "group-size"),
+        (["--model", "/nowhere/at/all"], "cannot use"),
+        (["--out", __file__], "is a file"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(arguments, message):
+    result = CliRunner().invoke(countdown_grpo.app, arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_smoothing_and_the_metrics_file(tmp_path):
+    assert smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    metrics = MetricsFile(tmp_path / "a" / "metrics.jsonl")
+    metrics.append({"step": 0, "kl": random.Random(0).random()})
+    assert json.loads(metrics.path.read_text()) == metrics.rows[0]

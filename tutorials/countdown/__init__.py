@@ -1,0 +1,1 @@
+"""The parts of the Countdown tutorial that are not about reinforcement learning."""

@@ -1,0 +1,169 @@
+"""Models: one made here and warmed up by supervision, or any transformers checkpoint; and how well they do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
+
+# ChatML. `{% generation %}` marks what the assistant says, for tools that ask the template for that mask.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def build_tokenizer(problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: it can spell any text, each fixed phrase of the task is one token, and so is each digit."""
+    bpe = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [text for p in problems for text in (f"user\n{p.query}", "assistant\n", p.answer(p.operation))]
+    bpe.train_from_iterator([*texts, *[f"system\n{ShortCountdownEnv.SYSTEM_PROMPT}"] * 2], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",  # not eos: the end of an answer is a token to learn, padding is not
+        additional_special_tokens=["<|im_start|>"],
+        padding_side="left",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A Qwen2 of 0.4 million parameters, untrained."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Any causal language model that transformers can load, from a folder or the hub."""
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval(), tokenizer
+
+
+def render_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The conversation up to where the assistant speaks; what the env shows to the policy."""
+    messages = [
+        {"role": "system", "content": ShortCountdownEnv.SYSTEM_PROMPT},
+        {"role": "user", "content": problem.query},
+    ]
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    *,
+    steps: int,
+    seed: int,
+    random_share: float = 0.5,
+    batch_size: int = 32,
+    lr: float = 2e-3,
+) -> Iterator[float]:
+    """Supervised training on worked answers, of which a ``random_share`` use an operation drawn at random.
+
+    Such demonstrations teach the form of an answer and to use the given numbers, but only half-heartedly which operation
+    reaches the target. That is left for RL to find out. Each step yields its loss.
+    """
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=max(steps, 2), pct_start=0.1)
+    model.train()
+    for _ in range(steps):
+        batch = []
+        for problem in rng.choices(problems, k=batch_size):
+            operation = rng.choice(OPERATIONS) if rng.random() < random_share else problem.operation
+            batch.append((render_prompt(problem, tokenizer), problem.answer(operation) + tokenizer.eos_token))
+        loss = _answer_loss(model, tokenizer, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        yield loss.item()
+    model.eval()  # and it stays so: in RL, dropout would make sampling and scoring disagree
+
+
+def _answer_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[tuple[str, str]]
+) -> Tensor:
+    """Mean cross-entropy of the answers' tokens."""
+    answers = [tokenizer(answer, add_special_tokens=False)["input_ids"] for _, answer in batch]
+    prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in batch]
+    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    targets = [torch.tensor([-100] * len(p) + a) for p, a in zip(prompts, answers, strict=True)]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    target = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)
+    # Padding comes last, so causal attention never reaches it: no attention mask is needed.
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=-100)
+
+
+@torch.no_grad()
+def accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 50,
+) -> float:
+    """Share of the problems that greedy answers solve."""
+    solved = 0
+    for start in range(0, len(problems), batch_size):
+        batch = problems[start : start + batch_size]
+        prompts = [render_prompt(problem, tokenizer) for problem in batch]
+        inputs = tokenizer(
+            prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
+        )
+        output = model.generate(  # type: ignore[operator]
+            **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id
+        )
+        replies = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        solved += sum(problem.is_solved_by(reply) for problem, reply in zip(batch, replies, strict=True))
+    return solved / len(problems)

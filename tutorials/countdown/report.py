@@ -1,0 +1,112 @@
+"""What a run leaves behind: a line per step, a picture of the curves, and a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+Metrics = dict[str, float]
+
+LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+
+
+class MetricsFile:
+    """Writes ``metrics.jsonl``: one JSON object a step, readable while the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.rows: list[Metrics] = []
+        path.write_text("")
+
+    def append(self, row: Metrics) -> None:
+        """Keep the row, and write it at once."""
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def progress_bar() -> Progress:
+    """A bar with a free text behind it, for what is being learned."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values (of fewer, at the start)."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def plot_curves(
+    rows: Sequence[Metrics], path: Path, *, kl_target: float, held_out: tuple[float, float], window: int = 10
+) -> None:
+    """Reward, KL with its target, and coefficient, over the steps; and held-out accuracy before and after."""
+    figure, axes = plt.subplots(3, 1, figsize=(8, 8.5), sharex=True, layout="constrained", height_ratios=[3, 3, 2])
+    steps = [row["step"] for row in rows]
+    reward, kl, coefficient = axes
+
+    def draw(axis: plt.Axes, key: str, label: str, color: str) -> None:
+        values = [row[key] for row in rows]
+        axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+        axis.plot(steps, smooth(values, window), color=color, linewidth=2, label=label)
+
+    draw(reward, "reward", "reward of sampled answers (1 right, 0.1 wrong, 0 no answer)", "tab:blue")
+    draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
+    ends = [steps[0], steps[-1] + 1]
+    reward.plot(ends, held_out, "o", color="black", label="share right, held-out problems, greedy", clip_on=False)
+    for step, value in zip(ends, held_out, strict=True):
+        reward.annotate(f"{value:.1%}", (step, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
+    reward.set(
+        ylabel="mean per answer (dimensionless)", ylim=(0, 1), title="GRPO on Countdown with an adaptive KL penalty"
+    )
+    reward.legend(loc="lower right")
+    draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")
+    kl.axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=f"target: {kl_target:g} nats")
+    kl.set(ylabel="KL (nats per answer)")
+    kl.set_ylim(bottom=min(0.0, *(row["kl"] for row in rows)))
+    kl.legend(loc="lower right")
+    coefficient.plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2)
+    coefficient.set(ylabel="KL coefficient\n(reward per nat)", xlabel=f"RL step (thick lines: mean of {window} steps)")
+    coefficient.set_ylim(bottom=0)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def totals(rows: Sequence[Metrics], kl_target: float) -> dict[str, str]:
+    """A run in numbers: what, and how much."""
+    seconds = rows[-1]["seconds"]
+    last_half = [row["kl"] for row in rows[len(rows) // 2 :]]
+    tokens, generated = sum(row["tokens"] for row in rows), sum(row["answer_tokens"] for row in rows)
+    return {
+        "KL to the reference, mean of the last half": f"{sum(last_half) / len(last_half):.2f} nats per answer",
+        "its target": f"{kl_target:.2f} nats per answer",
+        "RL": f"{len(rows)} steps, {seconds:.0f} s",
+        "tokens through RL": f"{tokens / seconds:.0f} /s ({generated / seconds:.0f} /s generated)",
+    }
+
+
+def print_table(title: str, rows: dict[str, str]) -> None:
+    """Two columns: what, and how much."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for row in rows.items():
+        table.add_row(*row)
+    Console().print(table)

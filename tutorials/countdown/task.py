@@ -1,0 +1,119 @@
+"""The task: Countdown problems, a split into problems to train on and problems never shown, and the environment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch.utils.data import DataLoader
+from torchrl.envs import EnvBase, StepCounter
+from torchrl.envs.llm.datasets.countdown import CountdownEnv
+from torchrl.envs.llm.reward.countdown import CountdownRewardParser
+from transformers import PreTrainedTokenizerBase
+
+OPERATIONS = "+-*"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Two numbers, a target that one operation reaches, and that operation."""
+
+    numbers: tuple[int, int]
+    target: int
+    operation: str
+
+    @property
+    def query(self) -> str:
+        """The user's message, worded as torchrl's ``CountdownEnv`` words it."""
+        return (
+            f"Using the numbers {list(self.numbers)}, create an arithmetic expression that equals {self.target}. "
+            f"You may use each number at most once. Only use +, -, *, / and parentheses."
+        )
+
+    @property
+    def ground_truth(self) -> str:
+        """What torchrl's ``CountdownRewardParser`` checks an answer against."""
+        return f"target={self.target}, numbers={','.join(map(str, self.numbers))}"
+
+    def answer(self, operation: str) -> str:
+        """The assistant's message, if it chooses ``operation``."""
+        first, second = self.numbers if self.operation != "-" else sorted(self.numbers, reverse=True)
+        return f"<answer>{first}{operation}{second}</answer>"
+
+    def is_solved_by(self, reply: str) -> bool:
+        """Whether torchrl's reward parser calls the reply correct."""
+        _, expression = CountdownRewardParser.extract_tags(reply)
+        return bool(expression) and CountdownRewardParser.validate_expression(
+            expression, self.target, list(self.numbers)
+        )
+
+
+def all_problems(max_number: int = 20) -> list[Problem]:
+    """Every problem with two numbers from 1 to ``max_number``: their sum, their (positive) difference, their product."""
+    problems: dict[tuple[tuple[int, int], int], Problem] = {}
+    for a, b in product(range(1, max_number + 1), repeat=2):
+        for target, operation in ((a + b, "+"), (abs(a - b), "-"), (a * b, "*")):
+            if target > 0:
+                problems.setdefault(((a, b), target), Problem((a, b), target, operation))
+    return list(problems.values())
+
+
+def split_problems(problems: Sequence[Problem], num_held_out: int = 200) -> tuple[list[Problem], list[Problem]]:
+    """Split into (training, held out), the same way in every run.
+
+    [3, 5] and [5, 3] with one target are one problem in two costumes: both land on the same side, so that no held-out
+    problem can be solved by recalling its mirror image. At most ``num_held_out`` problems are held out.
+    """
+    groups: dict[tuple[tuple[int, ...], int], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((tuple(sorted(problem.numbers)), problem.target), []).append(problem)
+    keys = sorted(groups)
+    random.Random(0).shuffle(keys)
+    train: list[Problem] = []
+    held_out: list[Problem] = []
+    for key in keys:
+        fits = len(held_out) + len(groups[key]) <= num_held_out
+        (held_out if fits else train).extend(groups[key])
+    return train, held_out
+
+
+class ShortCountdownEnv(CountdownEnv):
+    """torchrl's environment, with a system prompt that is short and names no tags (the reward parser looks for them)."""
+
+    SYSTEM_PROMPT = "Reach the target with one expression. Put it in answer tags."
+
+
+def make_env(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int,
+    group_size: int,
+    seed: int,
+) -> EnvBase:
+    """An env that asks ``num_prompts`` of the problems at a time, each ``group_size`` times in a row, for one answer.
+
+    ``CountdownEnv(...)`` makes up problems as it goes; ``from_dataloader`` lets us choose them, to keep some held out.
+    """
+    rows = [{"query": problem.query, "answer": problem.ground_truth} for problem in problems]
+    order = torch.Generator().manual_seed(seed)
+    env = ShortCountdownEnv.from_dataloader(
+        DataLoader(rows, batch_size=1, shuffle=True, generator=order, collate_fn=_collate),  # type: ignore[arg-type]
+        repeats=group_size,
+        batch_size=(num_prompts * group_size,),
+        tokenizer=tokenizer,
+        # Conversations as text: a few times faster here than as ``History`` objects, which multi-turn tasks need.
+        input_mode="text",
+        # The model's own template. Left to itself, torchrl renders with one that it picks by the model's name.
+        template_kwargs={"chat_template": tokenizer.chat_template},
+    )
+    env = env.append_transform(StepCounter(max_steps=1))
+    return env.append_transform(CountdownRewardParser(tokenizer=tokenizer))
+
+
+def _collate(rows: list[dict[str, str]]) -> TensorDictBase:
+    return torch.stack([TensorDict.from_dict(row) for row in rows])

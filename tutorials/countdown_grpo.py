@@ -1,0 +1,282 @@
+"""Teach a language model to play Countdown, while a KL penalty keeps it near the model that it started from.
+
+Run it with ``python tutorials/countdown_grpo.py``: two CPU cores, no network, a few minutes. It
+
+1. makes a byte-level tokenizer and a small Qwen2, and warms the model up on mediocre worked answers;
+2. freezes a copy: the reference;
+3. lets the model answer problems, rewards right answers *minus a coefficient times the KL to the reference*, and trains it
+   on the result, while the coefficient adapts so that the KL stays at a target;
+4. prints how many problems that it has never seen it solves, before and after.
+
+``--model`` runs the same loop on any transformers checkpoint. Read on from :func:`train`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import tensordict
+import torch
+import typer
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.collectors.llm import LLMCollector
+from torchrl.envs import EnvBase
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from countdown.model import accuracy, build_model, build_tokenizer, load_checkpoint, warm_up
+from countdown.report import Metrics, MetricsFile, plot_curves, print_table, progress_bar, totals
+from countdown.task import Problem, all_problems, make_env, split_problems
+from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
+
+# torchrl's LLM components hold lists of strings as stacks; they refuse to start without this.
+tensordict.set_list_to_stack(True).set()
+
+NUM_PROMPTS = 16  # problems a step
+GROUP_SIZE = 8  # answers to each of them, compared with one another
+EPOCHS = 2  # passes over the answers of a step
+MINIBATCHES = 2  # updates in each pass
+WARMUP_STEPS = 300  # few enough to leave RL something to do
+MAX_NEW_TOKENS = 14  # the longest right answer has 8
+LOSS_KEYS = (  # what the loss reads of a batch
+    "advantage",
+    ("tokens", "full"),
+    ("tokens", "prompt"),
+    ("masks", "all_attention_mask"),
+    ("next", "log_probs", "full"),
+)
+
+
+def wrap(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, sample: bool, max_new_tokens: int = MAX_NEW_TOKENS
+) -> TransformersWrapper:
+    """Show a model to torchrl: as a policy that answers (``sample=True``) or as one that scores given tokens."""
+    generate_kwargs = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": True,
+        # Sample from the very distribution that is scored. transformers keeps only the 50 likeliest tokens by default.
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": model.config.vocab_size,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="text" if sample else "tokens",
+        generate=sample,
+        generate_kwargs=generate_kwargs if sample else None,
+        pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
+    )
+
+
+def group_advantage(token_reward: Tensor, group_size: int) -> Tensor:
+    """How much better an answer did than the other answers to its problem.
+
+    Args:
+        token_reward: ``[B, T, 1]``; its sum over an answer is the task's reward minus coefficient times KL. Rows come in
+            groups of ``group_size`` answers to one problem.
+        group_size: answers to one problem.
+
+    Returns:
+        ``[B, T, 1]``, one number for all tokens of an answer.
+
+    Centred in the group, scaled over the batch: scaled in the group, as GRPO was first written down, answers that are all
+    right and differ in their KL alone would weigh as much as a right one beside a wrong one, whatever the coefficient.
+    """
+    outcome = token_reward.sum((-2, -1)).unflatten(0, (-1, group_size))
+    centred = outcome - outcome.mean(-1, keepdim=True)
+    scaled = centred / (centred.std() + 1e-6)
+    return scaled.reshape(-1, 1, 1).expand_as(token_reward).contiguous()
+
+
+def make_loss(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GRPOLoss:
+    """TorchRL's clipped policy-gradient loss, a mean over the tokens of the answers."""
+    loss_module = GRPOLoss(wrap(policy, tokenizer, sample=False), entropy_bonus=False, clip_epsilon=0.2)
+    # Compare with the log-probs that RetrieveKL wrote: those that torchrl stores while it samples hold 0 for first tokens.
+    loss_module.set_keys(sample_log_prob=("next", "log_probs", "full"))
+    return loss_module
+
+
+def train(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    env: EnvBase,
+    *,
+    steps: int,
+    lr: float,
+    kl_target: float,
+    group_size: int,
+    max_new_tokens: int,
+    metrics: MetricsFile,
+) -> None:
+    """Train ``policy`` in place; the model as it comes in is the reference."""
+    batch_size = env.batch_size[0]
+    reference = copy.deepcopy(policy).requires_grad_(False)
+
+    # The transform scores each answer under the policy that the collector runs and under the reference, and writes both
+    # log-probs, their difference per token ("kl_penalty") and the reward of each token: minus coefficient times KL, and on
+    # the last token the task's reward beside it. Each step may change the coefficient by up to 5 % (0.2 * n / horizon).
+    coefficient = AdaptiveKLCoefficient(init=0.1, target=kl_target, horizon=4 * batch_size)
+    env = env.append_transform(
+        RetrieveKL("from_collector", wrap(reference, tokenizer, sample=False), coeff=coefficient)
+    )
+    collector = LLMCollector(
+        env,
+        policy=wrap(policy, tokenizer, sample=True, max_new_tokens=max_new_tokens),
+        dialog_turns_per_batch=batch_size,
+        total_dialog_turns=batch_size * steps,
+        flatten_data=True,
+    )
+    loss_module = make_loss(policy, tokenizer)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
+    # Down to nothing: the noise of the updates moves the policy away from the reference as well, and earns no reward.
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+    with progress_bar() as bar:
+        task = bar.add_task("RL", total=steps, status="")
+        start = time.perf_counter()
+        for step, batch in enumerate(collector):
+            batch["advantage"] = group_advantage(batch["next", "reward"], group_size)
+            answers = batch.select(*LOSS_KEYS).contiguous()  # dense, and without the strings: quicker to index
+            for _ in range(EPOCHS):
+                for rows in torch.randperm(batch_size).chunk(MINIBATCHES):
+                    loss = loss_module(answers[rows]).loss_objective
+                    optimizer.zero_grad()
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+                    optimizer.step()
+            schedule.step()
+            row = summarise(batch, step=step, coefficient=coefficient().item(), seconds=time.perf_counter() - start)
+            metrics.append(row)
+            # Too far from the reference: the penalty grows. Nearer than need be: it shrinks.
+            coefficient.update(row["kl"], n=batch_size)
+            bar.update(task, advance=1, status=STATUS.format(**row))
+    collector.shutdown()
+
+
+STATUS = "right {success:4.0%}  reward {reward:.2f}  KL {kl:5.2f}  coefficient {coefficient:.3f}"
+
+
+def summarise(batch: TensorDictBase, *, step: int, coefficient: float, seconds: float) -> Metrics:
+    """Means over the answers of a step. KL is in nats per answer: the sum over its tokens."""
+    kl = batch["next", "kl_penalty"].sum(-1).mean().item()
+    penalised = batch["next", "reward"].sum((-2, -1)).mean().item()
+    prompt_width = batch["tokens", "prompt"].shape[-1]
+    return {
+        "step": step,
+        "success": batch["next", "success"].float().mean().item(),
+        "reward": penalised + coefficient * kl,
+        "penalised_reward": penalised,
+        "kl": kl,
+        "coefficient": coefficient,
+        "answer_tokens": batch["masks", "all_attention_mask"][:, prompt_width:].sum().item(),
+        "tokens": batch["masks", "all_attention_mask"].sum().item(),
+        "seconds": seconds,
+    }
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the weights, the order of the problems and the sampling.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 140,
+    warmup_steps: Annotated[
+        int | None,
+        typer.Option(min=0, help="Supervised steps before RL. Default: 300, or 0 for a checkpoint."),
+    ] = None,
+    kl_target: Annotated[float, typer.Option(help="KL to the reference to hold, in nats per answer.")] = 0.5,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = 1.5e-4,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Problems per RL step.")] = NUM_PROMPTS,
+    group_size: Annotated[int, typer.Option(min=2, help="Answers to each problem.")] = GROUP_SIZE,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = MAX_NEW_TOKENS,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A transformers checkpoint (folder or hub name), instead of the small model made here."),
+    ] = None,
+    save_model: Annotated[
+        Path | None, typer.Option(help="Save the trained model and its tokenizer in this folder.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for metrics.jsonl and curves.png.")] = Path("runs/demo"),
+) -> None:
+    """Teach a language model to play Countdown, with a KL penalty that holds it near where it started."""
+    check_options(kl_target=kl_target, lr=lr, out=out)
+    silence_dependencies()
+    start = time.perf_counter()
+    torch.manual_seed(seed)
+
+    problems = all_problems()
+    train_problems, held_out = split_problems(problems)
+    policy, tokenizer = make_policy(problems) if model is None else open_policy(model)
+    if warmup_steps is None:
+        warmup_steps = WARMUP_STEPS if model is None else 0
+    with progress_bar() as bar:
+        task = bar.add_task("warm-up", total=warmup_steps, status="", visible=warmup_steps > 0)
+        for loss in warm_up(policy, tokenizer, train_problems, steps=warmup_steps, seed=seed):
+            bar.update(task, advance=1, status=f"loss {loss:.2f}")
+
+    before = accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens)
+    metrics = MetricsFile(out / "metrics.jsonl")
+    train(
+        policy,
+        tokenizer,
+        make_env(train_problems, tokenizer, num_prompts=num_prompts, group_size=group_size, seed=seed),
+        steps=steps,
+        lr=lr,
+        kl_target=kl_target,
+        group_size=group_size,
+        max_new_tokens=max_new_tokens,
+        metrics=metrics,
+    )
+    after = accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens)
+
+    if save_model is not None:
+        policy.save_pretrained(save_model)
+        tokenizer.save_pretrained(save_model)
+    plot_curves(metrics.rows, out / "curves.png", kl_target=kl_target, held_out=(before, after))
+    results = {"greedy accuracy before RL": f"{before:.1%}", "greedy accuracy after RL": f"{after:.1%}"}
+    results |= totals(metrics.rows, kl_target) | {"everything": f"{time.perf_counter() - start:.0f} s"}
+    print_table(f"Countdown, seed {seed}: {len(held_out)} problems held out of warm-up and RL", results)
+    typer.echo(f"wrote {metrics.path} and {out / 'curves.png'}")
+
+
+def make_policy(problems: list[Problem]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The small model made here, untrained."""
+    torch.set_num_threads(min(2, torch.get_num_threads()))  # more only get in each other's way on a model this small
+    tokenizer = build_tokenizer(problems)
+    return build_model(tokenizer), tokenizer
+
+
+def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint, or an error that says why not."""
+    try:
+        return load_checkpoint(name)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot use {name!r}: {error}", param_hint="--model") from error
+
+
+def check_options(*, kl_target: float, lr: float, out: Path) -> None:
+    for name, value in (("--kl-target", kl_target), ("--lr", lr)):
+        if not value > 0:
+            raise typer.BadParameter(f"{value:g} is not greater than 0.", param_hint=name)
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is a file, not a folder.", param_hint="--out")
+
+
+def silence_dependencies() -> None:
+    warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
+    warnings.filterwarnings("ignore", message="size_average and reduce")  # torchrl's way to call cross_entropy
+
+
+if __name__ == "__main__":
+    app()
