@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow lint types docs clean
+.PHONY: help setup demo test test-slow bench lint types docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ test: $(READY)  ## Run the tests
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+bench: $(READY)  ## Compare with torchrl on the same work, alternating in one process
+	$(BIN)/python -m benchmarks.retrieve_kl
 
 lint: $(READY)  ## Check style and formatting
 	$(BIN)/ruff check .

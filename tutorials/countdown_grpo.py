@@ -122,8 +122,8 @@ def train(
 
     # The transform scores each answer under the policy that the collector runs and under the reference, and writes both
     # log-probs, their difference per token ("kl_penalty") and the reward of each token: minus coefficient times KL, and on
-    # the last token the task's reward beside it. Each step may change the coefficient by up to 5 % (0.2 * n / horizon).
-    coefficient = AdaptiveKLCoefficient(init=0.1, target=kl_target, horizon=4 * batch_size)
+    # the last token the task's reward beside it. Each step may change the coefficient by up to 10 % (0.2 * n / horizon).
+    coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
     env = env.append_transform(
         RetrieveKL("from_collector", wrap(reference, tokenizer, sample=False), coeff=coefficient)
     )
@@ -252,7 +252,7 @@ def main(
 
 def make_policy(problems: list[Problem]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The small model made here, untrained."""
-    torch.set_num_threads(min(2, torch.get_num_threads()))  # more only get in each other's way on a model this small
+    torch.set_num_threads(1)  # more only wait for each other on a model this small, and the numbers depend on how many
     tokenizer = build_tokenizer(problems)
     return build_model(tokenizer), tokenizer
 

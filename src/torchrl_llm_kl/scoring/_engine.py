@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_llm_kl.scoring._model import call, find_body, find_head, hidden_of, logits_of, logits_transform
+from torchrl_llm_kl.scoring._head import linear_log_prob
+from torchrl_llm_kl.scoring._model import call, find_body, find_head, hidden_of, logit_map, logits_of
 from torchrl_llm_kl.scoring._request import MicroBatch
 
 __all__ = ["Route", "head_log_prob", "score_micro_batch", "target_log_prob"]
@@ -42,31 +42,55 @@ def score_micro_batch(
 
     With ``recompute`` a chunk's logits are dropped and computed again in the backward.
     """
-    in_chunks = partial(_in_chunks, temperature=temperature, head_chunk=head_chunk, recompute=recompute)
     if route.path == "full":
-        return in_chunks(_full_logits(model, batch, route), batch.slots, batch.targets)
+        return _in_chunks(
+            _full_logits(model, batch, route),
+            batch.slots,
+            batch.targets,
+            temperature=temperature,
+            head_chunk=head_chunk,
+            recompute=recompute,
+        )
     body = find_body(model)
     if body is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head")
-    hidden = hidden_of(_forward(body, batch, route)).flatten(0, 1)
-    return in_chunks(_head_logits(model, hidden), batch.slots.to(hidden.device), batch.targets)
+    hidden = hidden_of(_forward(body, batch, route)).flatten(0, 1)[batch.slots]
+    return head_log_prob(
+        model, hidden, batch.targets, temperature=temperature, head_chunk=head_chunk, recompute=recompute
+    )
 
 
 def head_log_prob(
     model: nn.Module, hidden: Tensor, targets: Tensor, *, temperature: float, head_chunk: int, recompute: bool
 ) -> Tensor:
-    """Log-probs of the tokens that hidden states predict; ``[n, H], [n] -> [n]`` float32."""
-    rows = torch.arange(hidden.shape[0], device=hidden.device)
-    return _in_chunks(
-        _head_logits(model, hidden), rows, targets, temperature=temperature, head_chunk=head_chunk, recompute=recompute
-    )
+    """Log-probs of the tokens that hidden states predict; ``[n, H], [n] -> [n]`` float32.
 
-
-def _head_logits(model: nn.Module, hidden: Tensor) -> Callable[[Tensor], Tensor]:
-    head, transform = find_head(model), logits_transform(model)
+    A plain linear head goes through the vocabulary tile by tile, ``head_chunk`` and ``recompute`` are then of no use; any
+    other (wrapped by an adapter, quantised, hooked) is called as it is, a chunk of positions at a time.
+    """
+    head, mapped = find_head(model), logit_map(model)
     if head is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head")
-    return lambda rows: transform(_wide(head(hidden[rows])))
+    if type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks:
+        hidden, targets = hidden.to(head.weight.device), targets.to(head.weight.device)
+        found = linear_log_prob(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperature=temperature,
+            scale=mapped.scale,
+            soft_cap=mapped.soft_cap,
+        )
+        return found.log_prob.float()
+    return _in_chunks(
+        lambda rows: mapped(_wide(head(hidden[rows]))),
+        torch.arange(hidden.shape[0], device=hidden.device),
+        targets,
+        temperature=temperature,
+        head_chunk=head_chunk,
+        recompute=recompute,
+    )
 
 
 def _in_chunks(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "LogitMap",
     "call",
     "evaluating",
     "find_body",
     "find_head",
     "is_on_meta",
+    "logit_map",
     "logits_of",
-    "logits_transform",
     "model_device",
     "position_limit",
     "vocab_size",
@@ -79,24 +81,29 @@ def find_body(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def logits_transform(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What the model's configuration says is done to the head's output: a factor, then soft-capping."""
+@dataclass(frozen=True)
+class LogitMap:
+    """What is done to the head's output: a factor, then soft-capping ``c * tanh(logits / c)``."""
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+
+def logit_map(model: nn.Module) -> LogitMap:
+    """What the model's configuration says is done to the head's output."""
     config = _text_config(model)
-    factor = 1.0
+    scale = 1.0
     for name, power in _FACTORS.items():
         value = getattr(config, name, None)
         if isinstance(value, (int, float)) and value:
-            factor *= float(value) ** power
+            scale *= float(value) ** power
     caps = [value for name in _SOFT_CAPS if isinstance(value := getattr(config, name, None), (int, float)) and value]
-
-    def transform(logits: Tensor) -> Tensor:
-        if factor != 1.0:
-            logits = logits * factor
-        for cap in caps:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
-
-    return transform
+    return LogitMap(scale, float(caps[0]) if caps else None)
 
 
 def position_limit(model: nn.Module) -> int | None:
