@@ -22,7 +22,7 @@ WORKLOADS: dict[str, Callable[[], Batch]] = {
 }
 
 
-def compare(batch: Batch, *, hidden: int = 512, layers: int = 6, repeats: int = 3) -> dict[str, Measured]:
+def compare(batch: Batch, *, hidden: int = 512, layers: int = 6, repeats: int = 2) -> dict[str, Measured]:
     """Score under two models and compute the KL, as a transform in torchrl and here."""
     policy, reference = qwen2(VOCAB, hidden=hidden, layers=layers), qwen2(VOCAB, hidden=hidden, layers=layers, seed=1)
     gen, ref = wrapper(policy, "log_probs"), wrapper(reference, "ref_log_probs")

@@ -190,13 +190,16 @@ def test_the_mode_is_restored_when_the_probe_fails():
     assert all(module.training for module in model.modules())
 
 
-def test_the_mode_of_the_model_is_the_users():
-    """Dropout is on in training mode, off in evaluation mode, and the scorer changes neither."""
+def test_without_gradient_dropout_is_off_and_the_mode_is_restored():
     model = tiny_model("gpt2", resid_pdrop=0.5)
     scorer, sequences = LogProbScorer(model), random_sequences(12)
-    assert torch.equal(scorer.score(sequences).values, scorer.score(sequences).values)
+    calm = scorer.score(sequences).values
     model.train()
-    assert not torch.equal(scorer.score(sequences).values, scorer.score(sequences).values)
+    model.transformer.h[0].eval()
+    assert torch.equal(scorer.score(sequences).values, calm)
+    assert model.training
+    assert not model.transformer.h[0].training
+    assert not torch.equal(scorer.score(sequences, grad=True).values, calm), "with gradient the mode is the user's"
 
 
 def test_weights_on_the_meta_device_are_probed_at_the_first_score():

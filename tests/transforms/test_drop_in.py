@@ -25,7 +25,7 @@ NAMES = ["RetrieveLogProb", "KLComputation", "RetrieveKL", "KLRewardTransform"]
 ADDED = {
     "RetrieveLogProb": {"temperature", "scope", "adapters", "history_key"},
     "KLComputation": {"estimator", "old_log_probs_key", "reward_placement", "reward_key"},
-    "RetrieveKL": {"estimator", "reward_placement"},
+    "RetrieveKL": {"estimator", "old_log_probs_key", "reward_key", "reward_placement"},
     "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope"},
 }
 

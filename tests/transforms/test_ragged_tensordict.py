@@ -287,12 +287,13 @@ def test_write_replaces_what_was_there() -> None:
         assert [row.tolist() for row in found.to_list()] == ROWS
 
 
-def test_write_where_no_row_fits_says_what_to_stack() -> None:
-    td = lazy_stack([TensorDict(batch_size=[2, 2])])
+def test_a_dense_element_that_ragged_rows_do_not_fit_becomes_a_lazy_stack() -> None:
+    td = lazy_stack([TensorDict({"kept": torch.arange(4).reshape(2, 2)}, [2, 2])])
     rows = Rows(torch.tensor([3, 1, 2, 4]), torch.Size([1, 2, 2]))
-    with pytest.raises(ValueError, match=r"lengths \[3, 1, 2, 4\].*batch size \(2, 2\).*stack all its batch dim"):
-        write_ragged(td, "x", torch.cat(tensors()), rows)
-    assert td.tensordicts[0].is_empty()
+    assert write_ragged(td, "x", torch.cat(tensors()), rows) is td
+    for i, (want, leaf) in enumerate(zip(ROWS, [td[0, j, k] for j in (0, 1) for k in (0, 1)], strict=True)):
+        assert leaf["x"].tolist() == want
+        assert int(leaf["kept"]) == i
 
 
 @given(

@@ -199,21 +199,20 @@ def _lazy(td: TensorDictBase) -> TensorDictBase:
     return lazy_stack([_lazy(sub) for sub in td.unbind(0)], 0)
 
 
-def _distribute(td: TensorDictBase, key: NestedKey, ids: Tensor, rows: list[Tensor]) -> None:
+def _distribute(td: TensorDictBase, key: NestedKey, ids: Tensor, rows: list[Tensor]) -> TensorDictBase:
+    """Write the rows ``ids`` into the leaves of ``td``; what is returned takes its place."""
     if isinstance(td, LazyStackedTensorDict):
-        for sub, sub_ids in zip(td.tensordicts, ids.unbind(td.stack_dim), strict=True):
-            _distribute(_node(sub), key, sub_ids, rows)
-        return
+        for i, (sub, sub_ids) in enumerate(zip(td.tensordicts, ids.unbind(td.stack_dim), strict=True)):
+            node = _node(sub)
+            new = _distribute(node, key, sub_ids, rows)
+            if new is not node:  # a dense element that ragged rows do not fit into became a lazy stack
+                td.tensordicts[i] = new if node is sub else type(sub)._from_tensordict(new)
+        return td
     mine = [rows[i] for i in ids.flatten().tolist()]
     if ids.ndim == 0:
-        td.set(key, mine[0])
-        return
+        return td.set(key, mine[0])
     container = Rows(torch.tensor([len(row) for row in mine]), torch.Size(ids.shape))
-    if write_ragged(td, key, torch.cat(mine), container) is not td:
-        raise ValueError(
-            f"rows of lengths {container.row_lengths.tolist()} do not fit into a dense element of batch size "
-            f"{tuple(td.batch_size)} inside a lazy stack: stack all its batch dimensions lazily"
-        )
+    return write_ragged(td, key, torch.cat(mine), container)
 
 
 def own_leaves(td: TensorDictBase) -> None:
@@ -222,6 +221,8 @@ def own_leaves(td: TensorDictBase) -> None:
     A replay buffer hands out lazy stacks of the very TensorDicts that it stores; what a transform writes into one on
     sampling must not end up in the storage.
     """
+    if td.is_locked:
+        raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
     if isinstance(td, LazyStackedTensorDict):
         td.tensordicts = [sub.copy() for sub in td.tensordicts]
         return

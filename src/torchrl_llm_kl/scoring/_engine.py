@@ -126,7 +126,8 @@ def _chunk(logits_at: Callable[[Tensor], Tensor], slots: Tensor, targets: Tensor
 
 
 def _full_logits(model: nn.Module, batch: MicroBatch, route: Route) -> Callable[[Tensor], Tensor]:
-    logits = logits_of(_forward(model, batch, route)).flatten(0, 1)
+    # The last positions: prompt tuning puts virtual tokens before the sequence.
+    logits = logits_of(_forward(model, batch, route))[:, -batch.input_ids.shape[1] :].flatten(0, 1)
     return lambda slots: logits[slots.to(logits.device)]
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "evaluating",
     "find_body",
     "find_head",
+    "frequency_switch",
     "is_on_meta",
     "logit_map",
     "logits_of",
@@ -104,6 +105,19 @@ def logit_map(model: nn.Module) -> LogitMap:
             scale *= float(value) ** power
     caps = [value for name in _SOFT_CAPS if isinstance(value := getattr(config, name, None), (int, float)) and value]
     return LogitMap(scale, float(caps[0]) if caps else None)
+
+
+def frequency_switch(model: nn.Module) -> int | None:
+    """The length beyond which the model turns all its positions by other frequencies (longrope); None if it never does.
+
+    Sequences on both sides of it must not share a forward: the longest one decides for all.
+    """
+    config = _text_config(model)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "longrope":
+        return None
+    limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
 
 
 def position_limit(model: nn.Module) -> int | None:

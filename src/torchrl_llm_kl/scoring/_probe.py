@@ -115,7 +115,7 @@ def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
     parts, spread, precision = [], 0.0, 0.0
     for ids in request.tokens.to_list():
         ids = ids.to(model_device(model, ids.device))
-        logits = logits_of(call(model, ids[:-1].unsqueeze(0))).squeeze(0)
+        logits = logits_of(call(model, ids[:-1].unsqueeze(0))).squeeze(0)[-(len(ids) - 1) :]
         precision = _relative_precision(logits)
         spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
         parts.append(target_log_prob(logits, ids[1:].to(logits.device)))

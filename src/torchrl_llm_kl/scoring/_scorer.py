@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._adapters import adapters_off, check_has_adapters
 from torchrl_llm_kl.scoring._engine import Route, head_log_prob, score_micro_batch
-from torchrl_llm_kl.scoring._model import find_body, is_on_meta, model_device, position_limit, vocab_size
+from torchrl_llm_kl.scoring._locks import one_at_a_time
+from torchrl_llm_kl.scoring._model import (
+    evaluating,
+    find_body,
+    frequency_switch,
+    is_on_meta,
+    model_device,
+    position_limit,
+    vocab_size,
+)
 from torchrl_llm_kl.scoring._plan import plan_micro_batches
 from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request
@@ -33,8 +42,8 @@ class LogProbScorer:
     itself on a short probe when the scorer is built; where it does not reproduce the model's own log-probs, the scorer
     warns and takes the model's own forward. :attr:`path` says which.
 
-    The model is scored in the mode that it is in: a policy in training mode with dropout gives noisy log-probs, call
-    ``model.eval()`` first. The probe alone runs in evaluation mode, and restores the mode.
+    Without gradient the model is scored in evaluation mode, and its mode restored: dropout would make the KL of a model
+    with itself noise. Scorers of one model take turns; do not run the model yourself in another thread meanwhile.
 
     Args:
         model: a transformers causal LM; a TorchRL wrapper around one (its weights are what counts: ``generate=True`` is
@@ -146,8 +155,14 @@ class LogProbScorer:
         if grad and not self.adapters:
             raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False")
         request = Request.build(sequences, mask)
-        off = nullcontext() if self.adapters else adapters_off(self.model)
-        with off, nullcontext() if grad else torch.no_grad():
+        with ExitStack() as stack:
+            stack.enter_context(one_at_a_time(self.model))
+            if not self.adapters:
+                stack.enter_context(adapters_off(self.model))
+            if not grad:
+                stack.enter_context(torch.no_grad())
+                if isinstance(self.model, nn.Module):
+                    stack.enter_context(evaluating(self.model))
             found = self._score_wrapper(request, sequences) if self._version is not None else self._score(request, grad)
             elements, log_probs = found
             if grad and self._version is not None and elements.numel() and not log_probs.requires_grad:
@@ -180,7 +195,7 @@ class LogProbScorer:
 
     def _tree(self, request: Request) -> PrefixTree | None:
         """The prefix tree of the batch, where going through it spares the body a tenth of its tokens."""
-        if self._route is None or not self._route.shared or not self.share_prefixes:
+        if not self.shares_prefixes or frequency_switch(self.model) is not None:
             return None
         tree = PrefixTree.build(request.tokens, request.forward_lengths)
         return tree if forward_tokens(tree) <= 0.9 * int(request.forward_lengths.sum()) else None
@@ -206,7 +221,7 @@ class LogProbScorer:
 
     def _apart(self, request: Request, grad: bool, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         assert self._route is not None
-        for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):
+        for rows in self._micro_batches(request.forward_lengths):
             yield (
                 request.elements(rows),
                 score_micro_batch(
@@ -218,6 +233,13 @@ class LogProbScorer:
                     recompute=grad,
                 ),
             )
+
+    def _micro_batches(self, lengths: Tensor) -> list[Tensor]:
+        switch = frequency_switch(self.model)
+        if switch is None:
+            return plan_micro_batches(lengths, self.tokens_per_batch)
+        sides = (torch.where(lengths <= switch, lengths, 0), torch.where(lengths > switch, lengths, 0))
+        return [rows for side in sides for rows in plan_micro_batches(side, self.tokens_per_batch)]
 
     def _score_wrapper(self, request: Request, sequences: Ragged) -> tuple[Tensor, Tensor]:
         request.check_ids(None)

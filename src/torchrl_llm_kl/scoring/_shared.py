@@ -93,6 +93,8 @@ def _forward(
         parents = [pasts[parent] for parent in tree.parent[nodes].tolist()] if width else []
         cache = options["past_key_values"] = make_cache(parents, width)
     hidden = hidden_of(call(body, torch.where(real, request.tokens.values[index], 0).to(device), **options))
+    if cache is not None and any(keys.shape[-2] != width + longest for keys, _ in _layers(cache)):
+        raise RuntimeError(f"{type(body).__name__} was given keys and values and did not add its own to them")
     return hidden, cache, width
 
 

@@ -58,8 +58,8 @@ class StepPlaces:
         next_td = tensordict.get("next", None)
         if next_td is None:
             return self._step(tensordict, tensordict)
-        result = self._step(tensordict, next_td)
-        return tensordict if result is next_td else tensordict.set("next", result)
+        # Of a lazy stack "next" is a stack made just now: set it, so that elements which were replaced in it are kept.
+        return tensordict.set("next", self._step(tensordict, next_td))
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``.

@@ -59,6 +59,11 @@ class ModelInterface:
             **keys,
         )
 
+    @property
+    def tokens_full(self) -> NestedKey:
+        """Where sampled tokens are: the model's own input if it reads tokens."""
+        return self.input_key if self.input_mode == "tokens" else sub_key(self.tokens_key, "full")
+
     def with_history_key(self, key: NestedKey) -> ModelInterface:
         """The same, with conversations read from ``(key, "full")`` unless the model names an input of its own."""
         own = self.input_mode == "history" and self.input_key == sub_key(self.history_key, "full")

@@ -105,11 +105,14 @@ class KLComputation(StepTransform):
         gen = self._read(td, next_td, self.gen_log_probs_full_key)
         ref = self._read(td, next_td, self.ref_log_probs_full_key)
         gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
-        old = None
-        if self.old_log_probs_key is not None:
-            old = self._read(td, next_td, self.old_log_probs_key)
-            old = match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
-        return self.compute(gen, ref, _response(td, gen), next_td, old=old)
+        return self.compute(gen, ref, _response(td, gen), next_td, old=self.read_old(td, next_td, gen))
+
+    def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:
+        """Log-probs at sampling time, in the form of ``gen``; None if no key was given."""
+        if self.old_log_probs_key is None:
+            return None
+        old = self._read(td, next_td, self.old_log_probs_key)
+        return match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
 
     def _read(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> Ragged:
         attention = ("masks", "all_attention_mask")

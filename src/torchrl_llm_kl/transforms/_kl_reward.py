@@ -13,7 +13,6 @@ from torchrl.data import Composite
 
 from torchrl_llm_kl.estimators import as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged
-from torchrl_llm_kl.scoring import LogProbScorer
 from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
 from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._factories import refuse_ray, resolve_factory
@@ -23,6 +22,7 @@ from torchrl_llm_kl.transforms._pairs import check_finite, check_pair, estimate_
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions
 from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, penalised_reward
 from torchrl_llm_kl.transforms._sampled import sampled_log_probs
+from torchrl_llm_kl.transforms._scorers import ScorerSlot
 
 __all__ = ["KLRewardTransform"]
 
@@ -122,7 +122,9 @@ class KLRewardTransform(StepTransform):
         self.reward_placement = check_reward_placement(reward_placement)
         self.scope: Scope = scope
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
-        self._scorer = LogProbScorer(self.ref_model, temperature=temperature)
+        self.temperature = temperature
+        self._slot = ScorerSlot()
+        self._slot.get(self.ref_model, temperature=temperature)  # a model that cannot be scored is refused here
 
     @property
     def pad_output(self) -> bool:
@@ -156,7 +158,8 @@ class KLRewardTransform(StepTransform):
         located = locate(
             td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options
         )
-        ref = self._scorer.score(located.tokens, located.mask)
+        scorer = self._slot.get(self.ref_model, temperature=self.temperature)
+        ref = scorer.score(located.tokens, located.mask)
         gen, known = self._policy_log_probs(td, next_td, located)
         scored = located.mask & known
         kl = ref.like(estimate_kl(self.estimator, gen.values, ref.values, gen.values, scored))

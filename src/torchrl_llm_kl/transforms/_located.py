@@ -54,9 +54,7 @@ def locate(
         KeyError: if there is nothing to score.
         ValueError: if the assistant's tokens cannot be told from the prompt.
     """
-    tokens_full = sub_key(interface.tokens_key, "full")
-    if interface.input_mode == "tokens" and interface.input_key != tokens_full:
-        tokens_full = interface.input_key
+    tokens_full = interface.tokens_full
     tokens = _read_tokens(td, tokens_full, interface)
     if tokens is not None:
         return _locate_sampled(td, tokens, tokens_full, interface, assistant_only, scope, options)
@@ -169,6 +167,9 @@ def _template_name(interface: ModelInterface) -> str:
 def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
     """True behind the prompt, by the bookkeeping of the rollout; ``[N]``, or None if the data has no prompt tokens.
 
+    The prompt may be padded as the whole sequence is (its slots are then the first ones of the sequence), or hold the
+    prompt's own tokens alone.
+
     Raises:
         ValueError: if the sampled sequence does not start with its prompt.
     """
@@ -176,28 +177,32 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
     prompt = read_ragged(td, key)
     if prompt is None or prompt.num_sequences != tokens.num_sequences:
         return None
-    all_tokens = Ragged(tokens.slots(), tokens.container.row_lengths, tokens.container)
     widths = prompt.container.row_lengths
-    too_long = widths > all_tokens.lengths
+    every = read_ragged(td, interface.tokens_full)  # with the padding's own ids, which the prompt has too
+    assert every is not None
+    too_long = widths > every.lengths
     if bool(too_long.any()):
         row = int(too_long.nonzero()[0])
         raise ValueError(
-            f"sequence {row}: {key!r} has {int(widths[row])} tokens, more than the {int(all_tokens.lengths[row])} of the "
+            f"sequence {row}: {key!r} has {int(widths[row])} tokens, more than the {int(every.lengths[row])} of the "
             f"whole sequence. A rollout's full tokens are prompt + response: pass both from the same step."
         )
-    kept = torch.ones_like(all_tokens.values, dtype=torch.bool) if tokens.keep is None else tokens.keep
-    in_prompt = all_tokens.positions < widths[all_tokens.sequence_ids]
-    differs = in_prompt & kept
-    differs[in_prompt] &= prompt.slots() != all_tokens.values[in_prompt]
-    if bool(differs.any()):
-        at = int(differs.nonzero()[0])
-        row, position = int(all_tokens.sequence_ids[at]), int(all_tokens.positions[at])
-        raise ValueError(
-            f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}. If pad_token == "
-            f"eos_token, torchrl drops end tokens from unpadded sequences: give the tokenizer a pad token of its own."
-        )
-    after = ~in_prompt
-    return after if tokens.keep is None else after[tokens.keep]
+    in_prompt = every.positions < widths[every.sequence_ids]
+    if torch.equal(prompt.slots(), every.values[in_prompt]):
+        return ~in_prompt if tokens.keep is None else ~in_prompt[tokens.keep]
+    if tokens.keep is not None and bool((widths <= tokens.lengths).all()):
+        first = tokens.positions < widths[tokens.sequence_ids]
+        if torch.equal(prompt.slots(), tokens.values[first]):
+            return ~first
+    differs = torch.zeros_like(in_prompt)
+    differs[in_prompt] = prompt.slots() != every.values[in_prompt]
+    at = int(differs.nonzero()[0])
+    row, position = int(every.sequence_ids[at]), int(every.positions[at])
+    raise ValueError(
+        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}. Pad both the same way, "
+        f"or neither; and if pad_token == eos_token, give the tokenizer a pad token of its own: torchrl drops end tokens "
+        f"from unpadded sequences."
+    )
 
 
 def _mask_of_history(

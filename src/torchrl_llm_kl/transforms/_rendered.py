@@ -100,10 +100,30 @@ def render_history(
     elif scope == "turn" and key != sub_key(interface.history_key, "prompt"):
         prompts = _conversations(td, sub_key(interface.history_key, "prompt"), missing_ok=True)
         if prompts is not None:
-            earlier = [sum(m["role"] == "assistant" for m in prompt) for prompt in prompts]
-            spans = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
-            masks = [mask for _, mask in encode_with_mask(tokenizer, [r.text for r in rendered], spans)]
+            masks = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
     return _arrange(td, interface, options, ids, masks)
+
+
+def _response_masks(
+    tokenizer: Any, rendered: list[Any], conversations: list[Any], prompts: list[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The masks of the turns behind the prompt: a conversation has the spans of its prompt first."""
+    for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
+        if conversation[: len(prompt)] != prompt:
+            raise ValueError(
+                f"sequence {row}: the full conversation does not start with its prompt, so that the response cannot be told "
+                f"from it: found {len(conversation)} and {len(prompt)} messages. Use scope='full', or store sampled tokens."
+            )
+    earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, prompts, **kwargs)]
+    spans = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
+    masks = [mask for _, mask in encode_with_mask(tokenizer, [r.text for r in rendered], spans)]
+    for row, (conversation, prompt, mask) in enumerate(zip(conversations, prompts, masks, strict=True)):
+        if not mask.any() and any(message["role"] == "assistant" for message in conversation[len(prompt) :]):
+            raise ValueError(
+                f"sequence {row}: the chat template renders nothing of the response {conversation[-1].get('content')!r}: there "
+                f"is no token to score. Use a template that renders it, or store sampled tokens."
+            )
+    return masks
 
 
 def _conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> Any:

@@ -37,10 +37,12 @@ class RetrieveKL(StepPlaces, Compose):
         assistant_only: count only what the assistant produced. Default True.
         history_key: where conversations are, used when the data holds no tokens. Default ``"history"``.
         tokenizer_kwargs: see :class:`RetrieveLogProb`; so are ``detach``, ``device``, ``tokenizer``, ``padding_side``,
-            ``temperature`` and ``scope``, which hold for both models.
+            ``temperature`` and ``scope``, which hold for both models; ``detach=False`` gives the policy's log-probs a
+            gradient, the frozen reference never has one.
         gen_log_probs_full_key: default ``("log_probs", "full")``.
         ref_log_probs_full_key: default ``("ref_log_probs", "full")``.
-        kl_key: see :class:`KLComputation`; so are ``add_to_reward``, ``coeff``, ``estimator``, ``reward_placement``.
+        kl_key: see :class:`KLComputation`; so are ``add_to_reward``, ``coeff``, ``estimator``,
+            ``reward_placement``, ``old_log_probs_key`` and ``reward_key``.
 
     Shapes:
         log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the form of the tokens.
@@ -84,6 +86,8 @@ class RetrieveKL(StepPlaces, Compose):
         use_ray_service: bool = False,
         estimator: Any = "k1",
         reward_placement: RewardPlacement = "last",
+        old_log_probs_key: NestedKey | None = None,
+        reward_key: NestedKey = "reward",
         **kwargs: Any,
     ) -> None:
         refuse_ray(use_ray_service)
@@ -108,7 +112,7 @@ class RetrieveKL(StepPlaces, Compose):
             RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
-                **({**shared, "adapters": False, "detach": True} if base else shared),
+                **{**shared, "detach": True, **({"adapters": False} if base else {})},
             ),
             KLComputation(
                 gen_log_probs_full_key,
@@ -119,6 +123,8 @@ class RetrieveKL(StepPlaces, Compose):
                 padding_side=padding_side,
                 estimator=estimator,
                 reward_placement=reward_placement,
+                old_log_probs_key=old_log_probs_key,
+                reward_key=reward_key,
             ),
         )
 
@@ -137,7 +143,7 @@ class RetrieveKL(StepPlaces, Compose):
         return [
             Output.of(gen.log_probs_full_key, gen_log_prob),
             Output.of(ref.log_probs_full_key, ref_log_prob),
-            *kl.compute(gen_log_prob, ref_log_prob, located.mask, next_td),
+            *kl.compute(gen_log_prob, ref_log_prob, located.mask, next_td, old=kl.read_old(td, next_td, gen_log_prob)),
         ]
 
 

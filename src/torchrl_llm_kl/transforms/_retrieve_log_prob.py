@@ -15,6 +15,7 @@ from torchrl_llm_kl.transforms._base import Output, StepTransform
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions
+from torchrl_llm_kl.transforms._scorers import ScorerSlot
 
 __all__ = ["RetrieveLogProb"]
 
@@ -111,10 +112,11 @@ class RetrieveLogProb(StepTransform):
         self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
         self._interface = interface
         self._history_key = history_key
-        self._scorer: LogProbScorer | None = None
+        self._slot = ScorerSlot()
+        self._from_collector = deferred
         if not deferred:
             self.model = model if device is None else model.to(device)
-            self._scorer = LogProbScorer(self.model, temperature=temperature, adapters=adapters)
+            _ = self.scorer  # a model that cannot be scored is refused here
 
     # ------------------------------------------------------------------ what it computes
 
@@ -161,13 +163,11 @@ class RetrieveLogProb(StepTransform):
 
     @property
     def scorer(self) -> LogProbScorer:
-        """The engine; for ``"from_collector"`` made from the collector's policy on first use."""
-        if self._scorer is None:
-            policy = collector_policy(self)
-            self._interface = ModelInterface.of(policy).with_history_key(self._history_key)
-            # Kept out of the module tree: the policy belongs to the collector, not to the env's parameters.
-            self.__dict__["_scorer"] = LogProbScorer(policy, temperature=self.temperature, adapters=self.adapters)
-        return self._scorer  # type: ignore[return-value]
+        """The engine; for ``"from_collector"`` that of the policy of the collector that runs the env now."""
+        model = collector_policy(self) if self._from_collector else self.model
+        if self._from_collector:
+            self._interface = ModelInterface.of(model).with_history_key(self._history_key)
+        return self._slot.get(model, temperature=self.temperature, adapters=self.adapters)
 
 
 def _checked_interface(model: Any) -> ModelInterface:

@@ -1,0 +1,229 @@
+"""Situations in which a score could go wrong without anyone noticing."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch.testing import assert_close
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory
+
+from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb
+from toy_models import tiny_model
+from toy_rollouts import (
+    collect,
+    flat,
+    make_env,
+    make_policy,
+    make_scoring_wrapper,
+    plain_log_probs,
+    response_log_probs,
+    steps,
+)
+from toy_tokenizer import CHATML, build_tokenizer
+
+GROUP = [torch.cat([torch.arange(30), torch.tensor(tail)]) for tail in ([40, 41, 42], [50, 51], [60, 61, 62, 63])]
+
+
+def check_group(scorer: LogProbScorer, model: Any) -> None:
+    for row, found in zip(GROUP, scorer.score(Ragged.from_list(GROUP)).to_list(), strict=True):
+        assert_close(found, plain_log_probs(model, row), atol=1e-5, rtol=0)
+
+
+def test_a_policy_in_training_with_gradient_checkpointing() -> None:
+    """transformers drops keys and values there: shared prefixes would be lost."""
+    model = tiny_model("llama")
+    scorer = LogProbScorer(model)
+    model.gradient_checkpointing_enable()
+    model.train()
+    found = scorer.score(Ragged.from_list(GROUP)).to_list()
+    assert model.training
+    model.eval()
+    for row, log_probs in zip(GROUP, found, strict=True):
+        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+
+
+def test_kl_with_itself_is_zero_in_training_mode_with_dropout(tokenizer: Any) -> None:
+    from toy_rollouts import make_model
+
+    model = make_model(tokenizer, seed=0, family="gpt2", resid_pdrop=0.3)
+    gen = make_scoring_wrapper(model, tokenizer, pad_output=False, log_probs_key="log_probs")
+    ref = make_scoring_wrapper(model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
+    data = collect(tokenizer, make_policy(model, tokenizer, pad_output=False))
+    model.train()
+    for step in steps(RetrieveKL(gen, ref)(data)):
+        assert (step["next", "kl_penalty"] == 0).all()
+
+
+def test_threads_with_adapters_on_and_off_take_turns() -> None:
+    peft = pytest.importorskip("peft")
+    base = tiny_model("qwen2")
+    before = copy.deepcopy(base)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config).eval()
+    wanted = {True: [plain_log_probs(model, r) for r in GROUP], False: [plain_log_probs(before, r) for r in GROUP]}
+    worst = {True: 0.0, False: 0.0}
+
+    def run(adapters: bool) -> None:
+        scorer = LogProbScorer(model, adapters=adapters)
+        for _ in range(8):
+            found = scorer.score(Ragged.from_list(GROUP)).to_list()
+            worst[adapters] = max(
+                worst[adapters], *(float((a - b).abs().max()) for a, b in zip(found, wanted[adapters], strict=True))
+            )
+
+    threads = [threading.Thread(target=run, args=(adapters,)) for adapters in (True, False, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(worst.values()) < 5e-5, "an adapter more or less is worth nats"
+    assert_close(plain_log_probs(model, GROUP[0]), wanted[True][0])
+
+
+def test_a_second_collector_brings_its_own_policy(tokenizer: Any, ref_model: Any) -> None:
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
+    env = make_env(tokenizer, RetrieveKL("from_collector", ref))
+    for seed in (0, 5):
+        model = tiny_model("qwen2", seed=seed, vocab_size=len(tokenizer), max_position_embeddings=512)
+        policy = make_policy(model, tokenizer, pad_output=False)
+        collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
+        for step in steps(next(iter(collector))):
+            assert_close(step["next", "log_probs", "full"], response_log_probs(model, step), atol=2e-5, rtol=0)
+
+
+def test_changes_after_construction_count(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
+    data = collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False))
+    wrapper = make_scoring_wrapper(ref_model, tokenizer, pad_output=False)
+    transform = RetrieveLogProb(wrapper)
+    wrapper.model = policy_model
+    for step in steps(transform(data)):
+        assert_close(step["next", "log_probs", "full"], response_log_probs(policy_model, step), atol=2e-5, rtol=0)
+    cold = transform(data.copy())[0, 0]["next", "log_probs", "full"].clone()
+    transform.temperature = 3.0
+    assert (transform(data)[0, 0]["next", "log_probs", "full"] - cold).abs().max() > 0.1
+
+
+TWO_MARKS = CHATML.replace(
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'][:1] }}{% endgeneration %}"
+    "{% generation %}{{ message['content'][1:] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+)
+CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "b"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def turn_scored(template: str, full: list[Any], prompt: list[Any], model: Any) -> str:
+    tokenizer = build_tokenizer(template, pad_token="<|pad|>")
+    chat = ChatHistory(full=History.from_chats([full]), prompt=History.from_chats([prompt]), batch_size=1)
+    wrapper = make_scoring_wrapper(model, tokenizer, pad_output=True, input_mode="history")
+    found = RetrieveLogProb(wrapper)(TensorDict(history=chat, batch_size=[1]))["log_probs", "full"][0]
+    ids = tokenizer.apply_chat_template(full, tokenize=True, return_dict=True)["input_ids"]
+    return tokenizer.decode([i for i, value in zip(ids, found.tolist(), strict=True) if value != 0])
+
+
+@pytest.mark.parametrize("template", [CHATML, TWO_MARKS], ids=["plain", "two marks a turn"])
+def test_a_turn_is_its_own_whatever_the_template_marks(template: str, ref_model: Any) -> None:
+    assert turn_scored(template, CHAT, CHAT[:3], ref_model) == "two<|im_end|>"
+
+
+def test_a_response_that_is_not_rendered_is_an_error(ref_model: Any) -> None:
+    silent = "{% for m in messages %}{% if m['content'] %}" + CHATML[CHATML.index("{{") :].replace(
+        "message", "m"
+    ).replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+    empty = [*CHAT[:3], {"role": "assistant", "content": ""}]
+    with pytest.raises(ValueError, match=r"sequence 0: the chat template renders nothing of the response ''"):
+        turn_scored(silent, empty, CHAT[:3], ref_model)
+
+
+def test_a_prompt_that_the_conversation_does_not_start_with_is_an_error(ref_model: Any) -> None:
+    with pytest.raises(ValueError, match=r"sequence 0: the full conversation does not start with its prompt"):
+        turn_scored(CHATML, CHAT[2:], CHAT[:3], ref_model)
+
+
+@pytest.mark.parametrize("repetitive", [False, True])
+def test_a_prompt_without_padding_beside_a_padded_sequence(repetitive: bool, ref_model: Any) -> None:
+    """The prompt's own three tokens, the sequence with six pads before them."""
+    real = torch.full((9,), 7) if repetitive else torch.arange(10, 19)
+    full = torch.cat([torch.zeros(6, dtype=torch.long), real])[None]
+    data = TensorDict({("tokens", "full"): full, ("tokens", "prompt"): real[None, :3]}, [1])
+    data["masks", "all_attention_mask"] = torch.arange(15)[None] >= 6
+    found = RetrieveLogProb(ref_model)(data)["log_probs", "full"][0]
+    assert (found != 0).tolist() == [False] * 9 + [True] * 6
+    assert_close(found[9:], plain_log_probs(ref_model, real)[3:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("reshape", [lambda td: td.unsqueeze(0), lambda td: td.unsqueeze(-1), lambda td: td[:, None]])
+def test_batches_of_any_shape(reshape: Any, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
+    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
+    data = reshape(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded), envs=2, turns=2))
+    result = RetrieveKL(gen, ref)(data)
+    assert result.shape == data.shape
+    for step in steps(result):
+        want = response_log_probs(policy_model, step) - response_log_probs(ref_model, step)
+        assert_close(step["next", "kl_penalty"], want, atol=2e-5, rtol=0)
+
+
+def test_a_locked_stack_is_not_written(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
+    data = lazy_stack(list(steps(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False))))).lock_()
+    with pytest.raises(RuntimeError, match="locked"):
+        RetrieveLogProb(ref_model)(data)
+
+
+def test_the_reference_never_has_a_gradient(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
+    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=False, log_probs_key="log_probs")
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
+    data = collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False))
+    for step in steps(RetrieveKL(gen, ref, detach=False)(data)):
+        assert step["next", "log_probs", "full"].requires_grad
+        assert not step["next", "ref_log_probs", "full"].requires_grad
+
+
+def test_corrected_k3_reads_the_log_probs_at_sampling_time(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
+    """By hand: ``min(pi / pi_old, 2) * (ratio - 1 - log ratio)`` with a sampler that was 0.3 nats away."""
+    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=False, log_probs_key="log_probs")
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
+    data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False)))
+    for step in data.tensordicts:
+        step["sampled", "full"] = response_log_probs(policy_model, step) - 0.3
+    transform = RetrieveKL(gen, ref, estimator="corrected_k3", old_log_probs_key=("sampled", "full"))
+    for step in steps(transform(data)):
+        d = response_log_probs(ref_model, step) - response_log_probs(policy_model, step)
+        want = torch.where(d == 0, 0.0, torch.tensor(0.3).exp() * (d.exp() - 1 - d))
+        assert_close(step["next", "kl_penalty"], want, atol=1e-4, rtol=1e-3)
+
+
+def test_prompt_tuning_and_longrope() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(tiny_model("qwen2"), config).eval()
+    with pytest.warns(UserWarning, match="full forward"):
+        scorer = LogProbScorer(tuned)
+    row = GROUP[0]
+    with torch.no_grad():
+        logits = tuned(input_ids=row[None]).logits[0, -len(row) :].log_softmax(-1)
+    want = logits[:-1].gather(-1, row[1:, None])[:, 0]
+    assert_close(scorer.score(Ragged.from_list([row])).values[1:], want, atol=1e-5, rtol=0)
+
+
+def test_longrope_never_mixes_lengths_on_both_sides_of_its_switch() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=64, head_dim=8)
+    rows = [torch.arange(10), torch.arange(40), torch.cat([torch.arange(30), torch.tensor([3, 5])])]
+    for row, found in zip(rows, LogProbScorer(model).score(Ragged.from_list(rows)).to_list(), strict=True):
+        assert_close(found, plain_log_probs(model, row), atol=1e-5, rtol=0)
