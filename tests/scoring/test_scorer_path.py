@@ -207,6 +207,8 @@ def test_weights_on_the_meta_device_are_probed_at_the_first_score():
         model = tiny_model("qwen2")
     scorer = LogProbScorer(model)
     assert scorer.path is None
+    with pytest.raises(ValueError, match=r"weights on the meta device, which hold no numbers: load them"):
+        scorer.score(random_sequences(5))
     real = tiny_model("qwen2")
     model.to_empty(device="cpu")
     model.load_state_dict(real.state_dict())

@@ -178,6 +178,10 @@ class LogProbScorer:
 
     def _score(self, request: Request, grad: bool) -> tuple[Tensor, Tensor]:
         """The flat elements that are scored, and their log-probs."""
+        if is_on_meta(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them before scoring"
+            )
         vocab = vocab_size(self.model)
         request.check_ids(vocab)
         request.check_lengths(position_limit(self.model))
