@@ -206,7 +206,7 @@ def test_corrected_k3_reads_the_log_probs_at_sampling_time(tokenizer: Any, polic
         assert_close(step["next", "kl_penalty"], want, atol=1e-4, rtol=1e-3)
 
 
-def test_prompt_tuning_and_longrope() -> None:
+def test_prompt_tuning_takes_the_full_forward() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
