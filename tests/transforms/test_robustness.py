@@ -14,7 +14,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
-from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import KLComputation, LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb
 from toy_models import tiny_model
 from toy_rollouts import (
     collect,
@@ -227,3 +227,26 @@ def test_longrope_never_mixes_lengths_on_both_sides_of_its_switch() -> None:
     rows = [torch.arange(10), torch.arange(40), torch.cat([torch.arange(30), torch.tensor([3, 5])])]
     for row, found in zip(rows, LogProbScorer(model).score(Ragged.from_list(rows)).to_list(), strict=True):
         assert_close(found, plain_log_probs(model, row), atol=1e-5, rtol=0)
+
+
+def test_the_chain_places_the_outcome_where_retrieve_kl_does(
+    tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool
+) -> None:
+    """On the last token that a given mask counts, not on the last one of the response."""
+    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
+    data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded)))
+    last = []
+    for step in data.tensordicts:
+        mask = step["masks", "all_attention_mask"].clone()
+        mask[: len(step["tokens", "prompt"])] = False
+        mask[mask.nonzero()[-1]] = False
+        step["masks", "all_assistant_mask"] = mask
+        last.append(int(mask.nonzero()[-1]))
+    chain = data.clone()
+    for transform in (RetrieveLogProb(gen), RetrieveLogProb(ref), KLComputation()):
+        chain = transform(chain)
+    both = zip(steps(RetrieveKL(gen, ref)(data)), steps(chain), last, (1.0, -0.5), strict=True)
+    for one, other, at, outcome in both:
+        assert_close(other["next", "reward"], one["next", "reward"])
+        assert_close(one["next", "reward"][at, 0], outcome - one["next", "kl_penalty"][at])

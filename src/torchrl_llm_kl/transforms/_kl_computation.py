@@ -14,7 +14,7 @@ from torchrl_llm_kl.ragged import Ragged, check_padding_side, has_entry, read_co
 from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
 from torchrl_llm_kl.transforms._errors import entries
 from torchrl_llm_kl.transforms._interface import TOKENS_FULL, ModelInterface
-from torchrl_llm_kl.transforms._located import response_mask
+from torchrl_llm_kl.transforms._located import counted_mask
 from torchrl_llm_kl.transforms._pairs import check_finite, check_pair, estimate_kl, match
 from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, penalised_reward
 
@@ -173,8 +173,8 @@ class KLComputation(StepTransform):
 
 
 def _response(td: TensorDictBase, log_prob: Ragged) -> Tensor | None:
-    """Which of these tokens are the response, if the data is a rollout that says so; ``[N]``."""
+    """Which of these tokens are the assistant's, if the data is a rollout that says so; ``[N]``."""
     tokens = read_ragged(td, TOKENS_FULL)
     if tokens is None or not torch.equal(tokens.container.row_lengths, log_prob.container.row_lengths):
         return None
-    return response_mask(td, Ragged.from_slots(tokens.slots(), log_prob.container, log_prob.keep), ModelInterface())
+    return counted_mask(td, Ragged.from_slots(tokens.slots(), log_prob.container, log_prob.keep), ModelInterface())

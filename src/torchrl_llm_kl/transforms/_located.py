@@ -14,7 +14,7 @@ from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions, render_history, render_text
 
-__all__ = ["Located", "Scope", "locate", "response_mask"]
+__all__ = ["Located", "Scope", "counted_mask", "locate", "response_mask"]
 
 Scope = Literal["turn", "full"]
 
@@ -122,6 +122,14 @@ def _locate_sampled(
             )
         mask = found
     return Located(tokens, mask & after_first, key, sampled=True)
+
+
+def counted_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
+    """What counts as the assistant's in a step, as far as mask and bookkeeping tell; ``[N]``, or None if neither does."""
+    given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface)
+    if given is None or response is None:
+        return response if given is None else given
+    return given & response
 
 
 def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
