@@ -52,7 +52,8 @@ class LogProbScorer:
 
     Keyword Args:
         temperature: divides the logits, as the sampler's temperature did.
-        tokens_per_batch: the most tokens in one forward, padding included.
+        tokens_per_batch: the most tokens in one forward, padding included. Halved, with a warning, whenever a forward runs
+            out of memory.
         head_chunk: the most positions whose logits are held at once.
         probe: False trusts the fast path without proof.
         adapters: False switches the model's PEFT adapters off while it is scored, and on again afterwards: the base model
@@ -189,6 +190,28 @@ class LogProbScorer:
             self._route = self._choose_route()
         device = model_device(self.model, request.tokens.values.device)
         tree = None if grad else self._tree(request)
+        while True:
+            try:
+                return self._collect(request, tree, grad, device)
+            except torch.OutOfMemoryError:
+                if self.tokens_per_batch <= int(request.forward_lengths.max()):
+                    raise  # one sequence alone does not fit
+            self._halve_budget()
+
+    def _halve_budget(self) -> None:
+        """After an out-of-memory error: smaller micro-batches, for this call and all later ones."""
+        self.tokens_per_batch //= 2
+        warnings.warn(
+            f"out of memory: LogProbScorer goes on with tokens_per_batch={self.tokens_per_batch}. Set it to that or less "
+            "to spare the attempt.",
+            stacklevel=2,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _collect(
+        self, request: Request, tree: PrefixTree | None, grad: bool, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         elements, parts = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, device=device)]
         for some, log_probs in (
             self._apart(request, grad, device) if tree is None else self._shared(request, tree, device)
