@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -30,15 +31,15 @@ class Output:
         return write_ragged(td, self.key, self.slots, self.container)
 
 
-class StepPlaces:
+class StepPlaces(ABC):
     """Runs :meth:`outputs` wherever TorchRL runs a transform; a mixin for transforms and compositions of them.
 
     Nothing is written before everything is computed, so that a bad input leaves the data as it was.
     """
 
+    @abstractmethod
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
         """Compute everything from the step ``td`` and its result ``next_td``, writing nothing."""
-        raise NotImplementedError  # pragma: no cover -- each transform has its own
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # Nested keys last: they always fit, so that an entry which does not fit is refused before anything is written.

@@ -105,7 +105,9 @@ class KLComputation(StepTransform):
         gen = self._read(td, next_td, self.gen_log_probs_full_key)
         ref = self._read(td, next_td, self.ref_log_probs_full_key)
         gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
-        return self.compute(gen, ref, _response(td, gen), next_td, old=self.read_old(td, next_td, gen))
+        # Who spoke matters to the place of the outcome alone.
+        assistant = _response(td, gen) if self.add_to_reward else None
+        return self.compute(gen, ref, assistant, next_td, old=self.read_old(td, next_td, gen))
 
     def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:
         """Log-probs at sampling time, in the form of ``gen``; None if no key was given."""
