@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from torchrl_llm_kl.scoring._head import linear_log_prob, linear_pair, linear_top_k
+from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
 
 
 def fastest(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_llm_kl.scoring._head import linear_log_prob
+from torchrl_llm_kl.head import linear_log_prob
 from torchrl_llm_kl.scoring._model import call, find_body, find_head, hidden_of, logit_map, logits_of
 from torchrl_llm_kl.scoring._request import MicroBatch
 

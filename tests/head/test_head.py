@@ -12,8 +12,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrl_llm_kl.scoring import _head
-from torchrl_llm_kl.scoring._head import linear_kl, linear_log_prob, linear_pair, linear_top_k
+from torchrl_llm_kl.head import _linear, linear_kl, linear_log_prob, linear_pair, linear_top_k
 
 N, H, V = 7, 13, 101
 INF = float("inf")
@@ -564,6 +563,6 @@ def test_errors_say_what_was_found_and_expected(call, error, message):
 
 
 def test_examples_in_docstrings():
-    result = doctest.testmod(_head)
+    result = doctest.testmod(_linear)
     assert result.attempted > 0
     assert result.failed == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring._head_tiles import Head, LogitMap
+from torchrl_llm_kl.head._tiles import Head, LogitMap
 
 __all__ = ["check_chunk", "check_pair", "check_targets", "make_head"]
 

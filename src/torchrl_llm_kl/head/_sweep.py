@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.scoring._head_gradient import HeadGradient, Known, backward_sweep
-from torchrl_llm_kl.scoring._head_tiles import LOG_ZERO, Head, LogitMap, Plan, SweepOutput, Tiles, local_index, wide
+from torchrl_llm_kl.head._gradient import HeadGradient, Known, backward_sweep
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, LogitMap, Plan, SweepOutput, Tiles, local_index, wide
 
 __all__ = ["sweep"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring._head_tiles import LOG_ZERO, Head, Plan, SweepOutput, Tiles, local_index, wide
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, SweepOutput, Tiles, local_index, wide
 
 __all__ = ["HeadGradient", "Known", "backward_sweep"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring._head_tiles import Head, Tiles, wide
+from torchrl_llm_kl.head._tiles import Head, Tiles, wide
 
 __all__ = ["top_k"]
 

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring._head_checks import check_chunk, check_pair, check_targets, make_head
-from torchrl_llm_kl.scoring._head_sweep import sweep
-from torchrl_llm_kl.scoring._head_tiles import Plan
-from torchrl_llm_kl.scoring._head_top_k import top_k
+from torchrl_llm_kl.head._checks import check_chunk, check_pair, check_targets, make_head
+from torchrl_llm_kl.head._sweep import sweep
+from torchrl_llm_kl.head._tiles import Plan
+from torchrl_llm_kl.head._top_k import top_k
 
 __all__ = ["HeadOutput", "PairOutput", "TopK", "linear_kl", "linear_log_prob", "linear_pair", "linear_top_k"]
 
