@@ -36,7 +36,8 @@ def test_equals_one_sequence_at_a_time(model, tokens_per_batch, keep, temperatur
 
     with torch.no_grad():
         want = plain_log_probs(model, sequences, mask, temperature=temperature)
-    assert_close(got.values, want, **EXACT)
+    # A product with one row sums in another order than one with many.
+    assert_close(got.values, want, rtol=0, atol=1e-5 if tokens_per_batch > 1 else 3e-5)
     assert got.values.dtype == torch.float32
     assert not got.values.requires_grad
     assert_close(got.lengths, sequences.lengths)

@@ -42,9 +42,8 @@ def body_tokens(model: Any, run: Any) -> int:
 
     def count(_: Any, args: Any, kwargs: Any) -> None:
         nonlocal seen
-        given = kwargs.get("input_ids", args[0] if args else None)
-        mask = kwargs["attention_mask"]
-        seen += int(mask[:, mask.shape[1] - given.shape[1] :].sum())
+        mask = kwargs.get("attention_mask")
+        seen += kwargs["input_ids"].numel() if mask is None else int(mask.sum())
 
     handle = model.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
     run()
@@ -53,7 +52,7 @@ def body_tokens(model: Any, run: Any) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tokens_per_batch", [64, 8192])
+@pytest.mark.parametrize("tokens_per_batch", [7, 64, 8192])
 def test_exact_for_every_family(family: str, tokens_per_batch: int) -> None:
     model = tiny_model(family)
     scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
@@ -69,7 +68,8 @@ def test_each_shared_stretch_goes_through_the_body_once() -> None:
     batch = Ragged.from_list(rows)
     # By hand, without each sequence's last token: 20 + 17 shared, 5 + 2 + 3 + 6 behind; 18 shared, 4 + 8; 10; 0.
     scorer = LogProbScorer(model)
-    assert body_tokens(model, lambda: scorer.score(batch)) == 37 + 16 + 18 + 12 + 10
+    for grad in (False, True):
+        assert body_tokens(model, lambda: scorer.score(batch, grad=grad)) == 37 + 16 + 18 + 12 + 10
     apart = LogProbScorer(model, share_prefixes=False)
     assert not apart.shares_prefixes
     assert body_tokens(model, lambda: apart.score(batch)) == sum(len(row) - 1 for row in rows)
@@ -98,27 +98,131 @@ def test_any_tree_of_prefixes(shape: list[tuple[int, int, int]]) -> None:
         assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
 
 
-def test_with_gradient_nothing_is_shared_and_the_numbers_hold() -> None:
-    model, rows = tiny_model("qwen2"), conversation()[:4]
+@pytest.mark.parametrize("tokens_per_batch", [9, 8192])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_flow_through_what_is_shared(family: str, tokens_per_batch: int) -> None:
+    """Every parameter's gradient is the sum over the sequences, each forwarded alone by the plain model."""
+    model, rows = tiny_model(family).double(), conversation()[:6]
+    scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
+    assert scorer.shares_prefixes
+    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]
+
+    found = scorer.score(Ragged.from_list(rows), grad=True).to_list()
+    loss = sum((w * f).sum() for w, f in zip(weights, found, strict=True))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    got = torch.autograd.grad(loss, parameters, allow_unused=True)
+    plain = sum((w[1:] * _plain_with_grad(model, row)).sum() for w, row in zip(weights, rows, strict=True))
+    want = torch.autograd.grad(plain, parameters, allow_unused=True)
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            assert_close(a, b, atol=3e-5, rtol=1e-4)  # norms and rotations are float32 even here
+
+
+def _plain_with_grad(model: Any, row: Tensor) -> Tensor:
+    log_probs = model(input_ids=row[None]).logits[0].log_softmax(-1)
+    return log_probs[:-1].gather(-1, row[1:, None])[:, 0]
+
+
+def test_checkpointed_layers_are_scored_apart_with_gradient() -> None:
+    """They run again in the backward, when the pack is gone: a wrong mask there would be a silently wrong gradient."""
+    model, rows = tiny_model("llama").train(), conversation()[:4]
     batch = Ragged.from_list(rows)
-    scorer = LogProbScorer(model)
+    scorer, parameters = LogProbScorer(model), list(model.parameters())
+    want = torch.autograd.grad(scorer.score(batch, grad=True).values.sum(), parameters)
+    model.gradient_checkpointing_enable()
     assert body_tokens(model, lambda: scorer.score(batch, grad=True)) == sum(len(row) - 1 for row in rows)
-    assert_close(scorer.score(batch, grad=True).values, scorer.score(batch).values, atol=1e-5, rtol=0)
+    got = torch.autograd.grad(scorer.score(batch, grad=True).values.sum(), parameters)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert body_tokens(model, lambda: scorer.score(batch)) < sum(len(row) - 1 for row in rows)
 
 
-def test_a_body_that_forgets_its_past_is_never_given_one() -> None:
-    """The probe finds out: this one returns hidden states as if there were no keys and values."""
+def test_a_body_with_a_mask_of_its_own_is_scored_apart() -> None:
+    """The probe finds out: this one lets every layer see what it likes."""
     model = tiny_model("llama")
     forward = model.model.forward
 
-    def forgetful(*args: Any, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-        return forward(*args, attention_mask=None if past_key_values is not None else attention_mask, **kwargs)
+    def masked(*args: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        t = input_ids.shape[1]
+        own = torch.full((t, t), -torch.inf).triu(1).expand(input_ids.shape[0], 1, t, t)
+        return forward(*args, input_ids=input_ids, **{**kwargs, "attention_mask": own})
 
-    model.model.forward = forgetful
+    model.model.forward = masked
     scorer = LogProbScorer(model)
     assert scorer.path == "head"
     assert not scorer.shares_prefixes
     rows = conversation()
+    for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
+        assert_close(log_probs, plain_log_probs(tiny_model("llama"), row), atol=1e-5, rtol=0)
+
+
+def test_a_layer_that_carries_a_state_along_the_row_is_found_out() -> None:
+    """Convolutions and recurrences would see the sequence before: the probe must notice."""
+    model = tiny_model("llama")
+    layer = model.model.layers[0]
+
+    class Shifted(type(layer.mlp)):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1))
+
+    layer.mlp.__class__ = Shifted
+    scorer, rows = LogProbScorer(model), conversation()
+    assert not scorer.shares_prefixes
+    for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
+        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_way_of_attending_is_the_models_own_again(fails: bool) -> None:
+    model, batch = tiny_model("gemma2"), Ragged.from_list(conversation())
+    scorer = LogProbScorer(model)
+    before = model.config._attn_implementation
+    if fails:
+        model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of order")))
+        with pytest.raises(RuntimeError, match="out of order"):
+            scorer.score(batch)
+    else:
+        scorer.score(batch)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    "own", [{"attn_logit_softcapping": 2.0}, {"sliding_window": 3}, {"attn_logit_softcapping": None}]
+)
+def test_soft_capped_scores_and_short_windows(own: dict[str, Any]) -> None:
+    model, rows = tiny_model("gemma2", **own), conversation()
+    model.set_attn_implementation("eager")  # the only one of transformers' that knows soft-capping
+    scorer = LogProbScorer(model, tokens_per_batch=11)
+    assert scorer.shares_prefixes
+    for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
+        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+
+
+def test_attention_sinks() -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        initializer_range=0.4,
+        max_position_embeddings=64,
+        pad_token_id=None,
+    )
+    model, rows = GptOssForCausalLM(config).eval(), conversation()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    scorer = LogProbScorer(model, tokens_per_batch=11)
+    assert scorer.shares_prefixes
     for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
         assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import _tree, _tree_plan
+from torchrl_llm_kl.scoring import _tree
 from torchrl_llm_kl.scoring._tree import PrefixTree, forward_tokens
-from torchrl_llm_kl.scoring._tree_plan import ScoredTokens, plan_levels, scored_tokens
 
 # Few different tokens, so that sequences meet and part often; ids whose bytes and values are in different orders.
 TOKENS = st.sampled_from([1, 256, 2**40 + 3])
@@ -67,6 +66,16 @@ def spelled(tree, sequences, node):
     return out
 
 
+def has_children(tree):
+    """Whether a node is the parent of another; ``[M]``."""
+    return torch.isin(torch.arange(tree.num_nodes), tree.parent)
+
+
+def num_levels(tree):
+    """The most nodes that a sequence passes through."""
+    return int(tree.level.max()) + 1 if tree.num_nodes else 0
+
+
 def arrays(instance):
     return {f.name: getattr(instance, f.name).tolist() for f in fields(instance)}
 
@@ -114,14 +123,14 @@ def test_a_branch_that_saves_too_little_is_not_shared():
         "forward_lengths": [6, 3, 5, 5, 7, 3],
     }
     assert forward_tokens(tree) == 29 - 2 * 4
-    assert tree.has_children.tolist() == [True] + [False] * 6
+    assert has_children(tree).tolist() == [True] + [False] * 6
 
 
 @pytest.mark.parametrize(
     ("min_shared", "shared"), [(1, [0, 1, 2]), (2, [0, 1]), (4, [0, 1]), (5, [0]), (8, [0]), (9, [])]
 )
 def test_the_charge_is_met_when_the_saving_equals_it(min_shared, shared):
-    assert build(ANSWERS, min_shared=min_shared).has_children.nonzero().squeeze(-1).tolist() == shared
+    assert has_children(build(ANSWERS, min_shared=min_shared)).nonzero().squeeze(-1).tolist() == shared
 
 
 def test_branches_are_weighed_together():
@@ -130,8 +139,8 @@ def test_branches_are_weighed_together():
     tree = build(sequences, min_shared=10)
     assert tree.parent.tolist() == [-1, 0, 0, 0, 0]
     assert tree.length.tolist() == [5, 2, 2, 2, 2]
-    assert build(sequences, min_shared=15).num_levels == 2
-    assert build(sequences, min_shared=16).num_levels == 1
+    assert num_levels(build(sequences, min_shared=15)) == 2
+    assert num_levels(build(sequences, min_shared=16)) == 1
 
 
 def test_an_outer_branch_gives_way_to_an_inner_one_that_saves_more():
@@ -148,42 +157,6 @@ def test_turns_of_a_conversation_are_one_node():
         assert tree.num_nodes == 1
         assert tree.leaf.tolist() == [0, 0, 0]
         assert forward_tokens(tree) == 5
-
-
-def test_scored_tokens_of_three_answers():
-    """Every token of an answer. The end of each prompt predicts three of them."""
-    lengths = torch.tensor([len(s) for s in ANSWERS])
-    tokens = ragged(ANSWERS)
-    tree = PrefixTree.build(tokens, lengths - 1, min_shared=2)
-    # No answer's last token is forwarded. What is left of 3 holds 1 and 5, and what is left of 4 holds 0 and 2.
-    assert tree.source.tolist() == [3, 4]
-    assert tree.length.tolist() == [4, 6]
-    prompt = torch.tensor([4, 2, 4, 2, 4, 2])
-    scored = scored_tokens(tree, tokens, tokens.positions >= prompt[tokens.sequence_ids])
-    assert arrays(scored) == {
-        "node": [0, 0, 0, 1, 1, 1],
-        "offset": [1, 2, 3, 3, 4, 5],
-        "hidden_index": [3, 4, 0, 3, 0, 1, 2, 3, 4, 5, 0],
-        "target": [1, 2, 1, 3, 4, 5, 6, 1, 7, 8, 9],
-        "element": [4, 5, 8, 13, 16, 17, 18, 23, 24, 25, 28],
-    }
-
-
-def test_micro_batches_of_similar_nodes_longest_first():
-    #                         prompt of 6           answers of 3, 1, 2           prompt of 3   answers of 4, 1
-    sequences = [[1] * 6 + [2] * 3, [1] * 6 + [3], [1] * 6 + [4] * 2, [5] * 3 + [6] * 4, [5] * 3 + [7]]
-    tree = build(sequences)
-    assert tree.start.tolist() == [0, 0, 6, 6, 6, 3, 3]
-    assert tree.length.tolist() == [6, 3, 3, 1, 2, 4, 1]
-    assert [[b.tolist() for b in level] for level in plan_levels(tree, 14)] == [[[0, 1]], [[5], [2], [4], [3, 6]]]
-    assert [[b.tolist() for b in level] for level in plan_levels(tree, 20)] == [[[0, 1]], [[5, 2], [4, 3], [6]]]
-    assert [len(level) for level in plan_levels(tree, 1)] == [2, 5]
-    assert [len(level) for level in plan_levels(tree, 1000)] == [1, 1]
-
-
-def test_a_long_past_counts_in_its_own_micro_batch_only():
-    tree = build([[1] * 6 + [2] * 5, [1] * 6 + [3] * 4, [5, 5, 6], [5, 5, 7]])
-    assert [[b.tolist() for b in level] for level in plan_levels(tree, 9)] == [[[0], [1]], [[2], [3], [4, 5]]]
 
 
 # ---------------------------------------------------------------------- against the oracle
@@ -223,9 +196,8 @@ def test_nodes_are_well_formed(batch, min_shared):
         stretch = spelled(tree, sequences, node)
         assert source == min(s for s, p in enumerate(prefixes) if p in tops and p[: len(stretch)] == stretch)
         assert int(tree.element[node]) == sum(map(len, sequences[:source])) + start
-        assert bool(tree.has_children[node]) == (node in tree.parent.tolist())
+        assert bool(has_children(tree)[node]) == (node in tree.parent.tolist())
     assert tree.level.tolist() == sorted(tree.level.tolist())
-    assert tree.num_levels == len(set(tree.level.tolist()))
 
 
 @given(batch=batches())
@@ -251,10 +223,10 @@ def test_no_other_choice_of_branches_costs_less(batch, min_shared):
             cost = sum(len(e) - start for e, start in zip(ends, starts, strict=True)) + min_shared * count
             costs.setdefault(cost, []).append(count)
     tree = build(sequences, lengths, min_shared)
-    shared = int(tree.has_children.sum())
+    shared = int(has_children(tree).sum())
     assert forward_tokens(tree) + min_shared * shared == min(costs)
     assert shared == max(costs[min(costs)])
-    for node in tree.has_children.nonzero().squeeze(-1).tolist():
+    for node in has_children(tree).nonzero().squeeze(-1).tolist():
         assert int(tree.length[node]) * (tree.parent.tolist().count(node) - 1) >= min_shared
 
 
@@ -288,61 +260,14 @@ def test_the_same_input_gives_the_same_tree_and_is_left_alone(batch, min_shared)
     assert limits.tolist() == lengths
 
 
-@given(batch=batches(), min_shared=st.integers(0, 12), budget=st.integers(1, 60))
-def test_plan_holds_each_node_once_after_its_parent_and_keeps_the_budget(batch, min_shared, budget):
-    tree = build(*batch, min_shared)
-    done = [-1]
-    for level in plan_levels(tree, budget):
-        for nodes, following in zip(level, [*level[1:], None], strict=True):
-            assert set(tree.parent[nodes].tolist()) <= set(done)
-            cost = len(nodes) * int(tree.start[nodes].max() + tree.length[nodes].max())
-            assert cost <= budget or len(nodes) == 1
-            if following is not None:  # no smaller than it needs to be
-                more = torch.cat([nodes, following[:1]])
-                assert len(more) * int(tree.start[more].max() + tree.length[more].max()) > budget
-        done += [int(node) for nodes in level for node in nodes]
-    assert sorted(done) == list(range(-1, tree.num_nodes))
-    assert len(plan_levels(tree, budget)) == tree.num_levels
-
-
-@given(batch=batches(), min_shared=st.integers(0, 12), data=st.data())
-def test_each_scored_token_once_with_its_predecessor(batch, min_shared, data):
-    sequences, lengths = batch
-    tokens, tree = ragged(sequences), build(sequences, lengths, min_shared)
-    mask, wanted = [], {}
-    for s, sequence in enumerate(sequences):
-        for t, token in enumerate(sequence):
-            asked = 1 <= t <= lengths[s] and data.draw(st.booleans())
-            if asked:
-                wanted[len(mask)] = (tuple(sequence[:t]), token)
-            mask.append(asked)
-    scored = scored_tokens(tree, tokens, torch.tensor(mask, dtype=torch.bool))
-
-    assert scored.element.tolist() == sorted(wanted)
-    places = list(zip(scored.node.tolist(), scored.offset.tolist(), strict=True))
-    assert places == sorted(set(places))
-    assert set(scored.hidden_index.tolist()) == set(range(len(places)))
-    found = (scored.element.tolist(), scored.hidden_index.tolist(), scored.target.tolist())
-    for element, hidden, target in zip(*found, strict=True):
-        node, offset = places[hidden]
-        prefix = spelled(tree, sequences, node)[: int(tree.start[node]) + offset + 1]
-        assert (prefix, target) == wanted[element]
-    if min_shared == 0:
-        assert len(places) == len({prefix for prefix, _ in wanted.values()})
-
-
 # ---------------------------------------------------------------------- edges and errors
 
 
 @pytest.mark.parametrize("sequences", [[[]], [[], []], [[1], []]])
 def test_nothing_to_forward(sequences):
     tree = build(sequences, [0] * len(sequences))
-    assert tree.num_nodes == tree.num_levels == forward_tokens(tree) == 0
+    assert tree.num_nodes == num_levels(tree) == forward_tokens(tree) == 0
     assert tree.leaf.tolist() == [-1] * len(sequences)
-    assert plan_levels(tree, 5) == []
-    tokens = ragged(sequences)
-    scored = scored_tokens(tree, tokens, torch.zeros(len(tokens.values), dtype=torch.bool))
-    assert arrays(scored) == {f.name: [] for f in fields(ScoredTokens)}
 
 
 def test_one_sequence_is_one_node():
@@ -361,17 +286,14 @@ def test_one_sequence_is_one_node():
 def test_a_chain_of_branches_deeper_than_the_recursion_limit():
     sequences = [[0] * i + [1] for i in range(1500)]
     tree = build(sequences, min_shared=0)
-    assert tree.num_levels == 1499  # the first sequence shares nothing
+    assert num_levels(tree) == 1499  # the first sequence shares nothing
     assert forward_tokens(tree) == 1500 + 1499
 
 
 def test_all_is_int64_on_the_cpu():
     tree = build(ANSWERS)
-    tokens = ragged(ANSWERS)
-    scored = scored_tokens(tree, tokens, tokens.positions > 0)
-    for instance in (tree, scored):
-        for f in fields(instance):
-            assert (getattr(instance, f.name).dtype, getattr(instance, f.name).device.type) == (torch.long, "cpu")
+    for f in fields(tree):
+        assert (getattr(tree, f.name).dtype, getattr(tree, f.name).device.type) == (torch.long, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -395,26 +317,6 @@ def test_bad_ids():
         PrefixTree.build(tokens, tokens.lengths)
 
 
-def test_bad_budget():
-    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
-        plan_levels(build(ANSWERS), 0)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ([False, False, False, True, False], "first token of sequence 1"),
-        ([False, False, True, False, False], "token 2 of sequence 0, which takes 2 forwarded tokens: the tree holds 1"),
-        ([False] * 4, r"one entry for each token, \(5,\), got shape \(4,\)"),
-        ([0] * 5, "of dtype torch.int64"),
-    ],
-)
-def test_bad_mask(mask, message):
-    sequences = [[1, 2, 3], [4, 5]]
-    with pytest.raises(ValueError, match=message):
-        scored_tokens(build(sequences, [1, 1]), ragged(sequences), torch.tensor(mask))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ids_on_an_accelerator_give_the_same_tree():
@@ -422,12 +324,9 @@ def test_ids_on_an_accelerator_give_the_same_tree():
     there = Ragged(tokens.values.cuda(), tokens.lengths.cuda(), tokens.container)
     tree = PrefixTree.build(there, there.lengths, min_shared=2)
     assert arrays(tree) == arrays(build(ANSWERS, min_shared=2))
-    mask = tokens.positions > 0
-    assert arrays(scored_tokens(tree, there, mask.cuda())) == arrays(scored_tokens(tree, tokens, mask))
 
 
-@pytest.mark.parametrize("module", [_tree, _tree_plan], ids=lambda module: module.__name__)
-def test_examples_in_docstrings(module):
-    result = doctest.testmod(module)
+def test_examples_in_docstrings():
+    result = doctest.testmod(_tree)
     assert result.attempted > 0
     assert result.failed == 0

@@ -2,5 +2,6 @@
 
 from torchrl_llm_kl.scoring._plan import plan_micro_batches
 from torchrl_llm_kl.scoring._scorer import LogProbScorer
+from torchrl_llm_kl.scoring._scores import Scores
 
-__all__ = ["LogProbScorer", "plan_micro_batches"]
+__all__ = ["LogProbScorer", "Scores", "plan_micro_batches"]

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._engine import Route, head_log_prob, score_micro_batch, target_log_prob
+from torchrl_llm_kl.scoring._mode import Mode
 from torchrl_llm_kl.scoring._model import (
     call,
-    evaluating,
     find_body,
     find_head,
     logits_of,
@@ -19,8 +18,10 @@ from torchrl_llm_kl.scoring._model import (
     position_limit,
     vocab_size,
 )
+from torchrl_llm_kl.scoring._packed import PackedPass
+from torchrl_llm_kl.scoring._padded import PaddedPass, Route
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._shared import shared_hidden
+from torchrl_llm_kl.scoring._states import Wanted, log_prob_at, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 __all__ = ["Verdict", "choose_route"]
@@ -41,7 +42,7 @@ class Verdict:
     complaint: str | None = None
 
 
-def choose_route(model: nn.Module, *, probe: bool) -> Verdict:
+def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> Verdict:
     """The first route that reproduces the model's plain forward, one sequence at a time and nothing padded."""
     has_head = find_body(model) is not None and find_head(model) is not None
     vocab = vocab_size(model)
@@ -55,14 +56,15 @@ def choose_route(model: nn.Module, *, probe: bool) -> Verdict:
     else:
         complaint = ""
 
-    with evaluating(model), torch.no_grad():
+    mode = Mode(dtype=dtype)
+    with mode.of(model):
         request = _probe_request(vocab, position_limit(model))
         plain, tolerance = _plain(model, request)
         for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_head else _FULL_ROUTES:
-            difference = _difference(model, request, route, plain)
+            difference = _difference(model, mode, request, route, plain)
             if isinstance(difference, float) and difference <= tolerance:
-                shared = route == Route("head") and _shares_prefixes(model, vocab, tolerance)
-                return Verdict(replace(route, shared=shared), complaint if route.path == "full" else None)
+                packed = route.path == "head" and route.positions and _can_pack(model, mode, vocab, tolerance)
+                return Verdict(replace(route, packed=packed), complaint if route.path == "full" else None)
             if not complaint:
                 complaint = (
                     f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: "
@@ -83,29 +85,25 @@ def _probe_request(vocab: int, limit: int | None) -> Request:
     )
 
 
-def _shares_prefixes(model: nn.Module, vocab: int, tolerance: float) -> bool:
-    """Whether hidden states on the keys and values of a prefix are those of the whole sequence."""
+def _can_pack(model: nn.Module, mode: Mode, vocab: int, tolerance: float) -> bool:
+    """Whether packs, in which sequences follow on what they share, give the model's own log-probs."""
     limit = position_limit(model)
     if limit is not None and limit < 12:
         return False
-    body = find_body(model)
-    assert body is not None
     generator = torch.Generator().manual_seed(1)
     trunk, *branches = (torch.randint(vocab, (n,), generator=generator) for n in (5, 4, 2, 3, 6))
-    # Two levels, pasts of different lengths in one batch, and more tokens than a short sliding window.
+    # Two levels, a cut inside a node, a past from an earlier pack, and more tokens than a short sliding window.
     rows = [torch.cat([trunk, branches[0], b]) for b in branches[1:3]] + [torch.cat([trunk, branches[3]])]
     request = Request.build(Ragged.from_list(rows), None)
     plain, _ = _plain(model, request)
     tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
     found = torch.zeros(request.tokens.values.shape[0], device=plain.device)
     try:
-        for elements, hidden in shared_hidden(
-            body, request, tree, tokens_per_batch=64, device=model_device(model, plain.device)
-        ):
-            targets = request.tokens.values[elements].to(hidden.device)
-            log_probs = head_log_prob(model, hidden, targets, temperature=1.0, head_chunk=8, recompute=False)
-            found[elements.to(found.device)] = log_probs.to(found.device)
-    except Exception:  # a body without a cache, or with one of its own kind
+        device = model_device(model, plain.device)
+        packed = PackedPass(model, mode, request, tree, tokens_per_batch=8, temperature=1.0, device=device)
+        for index, elements in enumerate(packed.elements):
+            found[elements.to(found.device)] = _read(packed, index, request).to(found.device)
+    except Exception:  # attends in a way of its own
         return False
     return float((found[request.mask.to(found.device)] - plain).abs().max()) <= tolerance
 
@@ -118,7 +116,7 @@ def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
         logits = logits_of(call(model, ids[:-1].unsqueeze(0))).squeeze(0)[-(len(ids) - 1) :]
         precision = _relative_precision(logits)
         spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
-        parts.append(target_log_prob(logits, ids[1:].to(logits.device)))
+        parts.append(log_prob_at(logits, ids[1:].to(logits.device)))
     return torch.cat(parts), precision * spread + 1e-6
 
 
@@ -132,15 +130,23 @@ def _relative_precision(logits: Tensor) -> float:
     return 1e-2 if tf32 else 1e-4
 
 
-def _difference(model: nn.Module, request: Request, route: Route, plain: Tensor) -> float | str:
+def _difference(model: nn.Module, mode: Mode, request: Request, route: Route, plain: Tensor) -> float | str:
     """The largest difference from the plain forward, or what went wrong."""
     rows = torch.arange(request.tokens.num_sequences)
+    device = model_device(model, plain.device)
     try:
-        batch = request.micro_batch(rows, model_device(model, plain.device))
-        got = score_micro_batch(model, batch, route, temperature=1.0, head_chunk=8, recompute=False)
+        padded = PaddedPass(model, mode, route, request, [rows], temperature=1.0, device=device)
+        got = _read(padded, 0, request)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return float((got.to(plain.device) - plain).abs().max())
+
+
+def _read(forwards: PackedPass | PaddedPass, index: int, request: Request) -> Tensor:
+    """Log-probs of the tokens that one forward predicts."""
+    states = forwards.run(index)
+    targets = request.tokens.values[forwards.elements[index]].to(forwards.device)
+    return read(states, targets, Wanted(), chunk=8, recompute=False).log_prob
 
 
 def _say(difference: float | str) -> str:

@@ -67,6 +67,10 @@ class Request:
         """Name a flat element in an error message."""
         return f"sequence {int(self.tokens.sequence_ids[element])}, position {int(self.tokens.positions[element])}"
 
+    def before(self, element: Tensor) -> tuple[Tensor, Tensor]:
+        """Sequence and position of the token that predicts each flat element; ``[K]`` each."""
+        return self.tokens.sequence_ids[element], self.tokens.positions[element] - 1
+
     def check_ids(self, vocab_size: int | None) -> None:
         """Every id is one that the model can embed."""
         values = self.tokens.values

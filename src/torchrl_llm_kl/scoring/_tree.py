@@ -104,17 +104,15 @@ class PrefixTree:
         """``M``."""
         return self.parent.numel()
 
-    @property
-    def num_levels(self) -> int:
-        """The most nodes that a sequence passes through, 0 if there is nothing to forward."""
-        return int(self.level[-1]) + 1 if self.num_nodes else 0
-
     @cached_property
-    def has_children(self) -> Tensor:
-        """Whether keys and values of the node are needed again; ``[M]`` bool."""
-        out = torch.zeros(self.num_nodes, dtype=torch.bool)
-        out[self.parent[self.parent >= 0]] = True
-        return out
+    def first(self) -> Tensor:
+        """Where each node begins when all nodes are laid end to end; ``[M]``."""
+        return self.length.cumsum(0) - self.length
+
+    def place(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Where tokens are when all nodes are laid end to end; ``[K]``. Arguments as for :meth:`locate`."""
+        node, offset = self.locate(sequence, position)
+        return self.first[node] + offset
 
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """The node that holds a token, and the token's place in it.

@@ -13,17 +13,17 @@ from toy_models import VOCAB_SIZE, tiny_model
 from toy_rollouts import plain_log_probs
 
 
-def model_with_room_for(tokens: int) -> Any:
-    """A model whose body fails, as a full device does, on more than ``tokens`` tokens with their past and padding."""
+def scorer_with_room_for(tokens: int, **options: Any) -> LogProbScorer:
+    """A scorer whose model's body fails, as a full device does, on more than ``tokens`` tokens, padding included."""
     model = tiny_model("qwen2")
+    scorer = LogProbScorer(model, **options)
 
     def check(_: Any, args: Any, kwargs: Any) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is not None and mask.numel() > tokens:
+        if kwargs["input_ids"].numel() > tokens:
             raise torch.OutOfMemoryError("CUDA out of memory (as told by a test)")
 
     model.model.register_forward_pre_hook(check, with_kwargs=True)
-    return model
+    return scorer
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -32,19 +32,28 @@ def test_the_budget_is_halved_until_it_fits_and_stays(share: bool, grad: bool) -
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(VOCAB_SIZE, (20,), generator=generator)
     rows = [torch.cat([prompt, torch.randint(VOCAB_SIZE, (n,), generator=generator)]) for n in (3, 9, 6, 4, 7, 2)]
-    model = model_with_room_for(70)
-    scorer = LogProbScorer(model, tokens_per_batch=256, share_prefixes=share)
+    scorer = scorer_with_room_for(40, tokens_per_batch=256, share_prefixes=share)
     with pytest.warns(UserWarning, match="out of memory: LogProbScorer goes on with tokens_per_batch="):
         found = scorer.score(Ragged.from_list(rows), grad=grad)
-    assert scorer.tokens_per_batch in (64, 128)
+    assert scorer.tokens_per_batch == 32
     plain = tiny_model("qwen2")
     for row, log_probs in zip(rows, found.to_list(), strict=True):
         assert_close(log_probs.detach(), plain_log_probs(plain, row), atol=1e-5, rtol=0)
 
 
-def test_a_sequence_that_does_not_fit_alone_is_the_devices_error() -> None:
-    scorer = LogProbScorer(model_with_room_for(40), tokens_per_batch=64)
+def test_a_sequence_that_does_not_fit_at_once_is_cut() -> None:
+    scorer = scorer_with_room_for(40, tokens_per_batch=64)
     row = torch.arange(50)
-    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
-        scorer.score(Ragged.from_list([row]))
+    with pytest.warns(UserWarning, match="out of memory"):
+        found = scorer.score(Ragged.from_list([row])).values
+    assert_close(found, plain_log_probs(tiny_model("qwen2"), row), atol=1e-5, rtol=0)
     assert scorer.tokens_per_batch == 32
+
+
+def test_what_does_not_fit_alone_is_the_devices_error() -> None:
+    row = torch.arange(50)
+    for share, room, left in ((False, 40, 32), (True, 12, 16)):
+        scorer = scorer_with_room_for(room, tokens_per_batch=64, share_prefixes=share)
+        with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
+            scorer.score(Ragged.from_list([row]))
+        assert scorer.tokens_per_batch == left

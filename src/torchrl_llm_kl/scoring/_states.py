@@ -1,0 +1,196 @@
+"""What a body hands to the head at some positions, and everything that can be read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchrl_llm_kl.estimators import exact_kl_from_logits
+from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
+from torchrl_llm_kl.scoring._mode import Mode
+from torchrl_llm_kl.scoring._model import LogitMap, find_head, logit_map
+
+__all__ = ["Readings", "States", "Wanted", "head_states", "join", "log_prob_at", "read"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to read besides the log-prob.
+
+    Args:
+        entropy: of the whole distribution.
+        kl: ``"reverse"`` or ``"forward"``, the exact KL to a reference; None for none.
+        top_k: how many of the most probable tokens.
+    """
+
+    entropy: bool = False
+    kl: Literal["reverse", "forward"] | None = None
+    top_k: int = 0
+
+
+class Readings(NamedTuple):
+    """What was read; ``[n]`` float32, ``[n, k]`` for the top k; None if not asked for."""
+
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    kl: Tensor | None = None
+    top_indices: Tensor | None = None
+    top_log_probs: Tensor | None = None
+    tail_log_prob: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """The distributions at ``n`` positions.
+
+    Args:
+        count: ``n``.
+        logits: the logits at some of them, as the model makes them; indices ``[k]`` to ``[k, V]``.
+        temperature: divides the logits.
+        hidden: what a plain linear head reads, if the model ends in one; ``[n, H]``.
+        head: that head.
+        map: what is done to its product.
+    """
+
+    count: int
+    logits: Callable[[Tensor], Tensor]
+    temperature: float
+    hidden: Tensor | None = None
+    head: nn.Linear | None = None
+    map: LogitMap = field(default_factory=LogitMap)
+
+    def tempered(self, rows: Tensor) -> Tensor:
+        """Logits in float32 or wider, divided by the temperature."""
+        logits = _wide(self.logits(rows))
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+
+def head_states(model: nn.Module, mode: Mode, hidden: Tensor, temperature: float) -> States:
+    """States of hidden states ``[n, H]`` under the head of a model in ``mode``.
+
+    A head that is more than a linear map (wrapped by an adapter, quantised, hooked) is called as it is.
+    """
+    head, mapped = find_head(model), logit_map(model)
+    if head is None:
+        raise TypeError(f"{type(model).__name__} has no separate body and head")
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor):
+        # Under autocast the body's output is narrower than the head.
+        hidden = hidden.to(weight.device, weight.dtype if weight.is_floating_point() else None)
+
+    def logits(rows: Tensor) -> Tensor:
+        with mode.of(model), torch.autocast(hidden.device.type, enabled=False):
+            return mapped(_wide(head(hidden[rows])))
+
+    states = States(hidden.shape[0], logits, temperature)
+    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        return states
+    return States(hidden.shape[0], logits, temperature, hidden, head, mapped)
+
+
+def read(
+    states: States, targets: Tensor, wanted: Wanted, ref: States | None = None, *, chunk: int, recompute: bool
+) -> Readings:
+    """Read everything wanted at once.
+
+    Args:
+        states: of the model.
+        targets: token ids; ``[n]``.
+        wanted: a KL needs ``ref``.
+        ref: states of the reference at the same positions.
+        chunk: positions at a time where whole logits are made.
+        recompute: drop a chunk's logits and make them again in the backward.
+    """
+    if states.head is not None and (ref is None or ref.head is not None):
+        return _read_linear(states, targets, wanted, ref)
+    parts = []
+    for rows in torch.arange(states.count, device=targets.device).split(chunk):
+        if recompute:
+            parts.append(checkpoint(_read_chunk, states, targets, wanted, ref, rows, use_reentrant=False))
+        else:
+            parts.append(_read_chunk(states, targets, wanted, ref, rows))
+    return join(parts)
+
+
+def join(parts: list[Readings]) -> Readings:
+    """One after another; at least one."""
+    columns = zip(*parts, strict=True)
+    return Readings(*cast(Any, (None if column[0] is None else torch.cat(column) for column in columns)))
+
+
+def _read_linear(states: States, targets: Tensor, wanted: Wanted, ref: States | None) -> Readings:
+    assert states.head is not None
+    assert states.hidden is not None
+    weight, targets = states.head.weight, targets.to(states.hidden.device)
+    mapped: dict[str, Any] = {"bias": states.head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
+    own = {**mapped, "temperature": states.temperature}
+    if ref is None:
+        found = linear_log_prob(states.hidden, weight, targets, entropy=wanted.entropy, **own)
+        out = Readings(found.log_prob.float(), _narrow(found.entropy))
+    else:
+        assert ref.head is not None
+        assert ref.hidden is not None
+        pair = linear_pair(
+            states.hidden,
+            weight,
+            ref.hidden.to(states.hidden.device),
+            ref.head.weight.to(states.hidden.device),
+            targets,
+            direction=wanted.kl or "reverse",
+            ref_bias=None if ref.head.bias is None else ref.head.bias.to(states.hidden.device),
+            ref_scale=ref.map.scale,
+            ref_soft_cap=ref.map.soft_cap,
+            entropy=wanted.entropy,
+            **own,
+        )
+        assert pair.log_prob is not None
+        out = Readings(pair.log_prob.float(), _narrow(pair.entropy), _narrow(pair.ref_log_prob), pair.kl.float())
+    if wanted.top_k:
+        top = linear_top_k(states.hidden, weight, wanted.top_k, **own)
+        out = out._replace(
+            top_indices=top.indices, top_log_probs=top.log_probs.float(), tail_log_prob=top.tail_log_prob.float()
+        )
+    return out
+
+
+def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | None, rows: Tensor) -> Readings:
+    logits = states.tempered(rows)
+    targets = targets[rows].to(logits.device)
+    log_probs = logits.log_softmax(-1)
+    out = Readings(log_prob_at(logits, targets))
+    if wanted.entropy:
+        # 0 log 0 is 0: the -inf is taken out before it meets its probability.
+        out = out._replace(
+            entropy=-(log_probs.exp() * log_probs.masked_fill(log_probs.isneginf(), 0.0)).sum(-1).float()
+        )
+    if ref is not None:
+        ref_logits = ref.tempered(rows).to(logits.device)
+        kl = exact_kl_from_logits(logits, ref_logits, direction=wanted.kl or "reverse")
+        out = out._replace(ref_log_prob=log_prob_at(ref_logits, targets), kl=kl.float())
+    if wanted.top_k:
+        with torch.no_grad():
+            top, indices = log_probs.topk(wanted.top_k, -1)
+            tail = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)
+        out = out._replace(top_indices=indices, top_log_probs=top.float(), tail_log_prob=tail.float())
+    return out
+
+
+def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
+    """``log softmax(logits)`` at ``targets``, in float32 whatever the dtype; ``[n, V], [n] -> [n]``."""
+    logits = _wide(logits)
+    return (logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)).float()
+
+
+def _narrow(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.float()
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """At least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
