@@ -42,7 +42,7 @@ def test_a_token_that_is_known_is_in_no_pack():
 def test_every_token_once_behind_its_predecessor_and_full_packs(batch, min_shared, budget, data):
     tree = build(*batch, min_shared)
     known: list[int] = []
-    for node, (parent, length) in enumerate(zip(tree.parent.tolist(), tree.length.tolist(), strict=True)):
+    for parent, length in zip(tree.parent.tolist(), tree.length.tolist(), strict=True):
         whole = parent < 0 or known[parent] == int(tree.length[parent])
         known.append(data.draw(st.integers(0, length)) if whole else 0)
     plan = plan_packs(tree, budget, known)

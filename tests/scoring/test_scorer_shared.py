@@ -69,7 +69,7 @@ def test_each_shared_stretch_goes_through_the_body_once() -> None:
     # By hand, without each sequence's last token: 20 + 17 shared, 5 + 2 + 3 + 6 behind; 18 shared, 4 + 8; 10; 0.
     scorer = LogProbScorer(model)
     for grad in (False, True):
-        assert body_tokens(model, lambda: scorer.score(batch, grad=grad)) == 37 + 16 + 18 + 12 + 10
+        assert body_tokens(model, lambda grad=grad: scorer.score(batch, grad=grad)) == 37 + 16 + 18 + 12 + 10
     apart = LogProbScorer(model, share_prefixes=False)
     assert not apart.shares_prefixes
     assert body_tokens(model, lambda: apart.score(batch)) == sum(len(row) - 1 for row in rows)

@@ -84,7 +84,7 @@ def run(
     while True:
         try:
             recalls = None
-            if tree is not None and remember and not grad:
+            if tree is not None and remember and not grad and all(runner.memory.limit for runner in runners):
                 recalls = _recalls(runners, request, tree, wanted)
             passes = _passes(runners, request, tree, recalls, grad)
             return _collect(passes, runners[0], request, wanted, recalls, grad)

@@ -24,9 +24,9 @@ from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._states import Readings, Wanted
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, prepare_wrapper, score_rows, unwrap
 
-__all__ = ["LogProbScorer"]
+__all__ = ["DEFAULT_MEMORY", "LogProbScorer"]
 
-MIB = 2**20
+DEFAULT_MEMORY = 256 * 2**20
 
 
 class LogProbScorer:
@@ -58,7 +58,8 @@ class LogProbScorer:
             done for models that cannot attend within a pack (see :attr:`shares_prefixes`), and with gradient for
             those whose layers are checkpointed.
         dtype: of the body, by autocast; for instance ``torch.bfloat16`` on float32 weights. The head stays in its own.
-        memory: bytes of keys and values that ``score(..., remember=True)`` may hold; the least recently used go first.
+        memory: bytes of keys and values that ``score(..., remember=True)`` may hold; the least recently used go first. 0
+            remembers nothing.
 
     Attributes:
         model: the module that is scored, or the wrapper of another backend.
@@ -89,7 +90,7 @@ class LogProbScorer:
         adapters: bool = True,
         share_prefixes: bool = True,
         dtype: torch.dtype | None = None,
-        memory: int = 256 * MIB,
+        memory: int = DEFAULT_MEMORY,
     ) -> None:
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(

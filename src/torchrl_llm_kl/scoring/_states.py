@@ -103,7 +103,7 @@ def read(
         states: of the model.
         targets: token ids; ``[n]``.
         wanted: a KL needs ``ref``.
-        ref: states of the reference at the same positions.
+        ref: states of the reference at the same positions; it gets no gradient.
         chunk: positions at a time where whole logits are made.
         recompute: drop a chunk's logits and make them again in the backward.
     """
@@ -140,17 +140,20 @@ def _read_linear(states: States, targets: Tensor, wanted: Wanted, ref: States | 
             states.hidden,
             weight,
             ref.hidden.to(states.hidden.device),
-            ref.head.weight.to(states.hidden.device),
+            ref.head.weight.detach().to(states.hidden.device),
             targets,
             direction=wanted.kl or "reverse",
-            ref_bias=None if ref.head.bias is None else ref.head.bias.to(states.hidden.device),
+            ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(states.hidden.device),
             ref_scale=ref.map.scale,
             ref_soft_cap=ref.map.soft_cap,
             entropy=wanted.entropy,
             **own,
         )
         assert pair.log_prob is not None
-        out = Readings(pair.log_prob.float(), _narrow(pair.entropy), _narrow(pair.ref_log_prob), pair.kl.float())
+        assert pair.ref_log_prob is not None
+        out = Readings(
+            pair.log_prob.float(), _narrow(pair.entropy), pair.ref_log_prob.float().detach(), pair.kl.float()
+        )
     if wanted.top_k:
         top = linear_top_k(states.hidden, weight, wanted.top_k, **own)
         out = out._replace(
@@ -170,10 +173,20 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
             entropy=-(log_probs.exp() * log_probs.masked_fill(log_probs.isneginf(), 0.0)).sum(-1).float()
         )
     if ref is not None:
-        ref_logits = ref.tempered(rows).to(logits.device)
+        with torch.no_grad():
+            ref_logits = ref.tempered(rows).to(logits.device)
+        if ref_logits.shape != logits.shape:
+            raise ValueError(
+                f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
+                f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order"
+            )
         kl = exact_kl_from_logits(logits, ref_logits, direction=wanted.kl or "reverse")
         out = out._replace(ref_log_prob=log_prob_at(ref_logits, targets), kl=kl.float())
     if wanted.top_k:
+        if wanted.top_k > logits.shape[-1]:
+            raise ValueError(
+                f"top_k is {wanted.top_k}; expected at most {logits.shape[-1]}, the size of the vocabulary"
+            )
         with torch.no_grad():
             top, indices = log_probs.topk(wanted.top_k, -1)
             tail = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

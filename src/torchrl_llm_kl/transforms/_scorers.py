@@ -14,16 +14,15 @@ class ScorerSlot:
 
     def __init__(self) -> None:
         self._sources: tuple[Any, Any] | None = None
-        self._settings: tuple[float, bool] | None = None
+        self._settings: dict[str, Any] = {}
         self._scorer: LogProbScorer | None = None
 
-    def get(self, model: Any, *, temperature: float, adapters: bool = True) -> LogProbScorer:
+    def get(self, model: Any, **settings: Any) -> LogProbScorer:
         """The scorer for these settings; a new one if the model, the weights behind a wrapper or a setting is another."""
-        settings = (temperature, adapters)
         sources = (model, getattr(model, "model", None))
         same = self._sources is not None and all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:
-            self._scorer = LogProbScorer(model, temperature=temperature, adapters=adapters)
+            self._scorer = LogProbScorer(model, **settings)
             self._sources, self._settings = sources, settings
         return self._scorer
 

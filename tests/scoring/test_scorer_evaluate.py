@@ -1,0 +1,246 @@
+"""Several answers from one pass: entropy, top-k and the exact KL beside the log-prob."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from test_scorer_shared import body_tokens, conversation
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from torchrl_llm_kl import LogProbScorer, Ragged
+from toy_models import FAMILIES, VOCAB_SIZE, tiny_model
+
+CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 1e-5}
+
+
+def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
+    """All log-probs that predict tokens 1, 2, ... of a sequence; ``[T - 1, V]``."""
+    out = model(input_ids=row[None])
+    logits = out.logits if hasattr(out, "logits") else out[0]
+    return (logits[0, :-1].float() / temperature).log_softmax(-1)
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def check(
+    scorer: LogProbScorer, reference: LogProbScorer, temperature: float = 1.0, direction: Any = "reverse"
+) -> None:
+    rows = conversation()
+    batch = Ragged.from_list(rows)
+    mask = (batch.positions > 0) & (torch.arange(len(batch.values)) % 4 != 0)
+    got = scorer.evaluate(batch, mask, entropy=True, top_k=3, reference=reference, direction=direction)
+    assert_close(got.log_prob.values, scorer.score(batch, mask).values, atol=1e-6, rtol=1e-6)
+    assert_close(got.ref_log_prob.values, reference.score(batch, mask).values, atol=1e-6, rtol=1e-6)
+    columns = zip(rows, batch.like(mask).to_list(), *(column.to_list() for column in got), strict=True)
+    for row, asked, log_prob, entropy, _, exact, top, top_log_prob, tail in columns:
+        with torch.no_grad():
+            p, q = plain(scorer.model, row, temperature), plain(reference.model, row, temperature)
+        asked = asked[1:]
+        assert (exact[0], entropy[0], log_prob[0], tail[0]) == (0, 0, 0, 0)
+        want = kl(p, q) if direction == "reverse" else kl(q, p)
+        assert_close(exact[1:], torch.where(asked, want, 0.0), **CLOSE)
+        assert_close(entropy[1:], torch.where(asked, -(p.exp() * p).sum(-1), 0.0), **CLOSE)
+        best, indices = p.topk(3)
+        assert_close(top_log_prob[1:][asked], best[asked], **CLOSE)
+        assert torch.equal(top[1:][asked], indices[asked])
+        assert_close(tail[1:][asked].exp(), 1 - best.exp().sum(-1)[asked], **CLOSE)
+        assert not top[1:][~asked].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_sums_over_the_whole_vocabulary(family: str) -> None:
+    check(LogProbScorer(tiny_model(family)), LogProbScorer(tiny_model(family, seed=1)))
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_temperature_small_packs_and_two_families(direction: Any) -> None:
+    scorer = LogProbScorer(tiny_model("gemma2"), temperature=0.7, tokens_per_batch=9, head_chunk=4)
+    check(scorer, LogProbScorer(tiny_model("granite"), temperature=0.7), 0.7, direction)
+
+
+class Tuples(nn.Module):
+    """Not transformers': logits in a tuple, no parts with known names."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.body, self.head = (
+            nn.Embedding(VOCAB_SIZE, 8),
+            nn.GRU(8, 8, batch_first=True),
+            nn.Linear(8, VOCAB_SIZE),
+        )
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.head(self.body(self.embedding(input_ids))[0]), None
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    [
+        (lambda: Tuples(0), lambda: Tuples(1)),
+        (lambda: Tuples(0), lambda: tiny_model("llama")),
+        (lambda: tiny_model("llama"), lambda: Tuples(0)),
+    ],
+    ids=["both whole", "policy whole", "reference whole"],
+)
+def test_models_that_return_whole_logits(policy: Any, reference: Any, direction: Any) -> None:
+    check(LogProbScorer(policy(), tokens_per_batch=64, head_chunk=5), LogProbScorer(reference()), direction=direction)
+
+
+def test_one_scored_apart_and_one_in_packs() -> None:
+    model, ref = tiny_model("llama"), tiny_model("qwen2")
+    check(LogProbScorer(model, share_prefixes=False, tokens_per_batch=30), LogProbScorer(ref))
+    check(LogProbScorer(model), LogProbScorer(ref, share_prefixes=False))
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["lm_head", "q_proj"]])
+def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
+    """One set of weights, seen with and without adapters in turn, also where the head itself has one."""
+    peft = pytest.importorskip("peft")
+    before = tiny_model("llama")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=target)
+    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    policy, base = LogProbScorer(model), LogProbScorer(model, adapters=False)
+    batch = Ragged.from_list(conversation())
+    got = policy.evaluate(batch, reference=base)
+    for row, exact in zip(conversation(), got.kl.to_list(), strict=True):
+        with torch.no_grad():
+            assert_close(exact[1:], kl(plain(model, row), plain(before, row)), **CLOSE)
+    assert float(got.kl.values.max()) > 0.01
+
+
+def test_everything_costs_one_forward_of_each_body() -> None:
+    model, ref, batch = tiny_model("llama"), tiny_model("llama", seed=1), Ragged.from_list(conversation())
+    scorer, reference = LogProbScorer(model), LogProbScorer(ref)
+    once = body_tokens(model, lambda: scorer.score(batch))
+    everything = dict(entropy=True, top_k=5, reference=reference)
+    assert body_tokens(model, lambda: scorer.evaluate(batch, **everything)) == once
+    assert body_tokens(ref, lambda: scorer.evaluate(batch, **everything)) == once
+
+
+@pytest.mark.parametrize("tokens_per_batch", [11, 8192])
+def test_gradients_reach_the_policy_alone(tokens_per_batch: int) -> None:
+    model, ref, rows = tiny_model("qwen2"), tiny_model("qwen2", seed=1), conversation()[:5]
+    scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
+    got = scorer.evaluate(Ragged.from_list(rows), entropy=True, top_k=2, reference=LogProbScorer(ref), grad=True)
+    assert not got.ref_log_prob.values.requires_grad
+    assert not got.top_log_probs.values.requires_grad
+    parameters = list(model.parameters())
+    loss = (got.kl.values + 0.3 * got.entropy.values - 0.2 * got.log_prob.values).sum()
+    found = torch.autograd.grad(loss, [*parameters, *ref.parameters()], allow_unused=True)
+    assert all(g is None for g in found[len(parameters) :])
+    want = torch.zeros(())
+    for row in rows:
+        p = plain(model, row)
+        chosen = p.gather(-1, row[1:, None]).sum()
+        want = want + kl(p, plain(ref, row).detach()).sum() - 0.3 * (p.exp() * p).sum() - 0.2 * chosen
+    for a, b in zip(found, torch.autograd.grad(want, parameters), strict=False):
+        assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+def test_conversations_that_go_on_remember_keys_and_values() -> None:
+    model, ref = tiny_model("llama"), tiny_model("llama", seed=1)
+    scorer, reference = LogProbScorer(model), LogProbScorer(ref)
+    row = torch.arange(30)
+    scorer.evaluate(Ragged.from_list([row[:20]]), reference=reference, remember=True)
+    batch = Ragged.from_list([row])
+    new = batch.positions >= 22
+    with torch.no_grad():
+        want = kl(plain(model, row), plain(ref, row))
+
+    def turn() -> None:
+        got = scorer.evaluate(batch, new, reference=reference, entropy=True, remember=True)
+        assert_close(got.kl.values[22:], want[21:], **CLOSE)
+
+    assert body_tokens(ref, turn) == 29 - 19
+    scorer.forget()  # one memory shorter than the other: both go back to where both know
+    assert body_tokens(ref, turn) == 29
+
+
+def test_exact_kl_of_a_model_with_itself_is_zero() -> None:
+    scorer = LogProbScorer(tiny_model("qwen2"))
+    got = scorer.evaluate(Ragged.from_list(conversation()), reference=scorer)
+    assert float(got.kl.values.abs().max()) <= 1e-6
+
+
+def sequences_and_probabilities(model: Any, prompt: Tensor, length: int, vocab: int) -> tuple[list[Tensor], Tensor]:
+    rows = [torch.cat([prompt, torch.tensor(tail)]) for tail in itertools.product(range(vocab), repeat=length)]
+    with torch.no_grad():
+        chosen = [plain(model, row).gather(-1, row[1:, None])[len(prompt) - 1 :].sum() for row in rows]
+    return rows, torch.stack(chosen).double().exp()
+
+
+def test_rao_blackwell_by_enumeration() -> None:
+    """Over every answer of three tokens: the same mean as k1, the KL of the two distributions, and no more variance."""
+    vocab, prompt = 4, torch.tensor([1, 3])
+    model, ref = (tiny_model("llama", seed=s, vocab_size=vocab, initializer_range=0.6) for s in (0, 1))
+    rows, weight = sequences_and_probabilities(model, prompt, 3, vocab)
+    _, ref_weight = sequences_and_probabilities(ref, prompt, 3, vocab)
+    assert_close(weight.sum(), torch.tensor(1.0).double(), atol=1e-5, rtol=0)
+    true_kl = (weight * (weight / ref_weight).log()).sum()
+    assert true_kl > 0.1
+
+    batch = Ragged.from_list(rows)
+    got = LogProbScorer(model).evaluate(batch, batch.positions >= 2, reference=LogProbScorer(ref))
+    exact = got.kl.sum().double()
+    k1 = (got.log_prob.sum() - got.ref_log_prob.sum()).double()
+    for estimate in (exact, k1):
+        assert_close((weight * estimate).sum(), true_kl, atol=1e-5, rtol=1e-5)
+    variance = [(weight * (estimate - true_kl) ** 2).sum() for estimate in (exact, k1)]
+    assert 0 < variance[0] < 0.8 * variance[1]
+
+
+def test_rao_blackwell_on_sampled_text() -> None:
+    model, ref = tiny_model("qwen2", initializer_range=0.2), tiny_model("qwen2", seed=1, initializer_range=0.2)
+    torch.manual_seed(0)
+    prompts = torch.arange(6).expand(256, 6)
+    sampled = model.generate(
+        prompts, do_sample=True, max_new_tokens=12, top_k=0, attention_mask=torch.ones_like(prompts)
+    )
+    batch = Ragged.from_list(list(sampled))
+    got = LogProbScorer(model).evaluate(batch, batch.positions >= 6, reference=LogProbScorer(ref))
+    exact, k1 = got.kl.sum(), got.log_prob.sum() - got.ref_log_prob.sum()
+    error = ((exact - k1).std() / len(exact) ** 0.5).item()
+    assert abs(float(exact.mean() - k1.mean())) < 4 * error, "the same quantity"
+    assert float(exact.var()) < 0.5 * float(k1.var())
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_other_vocabularies_are_an_error(reverse: bool) -> None:
+    pair = [LogProbScorer(tiny_model("llama")), LogProbScorer(tiny_model("llama", vocab_size=VOCAB_SIZE + 3))]
+    scorer, reference = pair if reverse else pair[::-1]
+    with pytest.raises(ValueError, match=r"vocabular.*(97|100).*(97|100)"):
+        scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": -1}, "top_k must not be negative, got -1"),
+        ({"top_k": VOCAB_SIZE + 1}, "98.*97"),
+        ({"direction": "sideways"}, "unknown direction 'sideways'; expected 'reverse' or 'forward'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    for model in (tiny_model("llama"), Tuples()):
+        with pytest.raises(ValueError, match=message):
+            LogProbScorer(model).evaluate(Ragged.from_list(conversation()), **options)
+
+
+def test_sequences_of_one_token_have_nothing_to_score() -> None:
+    scorer = LogProbScorer(tiny_model("llama"))
+    batch = Ragged.from_list([torch.tensor([3]), torch.tensor([5])])
+    for remember in (False, True):
+        got = scorer.evaluate(batch, entropy=True, top_k=2, reference=scorer, remember=remember)
+        assert all(torch.equal(column.values, torch.zeros_like(column.values)) for column in got)
+        assert got.top_indices.values.shape == (2, 2)
