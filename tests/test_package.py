@@ -41,7 +41,7 @@ def test_every_exported_name_exists() -> None:
         _ = torchrl_llm_kl.RetrieveKLL
 
 
-LAYERS = ["ragged", "estimators", "masks", "scoring", "transforms"]
+LAYERS = ["ragged", "head", "estimators", "masks", "scoring", "transforms"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -201,6 +201,35 @@ def test_backward_recomputes_under_the_autocast_of_forward():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("double", ["policy", "reference"])
+def test_one_model_in_float64(direction, double):
+    """The other one's product is made in float64 too; gradients have the dtype of what they belong to."""
+    tensors = draw(torch.float32)
+    chosen = range(0, 6, 2) if double == "policy" else range(1, 6, 2)
+    tensors = [t.detach().double().requires_grad_() if i in chosen else t for i, t in enumerate(tensors)]
+    got = call(tensors, direction=direction, beta=BETA, chunk_size=4)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    want = brute_force(*logits_of(wide), direction)
+    assert_close(got, want)
+    got.sum().backward()
+    want.sum().backward()
+    for mine, theirs in zip(tensors, wide, strict=True):
+        assert mine.grad.dtype == mine.dtype
+        assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_autocast_in_each_direction(direction):
+    """Logits are rounded as the models round them; the divergence is not."""
+    tensors = draw(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = call(tensors, direction=direction, beta=BETA, chunk_size=4)
+        logits, ref_logits = logits_of(tensors)
+    assert got.dtype == torch.float32
+    assert_close(got, brute_force(logits.float(), ref_logits.float(), direction), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_tokens_that_both_models_rule_out_do_not_count(direction):
     logits, ref_logits = (t.detach() for t in logits_of(draw()))
     padded = [F.pad(t, (0, 2), value=-math.inf).requires_grad_() for t in (logits, ref_logits)]
@@ -250,6 +279,8 @@ def test_shapes_that_disagree(changes, message):
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         exact_kl_from_logits(torch.zeros(1, 2), torch.zeros(1, 2), **options)
+    with pytest.raises(ValueError, match=message):
+        exact_kl(*(torch.zeros(2, 3) for _ in range(4)), **options)
 
 
 def test_logits_that_disagree():

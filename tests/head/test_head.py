@@ -1,56 +1,34 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import math
+import pkgutil
 
 import pytest
 import torch
-import torch.nn.functional as F
+from head_reference import (
+    INF,
+    OPTIONS,
+    PAIR,
+    H,
+    N,
+    Sizes,
+    V,
+    at,
+    entropy_of,
+    from_logits,
+    kl_of,
+    make_head,
+    make_targets,
+    plain,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from torchrl_llm_kl.head import _linear, linear_kl, linear_log_prob, linear_pair, linear_top_k
-
-N, H, V = 7, 13, 101
-INF = float("inf")
-# Every option differs from its default and from its sibling's, so that a swap or an omission shows.
-OPTIONS = {"temperature": 1.7, "scale": 0.6, "soft_cap": 5.0}
-PAIR = {**OPTIONS, "ref_scale": 1.3, "ref_soft_cap": 3.0}
-
-
-def make_head(seed=0, *, n=N, h=H, v=V, dtype=torch.float64, grad=False):
-    rng = torch.Generator().manual_seed(seed)
-    shapes = ((n, h), (v, h), (v,))
-    return [torch.randn(s, generator=rng, dtype=torch.float64).to(dtype).requires_grad_(grad) for s in shapes]
-
-
-def make_targets(n=N, v=V, seed=0):
-    return torch.randint(v, (n,), generator=torch.Generator().manual_seed(seed))
-
-
-def plain(hidden, weight, bias=None, *, temperature=1.0, scale=1.0, soft_cap=None):
-    """All log-probs ``[N, V]``, by torch: the logits in the dtype of the inputs, upcast before anything else."""
-    logits = F.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return (logits / temperature).log_softmax(-1)
-
-
-def at(log_p, targets):
-    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
-def entropy_of(log_p):
-    return -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
-
-
-def kl_of(log_p, log_q):
-    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -INF, 0.0)).sum(-1)
-
+from torchrl_llm_kl import head as package
+from torchrl_llm_kl.head import linear_kl, linear_log_prob, linear_pair, linear_top_k
 
 # ---------------------------------------------------------------------------------------------------------------------
 # values by hand
@@ -286,12 +264,6 @@ def test_product_dtype_wins_over_autocast(product_dtype):
 # extremes
 
 
-def from_logits(logits, dtype=torch.float32):
-    """Hidden states and weight whose product is exactly ``logits``."""
-    logits = torch.as_tensor(logits, dtype=dtype)
-    return torch.eye(len(logits), dtype=dtype), logits.T.contiguous()
-
-
 EXTREME = {
     "equal": torch.zeros(1, 40),
     "equal and large": torch.full((1, 40), 1e4),
@@ -420,17 +392,6 @@ def test_hidden_states_that_are_not_contiguous():
 # memory, graphs
 
 
-class Sizes(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation makes."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_is_that_of_a_few_tiles(dtype):
     n, h, v, chunk = 60, 2, 211, (7, 13)
@@ -482,40 +443,29 @@ def test_second_derivative_is_refused():
         gradient.sum().backward()
 
 
-def test_compiles_into_one_graph():
-    tensors = [t for seed in (1, 2) for t in make_head(seed, grad=True)]
-    targets = make_targets()
-
-    def run(h, w, b, rh, rw, rb):
-        out = linear_pair(h, w, rh, rw, targets, bias=b, ref_bias=rb, entropy=True, chunk=(4, 60), **PAIR)
-        return torch.stack([*out]).sum()
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    assert_close(compiled(*tensors), run(*tensors))
-    for got, want in zip(
-        torch.autograd.grad(compiled(*tensors), tensors), torch.autograd.grad(run(*tensors), tensors), strict=True
-    ):
-        assert_close(got, want)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_cuda_without_synchronisation(dtype):
+def test_on_cuda_without_synchronisation(dtype, direction):
     policy, ref = make_head(1, dtype=dtype), make_head(2, dtype=dtype)
-    want = linear_pair(*policy[:2], *ref[:2], make_targets(), bias=policy[2], ref_bias=ref[2], entropy=True)
+    options = {"entropy": True, "direction": direction, "beta": 0.3}
+    want = linear_pair(*policy[:2], *ref[:2], make_targets(), bias=policy[2], ref_bias=ref[2], **options)
+    want_top = linear_top_k(*policy[:2], 5)
     on_device = [t.cuda().requires_grad_() for t in (*policy, *ref)]
     targets = make_targets().cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
         h, w, b, rh, rw, rb = on_device
-        got = linear_pair(h, w, rh, rw, targets, bias=b, ref_bias=rb, entropy=True, chunk=(3, 17))
+        got = linear_pair(h, w, rh, rw, targets, bias=b, ref_bias=rb, chunk=(3, 17), **options)
         torch.stack(list(got)).sum().backward()
+        top = linear_top_k(h, w, 5, chunk=(3, 17))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     for g, w_ in zip(got, want, strict=True):
         assert_close(g.cpu(), w_, **tolerance)
+    assert_close(top.log_probs.cpu(), want_top.log_probs, **tolerance)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -563,6 +513,7 @@ def test_errors_say_what_was_found_and_expected(call, error, message):
 
 
 def test_examples_in_docstrings():
-    result = doctest.testmod(_linear)
-    assert result.attempted > 0
-    assert result.failed == 0
+    modules = [importlib.import_module(f"{package.__name__}.{i.name}") for i in pkgutil.iter_modules(package.__path__)]
+    results = [doctest.testmod(module) for module in modules]
+    assert sum(result.attempted > 0 for result in results) == 4
+    assert not any(result.failed for result in results)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchrl_llm_kl._checks import check_same_shape
-from torchrl_llm_kl.estimators._chunked import map_rows
-from torchrl_llm_kl.estimators._numerics import widen
-
-Direction = Literal["reverse", "forward", "jensen_shannon"]
-_DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward", "jensen_shannon")
-_CHUNK_SIZE = 256
+from torchrl_llm_kl.head import Direction, linear_kl, logits_kl
 
 
 def exact_kl(
@@ -30,7 +20,7 @@ def exact_kl(
     direction: Direction = "reverse",
     beta: float = 0.5,
     temperature: float = 1.0,
-    chunk_size: int = _CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> Tensor:
     r"""Full-vocabulary divergence at each position, from the hidden states and the two heads.
 
@@ -46,7 +36,8 @@ def exact_kl(
 
     Logits are made by the heads in their own dtype, as the models make them, then upcast; softmax, sums and the
     accumulated gradients of heads are float32 or wider. No tensor larger than ``[chunk_size, V]`` exists besides inputs
-    and gradients, in forward and in backward, which recomputes. Differentiable once.
+    and gradients, in forward and in backward, which recomputes: :func:`torchrl_llm_kl.head.linear_kl` works through
+    tiles of positions and tokens. Differentiable once.
 
     Args:
         hidden: last hidden state of the policy; ``[*B, T, H]``, the dtype of ``weight``.
@@ -59,7 +50,7 @@ def exact_kl(
         direction: which divergence.
         beta: weight of the reference in the mixture, inside (0, 1); only for ``"jensen_shannon"``.
         temperature: divides both models' logits, as at sampling.
-        chunk_size: positions at a time; changes memory and speed only.
+        chunk_size: positions at a time, by default chosen by device; changes memory and speed only.
 
     Returns:
         Nats per position, ``[*B, T]``; not masked, not reduced. A logit of ``-inf`` in both models counts 0; a token
@@ -77,17 +68,24 @@ def exact_kl(
     Source: the exact inner sum: Amini et al., arXiv 2504.10637 (Rao-Blackwell); ``beta``: Agarwal et al.,
     arXiv 2306.13649, generalized Jensen-Shannon with the teacher as first distribution.
     """
-    _check_vocabularies(weight.shape[0], ref_weight.shape[0], "weight", "ref_weight")
-    _check_head("", hidden, weight, bias)
-    _check_head("ref_", ref_hidden, ref_weight, ref_bias)
-    _check_positions(hidden, ref_hidden, "hidden", "ref_hidden")
-    divergence = _make_divergence(direction, beta, temperature)
-
-    def of_rows(h: Tensor, ref_h: Tensor, w: Tensor, ref_w: Tensor, b: Tensor | None, ref_b: Tensor | None) -> Tensor:
-        return divergence(F.linear(h, w, b), F.linear(ref_h, ref_w, ref_b))
-
-    rows = (hidden.flatten(0, -2), ref_hidden.flatten(0, -2))
-    flat = map_rows(of_rows, rows, (weight, ref_weight, bias, ref_bias), chunk_size=chunk_size)
+    _check_chunk_size(chunk_size)
+    _check_head("", hidden, weight)
+    _check_head("ref_", ref_hidden, ref_weight)
+    _check_positions(hidden, ref_hidden)
+    double = [torch.float64 in (hidden.dtype, weight.dtype), torch.float64 in (ref_hidden.dtype, ref_weight.dtype)]
+    flat = linear_kl(
+        hidden.flatten(0, -2),
+        weight,
+        ref_hidden.flatten(0, -2),
+        ref_weight,
+        direction=direction,
+        beta=beta,
+        bias=bias,
+        ref_bias=ref_bias,
+        temperature=temperature,
+        product_dtype=torch.float64 if double[0] != double[1] else None,
+        chunk=chunk_size,
+    )
     return flat.view(hidden.shape[:-1])
 
 
@@ -98,7 +96,7 @@ def exact_kl_from_logits(
     direction: Direction = "reverse",
     beta: float = 0.5,
     temperature: float = 1.0,
-    chunk_size: int = _CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> Tensor:
     r"""Full-vocabulary divergence at each position, from logits that exist already.
 
@@ -110,7 +108,7 @@ def exact_kl_from_logits(
         direction: which divergence, see :func:`exact_kl`.
         beta: weight of the reference in the mixture, inside (0, 1); only for ``"jensen_shannon"``.
         temperature: divides both models' logits.
-        chunk_size: positions at a time; changes memory and speed only.
+        chunk_size: positions at a time, by default chosen by device; changes memory and speed only.
 
     Returns:
         Nats per position, ``[*B, T]``; not masked, not reduced; float32 or wider.
@@ -124,67 +122,35 @@ def exact_kl_from_logits(
 
     Source: as :func:`exact_kl`.
     """
-    _check_vocabularies(logits.shape[-1], ref_logits.shape[-1], "logits", "ref_logits")
+    _check_chunk_size(chunk_size)
+    if logits.shape[-1] != ref_logits.shape[-1]:
+        raise ValueError(
+            f"logits covers a vocabulary of {logits.shape[-1]} tokens but ref_logits one of {ref_logits.shape[-1]}; an "
+            "exact KL needs the same tokens in the same order. If one head is only padded, cut both to the common "
+            "vocabulary."
+        )
     check_same_shape(logits=logits, ref_logits=ref_logits)
-    rows = (logits.flatten(0, -2), ref_logits.flatten(0, -2)) if logits.ndim > 1 else (logits[None], ref_logits[None])
-    flat = map_rows(_make_divergence(direction, beta, temperature), rows, (), chunk_size=chunk_size)
+    rows = [t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (logits, ref_logits)]
+    flat = logits_kl(*rows, direction=direction, beta=beta, temperature=temperature, chunk=chunk_size)
     return flat.view(logits.shape[:-1])
 
 
-def _make_divergence(direction: Direction, beta: float, temperature: float) -> functools.partial[Tensor]:
-    if direction not in _DIRECTIONS:
-        raise ValueError(f"unknown direction {direction!r}; expected one of {', '.join(map(repr, _DIRECTIONS))}.")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must be inside (0, 1), got {beta}; the ends are direction='forward' and 'reverse'.")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}.")
-    return functools.partial(_divergence, direction=direction, beta=beta, temperature=temperature)
+def _check_chunk_size(chunk_size: int | None) -> None:
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 position, got {chunk_size}.")
 
 
-def _divergence(logits: Tensor, ref_logits: Tensor, *, direction: Direction, beta: float, temperature: float) -> Tensor:
-    logits, ref_logits = widen(logits, ref_logits)
-    log_p = (logits / temperature).log_softmax(-1)
-    log_q = (ref_logits / temperature).log_softmax(-1)
-    if direction == "reverse":
-        return _kl(log_p, log_q)
-    if direction == "forward":
-        return _kl(log_q, log_p)
-    # logaddexp(-inf, -inf) has a NaN gradient; a token that neither can emit is in neither sum, so any value will do.
-    impossible = log_p.isneginf() & log_q.isneginf()
-    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q.masked_fill(impossible, 0.0) + math.log(beta))
-    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    p = log_p.exp()
-    # 0 * log(0) is 0: both factors are masked before the product, where a NaN could reach the gradient.
-    difference = (log_p - log_q).masked_fill(p == 0, 0.0)
-    return (p * difference).sum(-1)
-
-
-def _check_vocabularies(vocab: int, ref_vocab: int, name: str, ref_name: str) -> None:
-    if vocab != ref_vocab:
-        raise ValueError(
-            f"{name} covers a vocabulary of {vocab} tokens but {ref_name} one of {ref_vocab}; an exact KL needs the "
-            "same tokens in the same order. If one head is only padded, cut both to the common vocabulary."
-        )
-
-
-def _check_head(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_head(prefix: str, hidden: Tensor, weight: Tensor) -> None:
     if hidden.ndim < 2 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight has shape {tuple(weight.shape)}; "
             "expected [*B, T, H] and [V, H]."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{prefix}bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},) as {prefix}weight."
-        )
 
 
-def _check_positions(hidden: Tensor, ref_hidden: Tensor, name: str, ref_name: str) -> None:
+def _check_positions(hidden: Tensor, ref_hidden: Tensor) -> None:
     if hidden.shape[:-1] != ref_hidden.shape[:-1]:
         raise ValueError(
-            f"{name} has shape {tuple(hidden.shape)} but {ref_name} has shape {tuple(ref_hidden.shape)}; "
+            f"hidden has shape {tuple(hidden.shape)} but ref_hidden has shape {tuple(ref_hidden.shape)}; "
             "all but the last dimension must be equal."
         )

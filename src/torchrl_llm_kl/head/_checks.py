@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl.head._tiles import Head, LogitMap
 
-__all__ = ["check_chunk", "check_pair", "check_targets", "make_head"]
+__all__ = ["Direction", "check_pair", "check_targets", "check_temperature", "make_chunk", "make_head", "make_shares"]
+
+Direction = Literal["reverse", "forward", "jensen_shannon"]
+_DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward", "jensen_shannon")
+
+# Positions and tokens of a tile, measured (benchmarks/head.py): half of it runs as fast, but where other processes hold
+# the cores every parallel kernel may wait for a thread, and a smaller tile means more kernels. The other one is a guess.
+_CPU_CHUNK = (1024, 4096)
+_CHUNK = (2048, 8192)
 
 
 def make_head(
@@ -31,8 +41,7 @@ def make_head(
         raise ValueError(
             f"{prefix}bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},) as {prefix}weight."
         )
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be positive and finite, got {temperature}.")
+    check_temperature(temperature)
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"{prefix}soft_cap must be positive and finite, or None for no cap, got {soft_cap}.")
     dtype = _product_dtype(prefix, hidden, weight, product_dtype)
@@ -60,7 +69,7 @@ def _product_dtype(prefix: str, hidden: Tensor, weight: Tensor, asked: torch.dty
 
 def check_targets(targets: Tensor, head: Head) -> Tensor:
     """Targets as int64."""
-    count, vocab = head.hidden.shape[0], head.weight.shape[0]
+    count, vocab = head.sizes
     if targets.shape != (count,):
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({count},), one for each row of hidden.")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
@@ -79,16 +88,14 @@ def check_targets(targets: Tensor, head: Head) -> Tensor:
 
 def check_pair(policy: Head, ref: Head) -> None:
     """Raise unless the heads share positions and vocabulary."""
-    if policy.weight.shape[0] != ref.weight.shape[0]:
+    if policy.sizes[1] != ref.sizes[1]:
         raise ValueError(
-            f"weight covers a vocabulary of {policy.weight.shape[0]} tokens but ref_weight one of "
-            f"{ref.weight.shape[0]}; an exact KL needs the same tokens in the same order. If one head is only padded, "
-            "cut both to the common vocabulary."
+            f"weight covers a vocabulary of {policy.sizes[1]} tokens but ref_weight one of {ref.sizes[1]}; an exact KL "
+            "needs the same tokens in the same order. If one head is only padded, cut both to the common vocabulary."
         )
-    if policy.hidden.shape[0] != ref.hidden.shape[0]:
+    if policy.sizes[0] != ref.sizes[0]:
         raise ValueError(
-            f"hidden holds {policy.hidden.shape[0]} positions but ref_hidden holds {ref.hidden.shape[0]}; they must be "
-            "equal."
+            f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}; they must be equal."
         )
     double = [torch.float64 == head.map.dtype for head in (policy, ref)]
     if double[0] != double[1]:
@@ -98,8 +105,25 @@ def check_pair(policy: Head, ref: Head) -> None:
         )
 
 
-def check_chunk(chunk: tuple[int, int]) -> tuple[int, int]:
-    """Raise unless both sizes are at least 1."""
-    if len(chunk) != 2 or min(chunk) < 1:
-        raise ValueError(f"chunk is {chunk}; expected two sizes of at least 1, positions and tokens of a tile.")
-    return chunk
+def check_temperature(temperature: float) -> None:
+    """Raise unless logits can be divided by it."""
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature must be positive, got {temperature}; expected a finite number above 0.")
+
+
+def make_shares(direction: Direction, beta: float) -> tuple[float, float]:
+    """What a divergence takes of the policy's and of the reference's KL, see ``Plan``."""
+    if direction not in _DIRECTIONS:
+        raise ValueError(f"unknown direction {direction!r}; expected one of {', '.join(map(repr, _DIRECTIONS))}.")
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must be inside (0, 1), got {beta}; the ends are direction='forward' and 'reverse'.")
+    return {"reverse": (1.0, 0.0), "forward": (0.0, 1.0), "jensen_shannon": (1.0 - beta, float(beta))}[direction]
+
+
+def make_chunk(chunk: tuple[int, int] | int | None, hidden: Tensor) -> tuple[int, int]:
+    """Positions and tokens of a tile; what is not given is chosen by device."""
+    chosen = _CPU_CHUNK if hidden.device.type == "cpu" else _CHUNK
+    sizes = chosen if chunk is None else (chunk, chosen[1]) if isinstance(chunk, int) else chunk
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"chunk is {chunk}; expected at least 1 position and at least 1 token of a tile.")
+    return sizes

@@ -8,17 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, SweepOutput, Tiles, local_index, wide
+from torchrl_llm_kl.head._sides import Side, log_ratio, looks
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, SweepOutput, local_index, wide
 
 __all__ = ["HeadGradient", "Known", "backward_sweep"]
 
 
 class Known(NamedTuple):
-    """What forward left, ``[N]`` each: targets, values, and of each head maximum and log of the sum of exponentials."""
+    """What forward left, ``[N]`` each.
+
+    Args:
+        targets: token ids.
+        entropy: of the policy.
+        kls: of each head what its probabilities weigh: its KL to the other head or the mixture. None: they weigh none.
+        statistics: of each head the maximum and the log of the sum of exponentials.
+    """
 
     targets: Tensor | None
     entropy: Tensor | None
-    kl: Tensor | None
+    kls: Sequence[Tensor | None]
     statistics: Sequence[Tensor]
 
 
@@ -32,7 +40,9 @@ class HeadGradient:
         ]
         # Empty: the first tile to reach an element writes it. Without tiles there is nothing to write but zeros.
         new = torch.empty_like if head.hidden.shape[0] else torch.zeros_like
-        self.hidden, self.bias = (None if t is None else new(t, dtype=wide(t.dtype)) for t in (wanted[0], wanted[2]))
+        # Each element of logits has one tile; a hidden state or a bias has many, which are summed.
+        total = wide if head.weight is not None else (lambda dtype: dtype)
+        self.hidden, self.bias = (None if t is None else new(t, dtype=total(t.dtype)) for t in (wanted[0], wanted[2]))
         self.weight = None if wanted[1] is None else new(wanted[1], memory_format=torch.contiguous_format)
         self.columns: Tensor | None = None
 
@@ -41,8 +51,12 @@ class HeadGradient:
         """Whether any of them is."""
         return any(t is not None for t in (self.hidden, self.weight, self.bias))
 
-    def add(self, rows: slice, cols: slice, gradient: Tensor, weight: Tensor) -> None:
+    def add(self, rows: slice, cols: slice, gradient: Tensor, weight: Tensor | None) -> None:
         """Carry the gradient ``[n, v]`` of a tile's products on to what made them."""
+        if weight is None:
+            assert self.hidden is not None
+            self.hidden[rows, cols] = gradient
+            return
         if self.bias is not None:
             _accumulate(self.bias[cols], gradient.sum(0), rows.start == 0)
         gradient = gradient.to(self.head.map.dtype)
@@ -97,47 +111,21 @@ def backward_sweep(
 def _through_tiles(
     plan: Plan, heads: list[Head], known: Known, grads: SweepOutput, gradients: list[HeadGradient]
 ) -> None:
-    tiles = Tiles(plan.chunk, heads[0], 3 * len(heads) + 2)
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
-        for cols in tiles.columns():
-            columns = [head.columns(cols) for head in heads]
-            for rows in tiles.rows():
-                *buffers, out, scratch = tiles.buffers(rows, cols)
-                sides = [
-                    _Side(*buffers[3 * i : 3 * i + 3]).fill(head, rows, columns[i], known.statistics[2 * i : 2 * i + 2])
-                    for i, head in enumerate(heads)
-                ]
-                at = _at(rows, known, grads)
-                for i, head in enumerate(heads):
-                    if gradients[i].needed:
-                        _of_logits(sides, i, plan.weighing == i, *at, out, scratch)
-                        _of_products(sides[i], head, at[0].targets, _chosen(at[1], i), cols, out)
-                        gradients[i].add(rows, cols, out, columns[i][0])
-
-
-class _Side(NamedTuple):
-    """One head's tile: log-probs, probabilities and, with soft-capping, ``1 - tanh ** 2``; ``[n, v]`` each."""
-
-    log_prob: Tensor
-    prob: Tensor
-    bend: Tensor
-
-    def fill(
-        self, head: Head, rows: slice, columns: tuple[Tensor, Tensor | None], statistics: Sequence[Tensor]
-    ) -> _Side:
-        logits = head.map.logits(head.hidden[rows], *columns, out=self.log_prob)
-        if head.map.soft_cap is not None:
-            torch.square(torch.div(logits, head.map.gain, out=self.bend), out=self.bend).neg_().add_(1.0)
-        for statistic in statistics:
-            logits.sub_(statistic[rows].unsqueeze(-1))
-        torch.exp(logits, out=self.prob)
-        return self
+        for look in looks(plan, heads, known.statistics):
+            at = _at(look.rows, known, grads)
+            for i, head in enumerate(heads):
+                if gradients[i].needed:
+                    _of_logits(plan, look.sides, i, *at, look.out, look.scratch)
+                    _of_products(look.sides[i], head, at[0].targets, _chosen(at[1], i), look.cols, look.out)
+                    gradients[i].add(look.rows, look.cols, look.out, look.columns[i][0])
 
 
 def _at(rows: slice, known: Known, grads: SweepOutput) -> tuple[Known, SweepOutput]:
     """The positions of a tile, values and gradients as columns ``[n, 1]``."""
-    targets, entropy, kl, *upstream = (None if t is None else t[rows].unsqueeze(-1) for t in (*known[:3], *grads))
-    return Known(targets, entropy, kl, ()), SweepOutput(*upstream)
+    given = (known.targets, known.entropy, *known.kls, *grads)
+    targets, entropy, kl, ref_kl, *upstream = (None if t is None else t[rows].unsqueeze(-1) for t in given)
+    return Known(targets, entropy, (kl, ref_kl), ()), SweepOutput(*upstream)
 
 
 def _chosen(grads: SweepOutput, i: int) -> Tensor | None:
@@ -145,32 +133,32 @@ def _chosen(grads: SweepOutput, i: int) -> Tensor | None:
 
 
 def _of_logits(
-    sides: list[_Side], i: int, weighing: bool, known: Known, grads: SweepOutput, out: Tensor, scratch: Tensor
+    plan: Plan, sides: list[Side], i: int, known: Known, grads: SweepOutput, out: Tensor, scratch: Tensor
 ) -> None:
     """The gradient of a head's final logits, but for the targets' own term.
 
-    With ``p`` the softmax: ``-p`` for a log-prob, ``-p (log p + H)`` for the entropy ``H``, and for a KL
-    ``p (log p - log q - KL)`` at the head it weighs with, ``p - q`` at the other head, whose softmax is ``p`` here.
+    With ``p`` the softmax: ``-p`` for a log-prob, ``-p (log p + H)`` for the entropy ``H``. For a KL that ``p`` weighs
+    ``p (log p - log m - KL)``, where ``m`` is the other head's distribution or the mixture: what the mixture moves by
+    itself cancels in the sum of both heads' KLs. For a KL that only the other head's ``q`` weighs ``p - q``.
     """
-    side, other, chosen = sides[i], sides[1 - i if len(sides) > 1 else 0], _chosen(grads, i)
+    side, chosen, own = sides[i], _chosen(grads, i), known.kls[i]
     out.zero_()
     if chosen is not None:
         out.sub_(chosen)
     if i == 0 and grads.entropy is not None and known.entropy is not None:
         torch.clamp(side.log_prob, min=LOG_ZERO, out=scratch).add_(known.entropy)
         out.sub_(scratch.mul_(grads.entropy))
-    if grads.kl is not None and known.kl is not None and weighing:
-        torch.sub(side.log_prob, other.log_prob, out=scratch).masked_fill_(side.prob == 0, 0.0)
-        out.add_(scratch.sub_(known.kl).mul_(grads.kl))
+    if grads.kl is not None and own is not None:
+        out.add_(log_ratio(plan, sides, i, scratch).sub_(own).mul_(grads.kl * plan.shares[i]))
     elif grads.kl is not None:
         out.add_(grads.kl)
     out.mul_(side.prob)
-    if grads.kl is not None and not weighing:
-        out.sub_(torch.mul(other.prob, grads.kl, out=scratch))
+    if grads.kl is not None and own is None:
+        out.sub_(torch.mul(sides[1 - i].prob, grads.kl, out=scratch))
 
 
 def _of_products(
-    side: _Side, head: Head, targets: Tensor | None, chosen: Tensor | None, cols: slice, out: Tensor
+    side: Side, head: Head, targets: Tensor | None, chosen: Tensor | None, cols: slice, out: Tensor
 ) -> None:
     """Add the targets' own term, and go back through temperature, soft-cap and scale."""
     if chosen is not None and targets is not None:

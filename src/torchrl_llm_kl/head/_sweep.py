@@ -1,68 +1,26 @@
-"""The sweep behind the linear head: tiles of positions x vocabulary, online softmax, logits made again in backward."""
+"""The forward sweep of the linear head: tiles of positions x vocabulary and an online softmax."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.head._gradient import HeadGradient, Known, backward_sweep
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, LogitMap, Plan, SweepOutput, Tiles, local_index, wide
+from torchrl_llm_kl.head._sides import log_ratio_to_mixture
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Swept, Tiles, local_index, wide
 
-__all__ = ["sweep"]
-
-
-def sweep(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None) -> SweepOutput:
-    """Everything asked about one or two heads, in one pass over the vocabulary; differentiable once.
-
-    Targets given: log-probs of them. A reference given: the KL too.
-    """
-    tensors = [*policy[:3], *(ref[:3] if ref is not None else (None, None, None))]
-    maps = (policy.map, None if ref is None else ref.map)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return SweepOutput(*_Sweep.apply(plan, maps, targets, *tensors))
-    return _forward(plan, targets, policy, ref)[0]
+__all__ = ["forward_sweep"]
 
 
-class _Sweep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, maps: Any, targets: Tensor | None, *tensors: Tensor | None) -> Any:
-        ctx.plan, ctx.maps = plan, maps
-        ctx.set_materialize_grads(False)
-        output, statistics = _forward(plan, targets, *_heads(tensors, maps))
-        ctx.save_for_backward(targets, *tensors, output.entropy, output.kl, *statistics)
-        return tuple(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        targets, *tensors = ctx.saved_tensors[:7]
-        entropy, kl, *statistics = ctx.saved_tensors[7:]
-        heads = [head for head in _heads(tensors, ctx.maps) if head is not None]
-        needed = ctx.needs_input_grad[3:]
-        gradients = [HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
-        known = Known(targets, entropy, kl, statistics)
-        backward_sweep(ctx.plan, heads, known, SweepOutput(*grads), gradients)
-        results = [gradient for accumulated in gradients for gradient in accumulated.results()]
-        return None, None, None, *results, *([None] * (6 - len(results)))
-
-
-def _heads(tensors: Any, maps: tuple[LogitMap, LogitMap | None]) -> tuple[Head, Head | None]:
-    policy = Head(tensors[0], tensors[1], tensors[2], maps[0])
-    return policy, None if maps[1] is None else Head(tensors[3], tensors[4], tensors[5], maps[1])
-
-
-def _forward(
-    plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None
-) -> tuple[SweepOutput, tuple[Tensor, ...]]:
-    """The output, and what backward needs: maximum and log of the sum of exponentials, of either head."""
-    heads = [policy] if ref is None else [policy, ref]
-    tiles = Tiles(plan.chunk, policy, 2 * len(heads) + 1)
+@torch.no_grad()
+def forward_sweep(plan: Plan, targets: Tensor | None, heads: list[Head]) -> Swept:
+    """All that is asked, in one pass over the vocabulary."""
+    policy, pair = heads[0], len(heads) == 2
+    tiles = Tiles(plan.forward_chunk(policy), policy, 2 * len(heads) + 1)
     states = [_Softmax(head) for head in heads]
-    moment, difference = policy.state(0.0), policy.state(0.0)
-    with torch.no_grad(), torch.autocast(policy.hidden.device.type, enabled=False):
+    moment, kls = policy.state(0.0), [head.state(0.0) for head in heads]
+    with torch.autocast(policy.hidden.device.type, enabled=False):
         for cols in tiles.columns():
             columns = [head.columns(cols) for head in heads]
             for rows in tiles.rows():
@@ -70,35 +28,43 @@ def _forward(
                 sides = [_Tile(*buffers[2 * i : 2 * i + 2]) for i in range(len(heads))]
                 joints = []
                 for tile, head, state, column in zip(sides, heads, states, columns, strict=True):
-                    head.map.logits(head.hidden[rows], *column, out=tile.logits)
+                    head.logits(rows, cols, column, out=tile.logits)
                     if targets is not None:
                         state.choose(tile.logits, targets[rows], rows, cols)
                     joints.append(state.absorb(tile, rows))
-                if plan.entropy or ref is not None:
+                if plan.entropy or pair:
                     for tile, joint in zip(sides, joints, strict=True):
                         tile.logits.sub_(joint.top.unsqueeze(-1))
                 if plan.entropy:
                     _add_moment(moment[rows], sides[0], joints[0], scratch)
-                if ref is not None:
-                    _add_difference(difference[rows], sides, joints, plan.weighing, scratch)
-        return _finish(plan, targets, states, moment, difference)
+                if pair and plan.mixture:
+                    for i, kl in enumerate(kls):
+                        ratio = log_ratio_to_mixture(plan, sides[i].prob, sides[1 - i].prob, i, scratch)
+                        torch.sum(ratio.mul_(sides[i].prob), -1, out=kl[rows])
+                elif pair:
+                    a = plan.weighing
+                    _add_difference(kls[a][rows], sides, joints, a, scratch)
+        return _finish(plan, targets, states, moment, kls)
 
 
-def _finish(
-    plan: Plan, targets: Tensor | None, states: list[_Softmax], moment: Tensor, difference: Tensor
-) -> tuple[SweepOutput, tuple[Tensor, ...]]:
+def _finish(plan: Plan, targets: Tensor | None, states: list[_Softmax], moment: Tensor, kls: list[Tensor]) -> Swept:
     log_totals = [state.total.log() for state in states]
-    pairs = list(zip(states, log_totals, strict=True))
     # Differences of logits first: they are exact where the logits are large.
-    log_probs = [None if targets is None else state.chosen - state.top - log_total for state, log_total in pairs]
+    log_probs = [
+        None if targets is None else state.chosen - state.top - log_total
+        for state, log_total in zip(states, log_totals, strict=True)
+    ]
     entropy = log_totals[0] - moment / states[0].total if plan.entropy else None
-    kl = None
-    if len(states) > 1:
+    if len(states) == 1:
+        return Swept(log_probs[0], None, entropy, None, None, states[0].top, log_totals[0], None, None)
+    found: list[Tensor | None] = [*kls]
+    if not plan.mixture:
         a = plan.weighing
         # The log of a ratio near 1 is more exact than the difference of two logs.
-        kl = difference / states[a].total - (states[a].total / states[1 - a].total).log()
-    output = SweepOutput(log_probs[0], entropy, log_probs[1] if len(states) > 1 else None, kl)
-    return output, tuple(tensor for state, log_total in pairs for tensor in (state.top, log_total))
+        found[a] = kls[a] / states[a].total - (states[a].total / states[1 - a].total).log()
+        found[1 - a] = None
+    (policy, ref), (log_total, ref_log_total) = states, log_totals
+    return Swept(log_probs[0], log_probs[1], entropy, found[0], found[1], policy.top, log_total, ref.top, ref_log_total)
 
 
 def _add_moment(total: Tensor, tile: _Tile, joint: _Joint, scratch: Tensor) -> None:
@@ -167,7 +133,7 @@ class _Softmax:
         torch.softmax(tile.logits, -1, out=tile.prob)
         top = tile.logits.amax(-1)
         # The largest probability is exp(0) / sum. One fused kernel beats maximum, difference, exp and sum.
-        new = torch.where(top.isneginf(), 0.0, tile.prob.amax(-1).reciprocal())
+        new = tile.prob.amax(-1).reciprocal().masked_fill_(top.isneginf(), 0.0)
         top = top.clamp(min=self.lowest)
         common = torch.maximum(self.top[rows], top)
         joint = _Joint(top, self.total[rows].clone(), new, self.top[rows] - common, top - common)
@@ -179,4 +145,4 @@ class _Softmax:
 def _decayed(value: Tensor, shift: Tensor) -> Tensor:
     """``exp(shift) * value``, where 0 times anything is 0: the mean of a tile without a possible token is NaN."""
     decay = shift.exp()
-    return torch.where(decay == 0, 0.0, value * decay)
+    return (value * decay).masked_fill_(decay == 0, 0.0)

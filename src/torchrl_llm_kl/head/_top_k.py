@@ -1,48 +1,84 @@
-"""The most probable tokens and the sum of the rest, tile by tile."""
+"""The most probable tokens and the sum of the rest, from hidden states and a head."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._tiles import Head, Tiles, wide
+from torchrl_llm_kl.head._checks import make_chunk, make_head
+from torchrl_llm_kl.head._operators import run_top_k
 
-__all__ = ["top_k"]
-
-
-def top_k(head: Head, k: int, chunk: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices ``[N, k]``, log-probs ``[N, k]`` and the log-prob of all other tokens ``[N]``."""
-    # The first tile fills all k places.
-    tiles = Tiles((chunk[0], max(chunk[1], k)), head, 1)
-    values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=wide(head.map.dtype))
-    indices = values.new_empty(values.shape, dtype=torch.long)
-    tail_top, tail = head.state(torch.finfo(values.dtype).min), head.state(0.0)
-    with torch.autocast(head.hidden.device.type, enabled=False):
-        for cols in tiles.columns():
-            weight, bias = head.columns(cols)
-            for rows in tiles.rows():
-                (logits,) = tiles.buffers(rows, cols)
-                head.map.logits(head.hidden[rows], weight, bias, out=logits)
-                found, tokens = logits.topk(min(k, logits.shape[1]), -1)
-                logits.scatter_(1, tokens, float("-inf"))
-                tokens = tokens + cols.start
-                if cols.start > 0:
-                    found, order = torch.cat([values[rows], found], -1).sort(-1, descending=True)
-                    tokens = torch.cat([indices[rows], tokens], -1).gather(1, order)
-                values[rows], indices[rows] = found[:, :k], tokens[:, :k]
-                for outside in (found[:, k:], logits):
-                    _absorb(tail_top[rows], tail[rows], outside)
-    top = values[:, :1]
-    tail_share = tail.log() + (tail_top - top.squeeze(1))
-    shares = values - top
-    total = torch.logaddexp(shares.logsumexp(-1), tail_share)
-    return indices, shares - total.unsqueeze(1), tail_share - total
+__all__ = ["TopK", "linear_top_k"]
 
 
-def _absorb(top: Tensor, total: Tensor, values: Tensor) -> None:
-    """Add ``exp(values)`` to ``total``, both relative to ``top``; in place, ``values`` too."""
-    if values.shape[1] == 0:
-        return
-    common = torch.maximum(top, values.amax(-1))
-    total.mul_((top - common).exp_()).add_(values.sub_(common.unsqueeze(1)).exp_().sum(-1))
-    top.copy_(common)
+class TopK(NamedTuple):
+    """What :func:`linear_top_k` returns.
+
+    Args:
+        indices: tokens, most probable first; ``[N, k]``.
+        log_probs: nats; ``[N, k]``.
+        tail_log_prob: log of the probability of all other tokens together; ``[N]``, ``-inf`` if there are none.
+    """
+
+    indices: Tensor
+    log_probs: Tensor
+    tail_log_prob: Tensor
+
+
+@torch.no_grad()
+def linear_top_k(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> TopK:
+    """The ``k`` most probable tokens of each position, and the log-probability of all others together.
+
+    The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as exact when it is
+    ``1e-30`` as when it is one half. The result has no history.
+
+    Args:
+        hidden: what the head reads; ``[N, H]``.
+        weight: of the head; ``[V, H]``.
+        k: from 1 to ``V``.
+        bias: of the head; ``[V]``.
+        temperature: divides the logits, last.
+        scale: multiplies product and bias, first.
+        soft_cap: ``c`` of ``c * tanh(logit / c)``.
+        product_dtype: of the matrix product, see :func:`linear_log_prob`.
+        chunk: positions and tokens of a tile, or positions alone; changes memory and speed only.
+
+    Returns:
+        ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending) and ``tail_log_prob [N]``.
+
+    Raises:
+        ValueError: if shapes disagree or an option is out of range.
+        TypeError: if dtypes disagree or are not of the right kind.
+
+    Example:
+        >>> weight = torch.tensor([[1.0], [5.0], [2.0]]).log()
+        >>> top = linear_top_k(torch.ones(1, 1), weight, 1)
+        >>> top.indices, top.log_probs.exp(), top.tail_log_prob.exp()
+        (tensor([[1]]), tensor([[0.6250]]), tensor([0.3750]))
+    """
+    head = make_head(
+        "",
+        hidden,
+        weight,
+        bias,
+        temperature=temperature,
+        scale=scale,
+        soft_cap=soft_cap,
+        product_dtype=product_dtype,
+    )
+    if not 1 <= k <= weight.shape[0]:
+        raise ValueError(f"k is {k}; expected 1 to {weight.shape[0]}, the size of the vocabulary.")
+    return TopK(*run_top_k(head, k, make_chunk(chunk, hidden)))

@@ -1,0 +1,69 @@
+"""What the tests of the head share: random heads, and the same figures by plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+N, H, V = 7, 13, 101
+INF = float("inf")
+# Every option differs from its default and from its sibling's, so that a swap or an omission shows.
+OPTIONS = {"temperature": 1.7, "scale": 0.6, "soft_cap": 5.0}
+PAIR = {**OPTIONS, "ref_scale": 1.3, "ref_soft_cap": 3.0}
+
+
+def make_head(seed=0, *, n=N, h=H, v=V, dtype=torch.float64, grad=False):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = ((n, h), (v, h), (v,))
+    return [torch.randn(s, generator=rng, dtype=torch.float64).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+def make_targets(n=N, v=V, seed=0):
+    return torch.randint(v, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def plain(hidden, weight, bias=None, *, temperature=1.0, scale=1.0, soft_cap=None):
+    """All log-probs ``[N, V]``, by torch: the logits in the dtype of the inputs, upcast before anything else."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return (logits / temperature).log_softmax(-1)
+
+
+def at(log_p, targets):
+    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_of(log_p):
+    return -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
+
+
+def kl_of(log_p, log_q):
+    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -INF, 0.0)).sum(-1)
+
+
+def jensen_shannon_of(log_p, log_q, beta):
+    """``log_p`` of the policy, ``beta`` the reference's share of the mixture; by probabilities."""
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (beta * q + (1 - beta) * p).log()
+    return beta * kl_of(log_q, log_m) + (1 - beta) * kl_of(log_p, log_m)
+
+
+def from_logits(logits, dtype=torch.float32):
+    """Hidden states and weight whose product is exactly ``logits``."""
+    logits = torch.as_tensor(logits, dtype=dtype)
+    return torch.eye(len(logits), dtype=dtype), logits.T.contiguous()
+
+
+class Sizes(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        return out
