@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow bench lint types docs clean
+.PHONY: help setup demo test test-slow bench bench-gpu lint types docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,8 +25,12 @@ test: $(READY)  ## Run the tests
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-bench: $(READY)  ## Compare with torchrl on the same work, alternating in one process
-	$(BIN)/python -m benchmarks.retrieve_kl
+# Waiting threads sleep: ones that spin keep those they wait for off the cores of a machine that others use.
+bench: $(READY)  ## Compare with torchrl on the same work, in turns; writes benchmarks/RESULTS.md
+	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks run $(ARGS)
+
+bench-gpu: $(READY)  ## The same on a CUDA device; writes benchmarks/cuda/RESULTS.md
+	$(BIN)/python -m benchmarks run --device cuda $(ARGS)
 
 lint: $(READY)  ## Check style and formatting
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Token sequences of realistic shape: groups of answers to one prompt, and independent lengths."""
+"""Token sequences of realistic shape: groups of answers to one prompt, conversations, and independent lengths."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl import Ragged
+
 # openai/grade-school-math (MIT), when the file is at hand; made-up lengths of the same distribution otherwise.
-REAL_ANSWERS = Path(os.environ.get("KL_BENCH_DATA", "../shared/data")) / "gsm8k_model_solutions.jsonl"
+_SHARED = Path(__file__).parents[2] / "shared" / "data"
+REAL_ANSWERS = Path(os.environ.get("KL_BENCH_DATA", _SHARED)) / "gsm8k_model_solutions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -29,26 +33,34 @@ class Batch:
         """Tokens of all sequences."""
         return sum(len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True))
 
-    def padded(self) -> TensorDictBase:
+    def padded(self, device: torch.device | None = None) -> TensorDictBase:
         """As a rollout of a policy with ``pad_output=True``: prompts padded on the left, responses on the right."""
         prompt = _pad(self.prompts, left=True)
         response = _pad(self.responses, left=False)
-        mask = torch.cat(
-            [
-                _pad([torch.ones_like(p) for p in self.prompts], left=True),
-                _pad([torch.ones_like(r) for r in self.responses], left=False),
-            ],
-            -1,
-        )
+        in_prompt = _pad([torch.ones_like(p) for p in self.prompts], left=True)
         return TensorDict(
             {
                 ("tokens", "prompt"): prompt,
                 ("tokens", "full"): torch.cat([prompt, response], -1),
-                ("masks", "all_attention_mask"): mask.bool(),
+                ("masks", "all_attention_mask"): torch.cat([in_prompt, self._in_response()], -1).bool(),
                 "next": TensorDict({"reward": torch.zeros(len(prompt), 1)}, [len(prompt)]),
             },
             [len(prompt)],
-        )
+        ).to(device)
+
+    def padded_response(self) -> Tensor:
+        """Where the tokens of :meth:`padded` are part of a response; ``[S, T]`` bool."""
+        return torch.cat([torch.zeros_like(_pad(self.prompts, left=True)), self._in_response()], -1).bool()
+
+    def ragged(self, device: torch.device | None = None) -> tuple[Ragged, Tensor]:
+        """Token ids without padding, and which of them are part of a response; ``[N]``."""
+        rows = [torch.cat(row) for row in zip(self.prompts, self.responses, strict=True)]
+        sequences = Ragged.from_list([row.to(device) for row in rows])
+        prompts = torch.tensor([len(prompt) for prompt in self.prompts], device=device)
+        return sequences, sequences.positions >= prompts[sequences.sequence_ids]
+
+    def _in_response(self) -> Tensor:
+        return _pad([torch.ones_like(r) for r in self.responses], left=False)
 
 
 def _pad(rows: list[Tensor], *, left: bool) -> Tensor:
@@ -81,6 +93,33 @@ def grouped(groups: int, size: int, vocab: int, *, seed: int = 0) -> Batch:
             prompts.append(prompt)
             responses.append(torch.randint(vocab, (length,), generator=generator))
     return Batch(prompts, responses, "generated")
+
+
+def conversation(turns: int, vocab: int, *, seed: int = 0) -> list[Batch]:
+    """One conversation as it stands at each turn: all tokens so far, the last 100 or so of them the assistant's answer.
+
+    A turn adds 150 to 200 tokens, a question and its answer.
+    """
+    pairs, source = _question_answer_pairs(turns, vocab, seed)
+    so_far = torch.zeros(0, dtype=torch.long)
+    batches = []
+    for question, answer in pairs:
+        prompt = torch.cat([so_far, question])
+        batches.append(Batch([prompt], [answer], source))
+        so_far = torch.cat([prompt, answer])
+    return batches
+
+
+def _question_answer_pairs(count: int, vocab: int, seed: int) -> tuple[list[tuple[Tensor, Tensor]], str]:
+    if REAL_ANSWERS.exists():
+        rows = (json.loads(line) for line in REAL_ANSWERS.read_text(encoding="utf-8").splitlines())
+        pairs = ((_ids(row["question"], vocab), _ids(row["175b_verification"]["solution"], vocab)) for row in rows)
+        fitting = ((q, a) for q, a in pairs if 150 <= len(q) + len(a) <= 200)
+        return list(islice(fitting, count)), "gsm8k answers"
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(60, 81, (count,), generator=generator).tolist()
+    made = [torch.randint(vocab, (n + 110,), generator=generator) for n in lengths]
+    return [(ids[:n], ids[n:]) for n, ids in zip(lengths, made, strict=True)], "generated"
 
 
 def independent(count: int, vocab: int, *, shortest: int = 100, longest: int = 800, seed: int = 0) -> Batch:

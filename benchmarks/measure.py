@@ -6,52 +6,150 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 MIB = 1024**2
+_CLEAR_PEAK = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to time.
+
+    Args:
+        run: takes what ``prepare`` returned.
+        prepare: outside the timing and the memory account, before every run: inputs that a run changes, an empty cache.
+    """
+
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over repeats: seconds, and MiB above what the process held before."""
+    """Every repeat: seconds, and MiB above what the process held before (none where memory was not measured)."""
 
-    seconds: float
-    peak_mib: float
+    all_seconds: list[float]
+    all_peaks_mib: list[float]
 
-    def ratios(self, ours: Measured) -> tuple[float, float]:
-        """How many times slower, and how many times larger, this is than ``ours``."""
-        return self.seconds / ours.seconds, self.peak_mib / max(ours.peak_mib, 1.0)
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.all_seconds)
+
+    @property
+    def peak_mib(self) -> float | None:
+        """The median."""
+        return statistics.median(self.all_peaks_mib) if self.all_peaks_mib else None
 
 
-def alternate(contenders: Mapping[str, Callable[[], object]], *, repeats: int, warm_up: int = 1) -> dict[str, Measured]:
+class Meter(Protocol):
+    """Where memory is counted, and how long to wait until work is done."""
+
+    def reset(self) -> None:
+        """Count the peak from here."""
+
+    def wait(self) -> None:
+        """Until all work is done."""
+
+    def peak_mib(self) -> float | None:
+        """Since the reset, above what was held then."""
+
+
+class HostMeter:
+    """The kernel's account of this process; no memory where the system keeps none (outside Linux)."""
+
+    def reset(self) -> None:
+        """Count the peak from here."""
+        gc.collect()
+        if _CLEAR_PEAK.exists():
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory goes back: nobody lives on another's leftovers
+            _CLEAR_PEAK.write_text("5")
+            self._before = _status_mib("VmRSS")
+
+    def wait(self) -> None:
+        """Work on the host is done when it returns."""
+
+    def peak_mib(self) -> float | None:
+        """Since the reset, above what was held then."""
+        return _status_mib("VmHWM") - self._before if _CLEAR_PEAK.exists() else None
+
+
+class CudaMeter:
+    """What torch's allocator has handed out on the current CUDA device."""
+
+    def reset(self) -> None:
+        """Count the peak from here."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        torch.cuda.synchronize()
+
+    def peak_mib(self) -> float | None:
+        """Since the reset, above what was held then."""
+        return (torch.cuda.max_memory_allocated() - self._before) / MIB
+
+
+def meter_of(device: torch.device) -> Meter:
+    return CudaMeter() if device.type == "cuda" else HostMeter()
+
+
+def alternate(
+    contenders: Mapping[str, Contender],
+    meter: Meter,
+    *,
+    repeats: int,
+    warm_up: int = 0,
+    on_run: Callable[[str], None] = lambda name: None,
+) -> dict[str, Measured]:
     """Run all contenders in turn, ``repeats`` times, so that a noisy machine is noisy for all of them."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(warm_up + repeats):
-        for name, run in contenders.items():
-            seconds, peak = _once(run)
-            if i >= warm_up:
-                times[name].append(seconds)
-                peaks[name].append(peak)
-    return {name: Measured(statistics.median(times[name]), statistics.median(peaks[name])) for name in contenders}
+    with _everything_old():
+        for i in range(warm_up + repeats):
+            for name, contender in contenders.items():
+                on_run(name)
+                took, peak = _once(contender, meter)
+                if i >= warm_up:
+                    seconds[name].append(took)
+                    peaks[name] += [] if peak is None else [peak]
+    return {name: Measured(seconds[name], peaks[name]) for name in contenders}
 
 
-def _once(run: Callable[[], object]) -> tuple[float, float]:
+@contextmanager
+def _everything_old() -> Iterator[None]:
+    """Spare the collector what is there already: with torch loaded a full collection takes a quarter of a second."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory goes back, so that nobody lives on another's leftovers
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = _status("VmRSS")
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _once(contender: Contender, meter: Meter) -> tuple[float, float | None]:
+    given = contender.prepare()
+    meter.reset()
     start = time.perf_counter()
-    result = run()
+    result = contender.run(given)
+    meter.wait()
     seconds = time.perf_counter() - start
-    peak = _status("VmHWM") - before
+    peak = meter.peak_mib()
     del result
     return seconds, peak
 
 
-def _status(field: str) -> float:
-    """A field of the kernel's accounting of this process, in MiB."""
+def _status_mib(field: str) -> float:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024 / MIB

@@ -1,7 +1,8 @@
-"""Random-weight Qwen2 models of benchmark size, and the two libraries' transforms on them."""
+"""Random-weight Qwen2 models of benchmark size, and torchrl's scoring wrapper on them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,20 +10,37 @@ from torchrl.modules.llm import TransformersWrapper
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 
-def qwen2(vocab: int, *, hidden: int = 512, layers: int = 6, seed: int = 0) -> Any:
-    """A float32 Qwen2 in evaluation mode."""
+@dataclass(frozen=True)
+class ModelSize:
+    """Vocabulary, width and depth."""
+
+    vocab: int
+    hidden: int
+    layers: int
+
+    def __str__(self) -> str:
+        return f"Qwen2 of {self.layers} layers, hidden {self.hidden}, vocabulary {self.vocab:,}"
+
+
+QUICK = ModelSize(vocab=97, hidden=32, layers=2)
+
+
+def qwen2(
+    size: ModelSize, *, seed: int = 0, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Any:
+    """In evaluation mode, embedding and head apart."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=4 * size.hidden,
+        num_hidden_layers=size.layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
-    return Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(config).eval().to(device=device, dtype=dtype)
 
 
 def tokenizer() -> Any:
@@ -36,13 +54,8 @@ def tokenizer() -> Any:
     )
 
 
-def wrapper(model: Any, key: str, *, padded: bool = True) -> TransformersWrapper:
-    """A scoring wrapper on token input."""
+def wrapper(model: Any, key: str) -> TransformersWrapper:
+    """A scoring wrapper: padded tokens in, padded log-probs out."""
     return TransformersWrapper(
-        model,
-        tokenizer=tokenizer(),
-        input_mode="tokens",
-        generate=False,
-        pad_output=padded,
-        log_probs_key=key,
+        model, tokenizer=tokenizer(), input_mode="tokens", generate=False, pad_output=True, log_probs_key=key
     )

@@ -1,0 +1,49 @@
+"""Where a run took place: the machine, the versions, the settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from benchmarks.workloads import Settings
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What bears on the figures, and no date."""
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = {
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "memory": f"{gib:.0f} GiB",
+        "system": f"{platform.system()} on {platform.machine()}",
+    }
+    return {**found, "device": torch.cuda.get_device_name(device)} if device.type == "cuda" else found
+
+
+def versions() -> dict[str, str]:
+    """Of all that runs."""
+    packages = ("torch", "tensordict", "torchrl", "transformers", "torchrl-llm-kl")
+    found = {name.replace("-", "_"): version(name) for name in packages}
+    return {"python": platform.python_version(), **found}
+
+
+def described(settings: Settings) -> dict[str, str]:
+    """How it ran."""
+    return {
+        "threads": str(torch.get_num_threads()),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "(not set)"),
+        "quick": "yes" if settings.quick else "no",
+        "weights": str(settings.dtype).removeprefix("torch."),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )

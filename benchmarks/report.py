@@ -1,0 +1,131 @@
+"""The results as a table on the terminal and as a page."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from benchmarks.measure import Measured
+from benchmarks.results import Goal, Result, Run
+
+_INTRO = """# Benchmark
+
+Written by `{command}`; do not edit.
+
+torchrl {torchrl} and this library do the same work on the same data in one process, in turns; figures are medians. Each
+comparison first checks that both compute the same numbers, to the difference in the table. Memory is the peak above what the
+process held before. Where torchrl scores without a loss it runs under `no_grad`, without which it keeps the graphs of both
+models.
+"""
+
+
+def terminal_table(run: Run) -> Table:
+    """What was measured, for people to read."""
+    table = Table(title=f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}")
+    for header in ("", "torchrl", "here", "faster", "less memory", "differ by"):
+        table.add_column(header, justify="right" if header else "left", no_wrap=bool(header))
+    table.add_column("targets", no_wrap=True)
+    for result in run.results:
+        goals = "\n".join(f"[{'green' if goal.met else 'red'}]{_goal(goal)}[/]" for goal in result.goals)
+        table.add_row(result.name, *_figures(result), goals)
+    return table
+
+
+def markdown(run: Run) -> str:
+    """The page."""
+    parts = [_INTRO.format(command=run.command, torchrl=run.versions["torchrl"])]
+    if run.settings.get("quick") == "yes":
+        parts.append("**A quick run of the smallest sizes: these figures mean nothing.**\n")
+    parts.append("![Time and memory beside torchrl, and the cost of each turn of a conversation](results.png)\n")
+    rows = [[f"**{r.name}**", r.title, *_figures(r)] for r in run.results]
+    parts.append(_table(["", "work", "torchrl", "here", "faster", "less memory", "differ by"], rows))
+    parts.append("## Targets\n")
+    goals = [[f"**{r.name}**", g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for r in run.results for g in r.goals]
+    parts.append(_table(["", "figure", "found", "target", ""], goals))
+    if any(result.outcome.roofline for result in run.results):
+        parts.append(_roofline(run))
+    parts += [_turns(result) for result in run.results if result.outcome.turns]
+    parts.append("## Sizes\n")
+    parts.append("".join(f"- **{r.name}**: {_size(r)}.\n" for r in run.results))
+    parts.append("## Where\n")
+    where = {**run.machine, **run.settings, **run.versions}
+    parts.append(_table(["", ""], [[name, value] for name, value in where.items()]))
+    return "\n".join(parts)
+
+
+def _roofline(run: Run) -> str:
+    lines = [
+        "## Beside a matrix product\n",
+        "The multiply-adds that the work needs once (every distinct prefix through the body, the head where a token is",
+        "scored, both models), at the speed of the best bare float32 matrix product that was measured in between:\n",
+    ]
+    rows = [
+        [
+            f"**{result.name}**",
+            f"{roof.multiply_adds / 1e9:,.3g}",
+            f"{roof.product_flops / 1e9:,.0f}",
+            f"{2 * roof.multiply_adds / roof.product_flops:.3g} s",
+            f"{roof.seconds:.3g} s",
+            f"{roof.fraction:.0%}",
+        ]
+        for result in run.results
+        if (roof := result.outcome.roofline) is not None
+    ]
+    header = ["", "10^9 multiply-adds", "product, GFLOP/s", "products alone", "here", "of the product's speed"]
+    return "\n".join(lines) + "\n" + _table(header, rows)
+
+
+def _turns(result: Result) -> str:
+    turns = result.outcome.turns
+    assert turns is not None
+    rows = [
+        [str(i + 1), str(new), _seconds(theirs), _seconds(ours), f"{theirs / ours:.1f}x"]
+        for i, (new, theirs, ours) in enumerate(zip(turns.new_tokens, turns.theirs, turns.ours, strict=True))
+    ]
+    growth = (
+        f"A new token of the last turn takes {turns.growth(turns.ours):.2f} times as long as one of the first here, "
+        f"{turns.growth(turns.theirs):.2f} times in torchrl.\n"
+    )
+    heading = f"## {result.name}: cost of each turn\n\n{growth}\n"
+    return heading + _table(["turn", "new tokens", "torchrl", "here", "faster"], rows)
+
+
+def _figures(result: Result) -> list[str]:
+    outcome = result.outcome
+    return [
+        _measured(outcome.theirs),
+        _measured(outcome.ours),
+        f"{result.faster:.1f}x",
+        "" if result.smaller is None else f"{result.smaller:.1f}x",
+        "" if outcome.difference is None else f"{outcome.difference:.0e}",
+    ]
+
+
+def _measured(measured: Measured) -> str:
+    memory = "" if measured.peak_mib is None else f", {measured.peak_mib:,.0f} MiB"
+    return _seconds(measured.seconds) + memory
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _size(result: Result) -> str:
+    repeats = f"medians of {len(result.outcome.ours.all_seconds)}"
+    return "; ".join((result.outcome.work, *result.outcome.notes, repeats))
+
+
+def _goal(goal: Goal) -> str:
+    return f"{goal.short} {goal.found:.2g} {'≥' if goal.at_least else '≤'} {goal.target:g}"
+
+
+def _target(goal: Goal) -> str:
+    return f"at {'least' if goal.at_least else 'most'} {goal.target:g}"
+
+
+def _verdict(goal: Goal) -> str:
+    return "met" if goal.met else "missed"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,0 +1,170 @@
+"""What was measured and what was promised; as JSON, so that the report can be written again without running."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Measured
+from benchmarks.roofline import Roofline
+
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a workload should reach; None where nothing is promised.
+
+    Args:
+        faster: at least so many times.
+        smaller: at least so many times less peak memory.
+        roofline: at least this part of the speed of a bare matrix product.
+        growth: at most this much dearer is a new token of the last turn than one of the first.
+    """
+
+    faster: float | None = None
+    smaller: float | None = None
+    roofline: float | None = None
+    growth: float | None = None
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A conversation scored at every turn: seconds of each turn."""
+
+    new_tokens: list[int]
+    theirs: list[float]
+    ours: list[float]
+
+    def growth(self, seconds: list[float]) -> float:
+        """Time of a new token in the last turn, over that in the first."""
+        return seconds[-1] / self.new_tokens[-1] / (seconds[0] / self.new_tokens[0])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a workload measured.
+
+    Args:
+        work: its size in words.
+        theirs: torchrl.
+        ours: this library.
+        difference: the largest between the numbers that both computed; None where no numbers are.
+        roofline: of ours.
+        turns: of a conversation.
+        notes: what a reader should know.
+    """
+
+    work: str
+    theirs: Measured
+    ours: Measured
+    difference: float | None = None
+    roofline: Roofline | None = None
+    turns: Turns | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure beside its target; ``short`` where there is little room."""
+
+    what: str
+    short: str
+    found: float
+    target: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is reached."""
+        return self.found >= self.target if self.at_least else self.found <= self.target
+
+
+@dataclass(frozen=True)
+class Result:
+    """A workload, what it measured and what was promised."""
+
+    name: str
+    title: str
+    targets: Targets
+    outcome: Outcome
+
+    @property
+    def faster(self) -> float:
+        """How many times slower torchrl is."""
+        return self.outcome.theirs.seconds / self.outcome.ours.seconds
+
+    @property
+    def smaller(self) -> float | None:
+        """How many times more memory torchrl needs at its peak; pages cannot tell anything below 1 MiB."""
+        theirs, ours = self.outcome.theirs.peak_mib, self.outcome.ours.peak_mib
+        return None if theirs is None or ours is None or theirs < 1 else theirs / max(ours, 1.0)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """Every target, and what was found."""
+        targets, roofline, turns = self.targets, self.outcome.roofline, self.outcome.turns
+        goals = []
+        if targets.faster is not None:
+            goals.append(Goal("times faster", "faster", self.faster, targets.faster))
+        if targets.smaller is not None and self.smaller is not None:
+            goals.append(Goal("times less memory", "memory", self.smaller, targets.smaller))
+        if targets.roofline is not None and roofline is not None:
+            goals.append(Goal("of a matrix product's speed", "product", roofline.fraction, targets.roofline))
+        if targets.growth is not None and turns is not None:
+            found = turns.growth(turns.ours)
+            goals.append(
+                Goal("last turn over first, time of a new token", "growth", found, targets.growth, at_least=False)
+            )
+        return goals
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the benchmark: where, how, and what came out."""
+
+    command: str
+    settings: dict[str, str]
+    machine: dict[str, str]
+    versions: dict[str, str]
+    results: tuple[Result, ...]
+
+    def same_place(self, other: Run) -> bool:
+        """Whether the figures of both may stand in one table."""
+        return all(getattr(self, name) == getattr(other, name) for name in ("settings", "machine", "versions"))
+
+    def updated(self, newer: Run) -> Run:
+        """With the results of ``newer`` in place of its own."""
+        results = {result.name: result for result in (*self.results, *newer.results)}
+        return replace(self, results=tuple(results.values()))
+
+    def save(self, folder: Path) -> None:
+        """Write it to ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULTS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Run:
+        """Read what :meth:`save` has written."""
+        data = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        return cls(**{**data, "results": tuple(_result(item) for item in data["results"])})
+
+
+def _result(data: dict[str, Any]) -> Result:
+    outcome = data["outcome"]
+    return Result(
+        data["name"],
+        data["title"],
+        Targets(**data["targets"]),
+        Outcome(
+            work=outcome["work"],
+            theirs=Measured(**outcome["theirs"]),
+            ours=Measured(**outcome["ours"]),
+            difference=outcome["difference"],
+            roofline=outcome["roofline"] and Roofline(**outcome["roofline"]),
+            turns=outcome["turns"] and Turns(**outcome["turns"]),
+            notes=tuple(outcome["notes"]),
+        ),
+    )

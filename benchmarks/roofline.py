@@ -1,0 +1,109 @@
+"""How near a workload comes to the speed of a bare matrix product on the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Contender
+
+
+@dataclass(frozen=True)
+class BodyShape:
+    """Widths of a decoder with rotary attention and a gated MLP.
+
+    Args:
+        hidden: of the residual stream.
+        intermediate: of the MLP.
+        queries: all query heads together.
+        keys: all key heads together; values have the same.
+        layers: how many.
+        vocab: outputs of the head.
+    """
+
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+    layers: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: Any) -> BodyShape:
+        """From a transformers configuration of the Qwen2 family."""
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            queries=config.num_attention_heads * size,
+            keys=config.num_key_value_heads * size,
+            layers=config.num_hidden_layers,
+            vocab=config.vocab_size,
+        )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What had to be multiplied, how fast the machine multiplies, and how long the work took.
+
+    Args:
+        multiply_adds: that the work needs once.
+        product_flops: floating-point operations per second of the best matrix product of the run.
+        seconds: of the work.
+    """
+
+    multiply_adds: int
+    product_flops: float
+    seconds: float
+
+    @property
+    def fraction(self) -> float:
+        """1 if the work took no longer than its products alone at full speed."""
+        return 2 * self.multiply_adds / self.product_flops / self.seconds
+
+
+def needed_multiply_adds(sequences: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]], shape: BodyShape) -> int:
+    """Multiply-adds to score tokens under one model, nothing twice and nothing in vain.
+
+    Every distinct prefix that a scored token depends on goes through the body once: its linear layers, and the products of
+    its queries with the keys and of the weights with the values of all tokens up to itself. Every distinct prefix that
+    predicts a scored token goes through the head once.
+
+    Args:
+        sequences: token ids of each sequence.
+        scored: which of them are scored, never the first of a sequence.
+        shape: of the model.
+    """
+    depths, heads = _distinct_prefixes(sequences, scored)
+    linear = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
+    body = shape.layers * (len(depths) * linear + sum(depths) * 2 * shape.queries)
+    return body + heads * shape.hidden * shape.vocab
+
+
+def _distinct_prefixes(sequences: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]]) -> tuple[list[int], int]:
+    """Lengths of the distinct prefixes to forward, and how many of them predict a scored token."""
+    nodes: dict[tuple[int, int], int] = {}  # (node of the prefix without its last token, last token) -> node
+    depths: list[int] = []
+    predicting: set[int] = set()
+    for tokens, asked in zip(sequences, scored, strict=True):
+        last = max((position for position, wanted in enumerate(asked) if wanted), default=0)
+        node = -1
+        for position in range(last):
+            key = (node, tokens[position])
+            if key not in nodes:
+                nodes[key] = len(depths)
+                depths.append(position + 1)
+            node = nodes[key]
+            if asked[position + 1]:
+                predicting.add(node)
+    return depths, len(predicting)
+
+
+def matrix_product(size: int) -> Contender:
+    """A bare float32 product of two square matrices: what the machine can do at best, ``2 size^3`` operations."""
+    a, b = torch.rand(size, size), torch.rand(size, size)
+    out = torch.empty(size, size)
+    return Contender(lambda _: torch.mm(a, b, out=out))

@@ -1,0 +1,73 @@
+"""What a workload is, and how it is asked to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.measure import Contender, Measured, alternate, meter_of
+from benchmarks.models import QUICK, ModelSize
+from benchmarks.results import Outcome, Targets
+
+THEIRS, OURS = "torchrl", "here"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run.
+
+    Args:
+        repeats: of each contender; the median counts.
+        quick: the smallest models and batches, to see that everything works.
+        device: where models and data are.
+        dtype: of the weights.
+        on_run: told of each contender before it runs.
+    """
+
+    repeats: int = 3
+    quick: bool = False
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    on_run: Callable[[str], None] = lambda name: None
+
+    def size(self, full: ModelSize) -> ModelSize:
+        """The model to use."""
+        return QUICK if self.quick else full
+
+    def at_least(self, repeats: int) -> int:
+        """Repeats of a workload so short that it needs more of them."""
+        return self.repeats if self.quick else max(self.repeats, repeats)
+
+    def alternate(
+        self, contenders: Mapping[str, Contender], *, repeats: int | None = None, warm_up: int = 0
+    ) -> dict[str, Measured]:
+        """Measure all contenders in turn."""
+        return alternate(
+            contenders,
+            meter_of(self.device),
+            repeats=self.repeats if repeats is None else repeats,
+            warm_up=warm_up,
+            on_run=self.on_run,
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One comparison.
+
+    Args:
+        name: for the command line.
+        title: for the tables.
+        measure: checks that the libraries agree, then measures both.
+        targets: what it should reach on a CPU.
+        cuda: whether it says something on a GPU.
+    """
+
+    name: str
+    title: str
+    measure: Callable[[Settings], Outcome]
+    targets: Targets
+    cuda: bool = False

@@ -1,0 +1,118 @@
+"""A conversation scored at every turn under two models, as an env with several turns does."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.agreement import largest_difference, tolerance_of
+from benchmarks.data import Batch, conversation
+from benchmarks.measure import MIB, Contender
+from benchmarks.models import ModelSize, qwen2, wrapper
+from benchmarks.results import Outcome, Targets, Turns
+from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
+from torchrl_llm_kl import LogProbScorer, Ragged
+
+SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
+MEMORY = 256 * MIB  # for each model; all turns fit
+REMEMBERS = "memory" in inspect.signature(LogProbScorer).parameters
+
+Number = TypeVar("Number", int, float)
+Score = Callable[[Ragged, Tensor], Ragged]
+
+
+def new_scorer(model: Any) -> Score:
+    """A scorer that remembers no conversation yet."""
+    if not REMEMBERS:
+        return LogProbScorer(model).score
+    options: dict[str, Any] = {"memory": MEMORY}
+    return partial(LogProbScorer(model, **options).score, remember=True)
+
+
+class Clock:
+    """Seconds of each turn, run by run."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[float]] = []
+
+    def time(self, turns: list[Callable[[], object]]) -> None:
+        """Run all turns."""
+        marks = [time.perf_counter()]
+        for turn in turns:
+            turn()
+            marks.append(time.perf_counter())
+        self.runs.append(_steps(marks))
+
+    @property
+    def medians(self) -> list[float]:
+        """Of each turn, over runs."""
+        return [statistics.median(seconds) for seconds in zip(*self.runs, strict=True)]
+
+
+def measure(settings: Settings) -> Outcome:
+    """All turns of one conversation, each with all tokens so far."""
+    size = settings.size(SIZE)
+    batches = conversation(3 if settings.quick else 8, size.vocab)
+    models = [qwen2(size, seed=seed, dtype=settings.dtype) for seed in (0, 1)]
+    wrappers = [wrapper(model, key) for model, key in zip(models, ("log_probs", "ref_log_probs"), strict=True)]
+    padded, ragged = [batch.padded() for batch in batches], [batch.ragged() for batch in batches]
+
+    def their_turn(turn: int) -> list[Tensor]:
+        with torch.no_grad():
+            return [wrap(padded[turn].copy())[wrap.log_probs_key, "full"] for wrap in wrappers]
+
+    def our_turn(scorers: list[Score], turn: int) -> list[Tensor]:
+        return [score(*ragged[turn]).values for score in scorers]
+
+    scorers = [new_scorer(model) for model in models]
+    difference = max(
+        _difference(our_turn(scorers, turn), their_turn(turn), batch, ragged[turn][1], tolerance_of(settings.dtype))
+        for turn, batch in enumerate(batches)
+    )
+    clocks = {THEIRS: Clock(), OURS: Clock()}
+    turns = range(len(batches))
+    found = settings.alternate(
+        {
+            THEIRS: Contender(lambda _: clocks[THEIRS].time([partial(their_turn, turn) for turn in turns])),
+            OURS: Contender(
+                lambda scorers: clocks[OURS].time([partial(our_turn, scorers, turn) for turn in turns]),
+                prepare=lambda: [new_scorer(model) for model in models],
+            ),
+        }
+    )
+    totals = [0, *(batch.tokens for batch in batches)]
+    return Outcome(
+        f"{len(batches)} turns, {totals[-1]:,} tokens at the end ({batches[0].source}); {size}",
+        found[THEIRS],
+        found[OURS],
+        difference,
+        turns=Turns(
+            _steps(totals),
+            clocks[THEIRS].medians,
+            clocks[OURS].medians,
+        ),
+        notes=() if REMEMBERS else ("measured without conversation memory: every turn scores all tokens again",),
+    )
+
+
+def _steps(marks: list[Number]) -> list[Number]:
+    return [after - before for before, after in pairwise(marks)]
+
+
+def _difference(ours: list[Tensor], theirs: list[Tensor], batch: Batch, mask: Tensor, tolerance: float) -> float:
+    response = batch.padded_response()
+    return max(
+        largest_difference(our[mask], their[response], tolerance=tolerance, what="log-probs of a turn")
+        for our, their in zip(ours, theirs, strict=True)
+    )
+
+
+WORKLOADS = (Workload("c", "A conversation of 8 turns, scored at every turn", measure, Targets(faster=8, growth=1.5)),)

@@ -1,0 +1,97 @@
+"""``RetrieveKL`` beside torchrl's on the same rollouts: log-probs under two models and the KL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs.llm.transforms.kl import RetrieveKL as TorchRLRetrieveKL
+
+from benchmarks.agreement import largest_difference, tolerance_of
+from benchmarks.data import Batch, grouped, independent
+from benchmarks.measure import Contender
+from benchmarks.models import ModelSize, qwen2, wrapper
+from benchmarks.results import Outcome, Targets
+from benchmarks.roofline import BodyShape, Roofline, matrix_product, needed_multiply_adds
+from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
+from torchrl_llm_kl import RetrieveKL
+
+SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
+MakeBatch = Callable[[int], Batch]
+
+
+def measure(full: MakeBatch, quick: MakeBatch, settings: Settings) -> Outcome:
+    """Score under two models and compute the KL, as a transform in torchrl and here."""
+    size = settings.size(SIZE)
+    batch = (quick if settings.quick else full)(size.vocab)
+    policy, reference = (qwen2(size, seed=seed, device=settings.device, dtype=settings.dtype) for seed in (0, 1))
+    gen, ref = wrapper(policy, "log_probs"), wrapper(reference, "ref_log_probs")
+    # Without no_grad torchrl keeps the graph of both models (`detach` is never read there) and needs twice the memory.
+    theirs = torch.no_grad()(TorchRLRetrieveKL(gen, ref, assistant_only=False, add_to_reward=False))
+    ours = RetrieveKL(gen, ref, add_to_reward=False)
+    data = batch.padded(settings.device)
+    difference = _check_agreement(theirs(data.copy()), ours(data.copy()), batch, tolerance_of(settings.dtype))
+
+    contenders = {
+        THEIRS: Contender(lambda _: theirs(data.copy())),
+        OURS: Contender(lambda _: ours(data.copy())),
+    }
+    if settings.device.type == "cpu":
+        width = 256 if settings.quick else 2048
+        product = matrix_product(width)
+        contenders = {"product before": product, **contenders, "product after": product}
+    found = settings.alternate(contenders)
+    outcome = Outcome(f"{batch.tokens:,} tokens ({batch.source}); {size}", found[THEIRS], found[OURS], difference)
+    if settings.device.type != "cpu":
+        return outcome
+    best = min(found["product before"].all_seconds + found["product after"].all_seconds)
+    sequences, mask = batch.ragged()
+    scored = [row.tolist() for row in sequences.like(mask).to_list()]
+    needed = needed_multiply_adds([row.tolist() for row in sequences.to_list()], scored, BodyShape.of(policy.config))
+    return Outcome(
+        outcome.work,
+        outcome.theirs,
+        outcome.ours,
+        difference,
+        roofline=Roofline(2 * needed, 2 * width**3 / best, found[OURS].seconds),
+    )
+
+
+def _check_agreement(theirs: TensorDictBase, ours: TensorDictBase, batch: Batch, tolerance: float) -> float:
+    """Where both score: the response. Rotary positions make torchrl's padding on the left harmless."""
+    response = batch.padded_response()
+    found, expected = ours["next", "kl_penalty"], theirs["next", "kl_penalty"]
+    if expected.is_nested:
+        expected = torch.nested.to_padded_tensor(expected, 0.0)
+    return largest_difference(found.cpu()[response], expected.cpu()[response], tolerance=tolerance, what="KL")
+
+
+def _workload(name: str, title: str, full: MakeBatch, quick: MakeBatch, targets: Targets) -> Workload:
+    return Workload(name, f"RetrieveKL, {title}", partial(measure, full, quick), targets, cuda=True)
+
+
+WORKLOADS = (
+    _workload(
+        "a4",
+        "4 prompts x 4 answers",
+        partial(grouped, 4, 4),
+        partial(grouped, 2, 2),
+        Targets(faster=3.5, roofline=0.75),
+    ),
+    _workload(
+        "a16",
+        "4 prompts x 16 answers",
+        partial(grouped, 4, 16),
+        partial(grouped, 2, 6),
+        Targets(faster=5, smaller=30, roofline=0.75),
+    ),
+    _workload(
+        "b",
+        "16 lengths of 100..800, nothing shared",
+        partial(independent, 16),
+        partial(independent, 4, shortest=8, longest=40),
+        Targets(faster=2.5, smaller=30),
+    ),
+)
