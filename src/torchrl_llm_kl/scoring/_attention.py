@@ -8,62 +8,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["KeysValues", "PackLayout", "PackPiece", "attend", "pack_attention"]
+from torchrl_llm_kl.scoring._attention_ragged import attend_ragged, can_be_ragged
+from torchrl_llm_kl.scoring._pack_layout import PackLayout
+
+__all__ = ["attend", "pack_attention"]
 
 NAME = "torchrl_llm_kl_pack"
 # Queries at a time where keys come from elsewhere or are limited by a window: bounds the mask.
 _ROWS = 512
-
-# Keys and values of some tokens, one pair for each time the model attends: [1, heads, tokens, size].
-KeysValues = list[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class PackPiece:
-    """One piece of a pack.
-
-    Args:
-        first: its first place in the pack.
-        last: the place after its last one.
-        past: the piece of the same pack that it follows, -1 if there is none.
-        outside: keys and values of all tokens before it, in order, if it follows a piece that is in no earlier place
-            of the pack.
-        keep: whether its keys and values are wanted afterwards.
-    """
-
-    first: int
-    last: int
-    past: int
-    outside: list[KeysValues]
-    keep: bool
-
-
-@dataclass(eq=False)
-class PackLayout:
-    """The pieces of a pack, and what a forward finds out about them.
-
-    Args:
-        pieces: in the order of the pack, without gaps.
-        kept: keys and values of each piece to keep, after the forward.
-        calls: how often the model has attended in this forward.
-    """
-
-    pieces: list[PackPiece]
-    kept: dict[int, KeysValues] = field(default_factory=dict)
-    calls: int = 0
-    masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.kept = {i: [] for i, piece in enumerate(self.pieces) if piece.keep}
-        self.followed = {piece.past for piece in self.pieces}
-
 
 _ACTIVE = threading.local()
 
@@ -135,15 +93,18 @@ def _attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} has an attention mask of its own")
     call, layout.calls = layout.calls, layout.calls + 1
+    for i, kept in layout.kept.items():
+        k, v = (t[:, :, layout.pieces[i].first : layout.pieces[i].last] for t in (key, value))
+        # A copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
+        kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
+    if softcap is None and s_aux is None and dropout == 0.0 and can_be_ragged(query):
+        return attend_ragged(layout, call, query, key, value, scaling, sliding_window), None
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
     keys: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
     out = []
     for i, piece in enumerate(layout.pieces):
         k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-        if i in layout.kept:
-            # A copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
-            layout.kept[i].append((k, v) if k.requires_grad else (k.clone(), v.clone()))
         if piece.past >= 0:
             k, v = torch.cat([keys[piece.past], k], 2), torch.cat([values[piece.past], v], 2)
         elif piece.outside:
@@ -185,7 +146,7 @@ def _blocks(
 def _mask(layout: PackLayout, query: Tensor, shape: tuple[int, int, int, int | None]) -> Tensor:
     """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``. The same for every layer."""
     at = (*shape, query.device, query.dtype)
-    if at not in layout.masks:
+    if at not in layout.cache:
         rows, offset, width, window = shape
         distance = (
             torch.arange(rows, device=query.device).unsqueeze(-1) + offset - torch.arange(width, device=query.device)
@@ -193,10 +154,10 @@ def _mask(layout: PackLayout, query: Tensor, shape: tuple[int, int, int, int | N
         hidden = distance < 0
         if window is not None:
             hidden |= distance >= window
-        layout.masks[at] = torch.zeros(rows, width, device=query.device, dtype=query.dtype).masked_fill_(
+        layout.cache[at] = torch.zeros(rows, width, device=query.device, dtype=query.dtype).masked_fill_(
             hidden, -torch.inf
         )
-    return layout.masks[at]
+    return layout.cache[at]
 
 
 def _plain(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring._attention import KeysValues
+from torchrl_llm_kl.scoring._pack_layout import KeysValues
 
 __all__ = ["ConversationMemory", "Cursor", "Segment"]
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece, attend, pack_attention
+from torchrl_llm_kl.scoring._attention import attend, pack_attention
+from torchrl_llm_kl.scoring._device import send
 from torchrl_llm_kl.scoring._mode import Mode
 from torchrl_llm_kl.scoring._model import call, find_body, hidden_of
+from torchrl_llm_kl.scoring._pack_layout import KeysValues, PackLayout, PackPiece
 from torchrl_llm_kl.scoring._pack_plan import PackPlan, plan_packs
 from torchrl_llm_kl.scoring._recall import Recall
 from torchrl_llm_kl.scoring._request import Request
@@ -58,9 +60,9 @@ class PackedPass:
         counts = torch.searchsorted(place, bounds).diff().tolist()
         self.elements = list(element.split(counts))
         # All that the forwards need crosses to the device at once, ahead of them.
-        self._ids = _send(request.tokens.values[row.element], device)
-        self._positions = _send(row.position, device)
-        self._slots = _send(place % tokens_per_batch, device).split(counts)
+        self._ids = send(request.tokens.values[row.element], device)
+        self._positions = send(row.position, device)
+        self._slots = send(place % tokens_per_batch, device).split(counts)
         self._last_use = self.plan.last_use()
         self._pasts: dict[int, list[KeysValues]] = {}
 
@@ -113,11 +115,6 @@ class PackedPass:
             return piece.outside
         before = layout.pieces[piece.past]
         return [*self._pasts_inside(layout, before), layout.kept[piece.past]]
-
-
-def _send(data: Tensor, device: torch.device) -> Tensor:
-    """To the device, without waiting for it."""
-    return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data.to(device)
 
 
 @dataclass(frozen=True, eq=False)

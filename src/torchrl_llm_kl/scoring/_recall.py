@@ -7,8 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring._attention import KeysValues
 from torchrl_llm_kl.scoring._memory import ConversationMemory, Cursor, Segment
+from torchrl_llm_kl.scoring._pack_layout import KeysValues
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._tree import PrefixTree
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._device import send
 
 __all__ = ["MicroBatch", "Request"]
 
@@ -123,11 +124,11 @@ class Request:
         column = torch.arange(index.shape[1])
         real = column < lengths
         return MicroBatch(
-            input_ids=torch.where(real, self.tokens.values[index], 0).to(device),
-            attention_mask=real.long().to(device),
-            position_ids=column.expand(index.shape).contiguous().to(device),
-            slots=scored.flatten().nonzero().squeeze(-1).to(device),
-            targets=self.tokens.values[index[scored] + 1].to(device),
+            input_ids=send(torch.where(real, self.tokens.values[index], 0), device),
+            attention_mask=send(real.long(), device),
+            position_ids=send(column.expand(index.shape).contiguous(), device),
+            slots=send(scored.flatten().nonzero().squeeze(-1), device),
+            targets=send(self.tokens.values[index[scored] + 1], device),
         )
 
     def _window(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.scoring._device import send
 from torchrl_llm_kl.scoring._fingerprint import fingerprint
 from torchrl_llm_kl.scoring._memory import ConversationMemory
 from torchrl_llm_kl.scoring._mode import Mode
@@ -170,7 +171,7 @@ def _collect(
         states = [each.run(index) for each in passes]
         if some.numel() == 0:
             continue
-        targets = request.tokens.values[some].to(runner.device)
+        targets = send(request.tokens.values[some], runner.device)
         ref = states[1] if len(states) > 1 else None
         with nullcontext() if grad else torch.no_grad():
             parts.append(read(states[0], targets, wanted, ref, chunk=runner.head_chunk, recompute=grad))

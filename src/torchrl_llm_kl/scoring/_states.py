@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_llm_kl.estimators import exact_kl_from_logits
-from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
+from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.scoring._mode import Mode
 from torchrl_llm_kl.scoring._model import LogitMap, find_head, logit_map
 
@@ -180,7 +179,7 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
                 f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
                 f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order"
             )
-        kl = exact_kl_from_logits(logits, ref_logits, direction=wanted.kl or "reverse")
+        kl = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse")
         out = out._replace(ref_log_prob=log_prob_at(ref_logits, targets), kl=kl.float())
     if wanted.top_k:
         if wanted.top_k > logits.shape[-1]:
