@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,18 +80,17 @@ class PaddedPass:
         batch = self.request.micro_batch(self.batches[index], self.device)
         with self.mode.of(self.model):
             if self.route.path == "full":
-                return States(batch.targets.numel(), self._full_logits(batch), self.temperature)
+                return self._full_states(batch)
             body = find_body(self.model)
             if body is None:
                 raise TypeError(f"{type(self.model).__name__} has no separate body and head")
             hidden = hidden_of(self._forward(body, batch)).flatten(0, 1)[batch.slots]
             return head_states(self.model, self.mode, hidden, self.temperature)
 
-    def _full_logits(self, batch: MicroBatch) -> Callable[[Tensor], Tensor]:
+    def _full_states(self, batch: MicroBatch) -> States:
         # The last positions: prompt tuning puts virtual tokens before the sequence.
         logits = logits_of(self._forward(self.model, batch))[:, -batch.input_ids.shape[1] :].flatten(0, 1)
-        slots = batch.slots.to(logits.device)
-        return lambda rows: logits[slots[rows.to(logits.device)]]
+        return States(batch.slots.to(logits.device), lambda slots: logits[slots], self.temperature)
 
     def _forward(self, module: nn.Module, batch: MicroBatch) -> object:
         options = {}

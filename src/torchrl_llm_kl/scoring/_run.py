@@ -18,7 +18,7 @@ from torchrl_llm_kl.scoring._packed import PackedPass
 from torchrl_llm_kl.scoring._padded import PaddedPass, Route, padded_batches
 from torchrl_llm_kl.scoring._recall import Recall
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._states import Readings, Wanted, join, read
+from torchrl_llm_kl.scoring._states import Readings, States, Wanted, join, join_states, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 __all__ = ["Runner", "run"]
@@ -166,16 +166,24 @@ def _collect(
     recalls: list[Recall] | None,
     grad: bool,
 ) -> tuple[Tensor, Readings]:
-    elements, parts = [], []
+    elements: list[Tensor] = []
+    parts: list[Readings] = []
+    held: list[tuple[Tensor, list[States]]] = []
     for index, some in enumerate(passes[0].elements):
         states = [each.run(index) for each in passes]
         if some.numel() == 0:
             continue
-        targets = send(request.tokens.values[some], runner.device)
-        ref = states[1] if len(states) > 1 else None
-        with nullcontext() if grad else torch.no_grad():
-            parts.append(read(states[0], targets, wanted, ref, chunk=runner.head_chunk, recompute=grad))
         elements.append(some)
+        targets = send(request.tokens.values[some], runner.device)
+        if grad and all(each.head is not None for each in states):
+            # The graph holds hidden states anyway: one head call for all makes one gradient of its weight, not many.
+            held.append((targets, states))
+        else:
+            parts.append(_read(targets, states, wanted, runner, grad))
+    if held:
+        columns = zip(*(states for _, states in held), strict=True)
+        targets = torch.cat([targets for targets, _ in held])
+        parts.append(_read(targets, [join_states(column) for column in columns], wanted, runner, grad))
     found = join(parts) if parts else _nothing(wanted, runner.device)
     element = torch.cat([torch.zeros(0, dtype=torch.long), *elements])
     if recalls is None:
@@ -188,6 +196,12 @@ def _collect(
         log_prob = torch.cat([found.log_prob, recalls[0].values.to(runner.device)])
         found, element = found._replace(log_prob=log_prob), torch.cat([element, known])
     return element, found
+
+
+def _read(targets: Tensor, states: list[States], wanted: Wanted, runner: Runner, grad: bool) -> Readings:
+    """Of the model's states, and the reference's if there are any."""
+    with nullcontext() if grad else torch.no_grad():
+        return read(states[0], targets, wanted, *states[1:], chunk=runner.head_chunk, recompute=grad)
 
 
 def _nothing(wanted: Wanted, device: torch.device) -> Readings:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -14,7 +14,7 @@ from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logi
 from torchrl_llm_kl.scoring._mode import Mode
 from torchrl_llm_kl.scoring._model import LogitMap, find_head, logit_map
 
-__all__ = ["Readings", "States", "Wanted", "head_states", "join", "log_prob_at", "read"]
+__all__ = ["Readings", "States", "Wanted", "head_states", "join", "join_states", "log_prob_at", "read"]
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,27 @@ class States:
     """The distributions at ``n`` positions.
 
     Args:
-        count: ``n``.
-        logits: the logits at some of them, as the model makes them; indices ``[k]`` to ``[k, V]``.
+        source: what logits are made of: hidden states ``[n, H]``, or where they are among logits that exist ``[n]``.
+        logits: makes them, as the model does; some rows of the source to ``[k, V]``.
         temperature: divides the logits.
-        hidden: what a plain linear head reads, if the model ends in one; ``[n, H]``.
-        head: that head.
+        head: a plain linear head, if that makes them.
         map: what is done to its product.
     """
 
-    count: int
+    source: Tensor
     logits: Callable[[Tensor], Tensor]
     temperature: float
-    hidden: Tensor | None = None
     head: nn.Linear | None = None
     map: LogitMap = field(default_factory=LogitMap)
 
+    @property
+    def count(self) -> int:
+        """``n``."""
+        return self.source.shape[0]
+
     def tempered(self, rows: Tensor) -> Tensor:
-        """Logits in float32 or wider, divided by the temperature."""
-        logits = _wide(self.logits(rows))
+        """Logits in float32 or wider, divided by the temperature; indices ``[k]`` to ``[k, V]``."""
+        logits = _wide(self.logits(self.source[rows.to(self.source.device)]))
         return logits if self.temperature == 1.0 else logits / self.temperature
 
 
@@ -83,14 +86,17 @@ def head_states(model: nn.Module, mode: Mode, hidden: Tensor, temperature: float
         # Under autocast the body's output is narrower than the head.
         hidden = hidden.to(weight.device, weight.dtype if weight.is_floating_point() else None)
 
-    def logits(rows: Tensor) -> Tensor:
-        with mode.of(model), torch.autocast(hidden.device.type, enabled=False):
-            return mapped(_wide(head(hidden[rows])))
+    def logits(some: Tensor) -> Tensor:
+        with mode.of(model), torch.autocast(some.device.type, enabled=False):
+            return mapped(_wide(head(some)))
 
-    states = States(hidden.shape[0], logits, temperature)
-    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
-        return states
-    return States(hidden.shape[0], logits, temperature, hidden, head, mapped)
+    plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+    return States(hidden, logits, temperature, cast(nn.Linear, head) if plain else None, mapped)
+
+
+def join_states(parts: Sequence[States]) -> States:
+    """States of one model with a head, one after another; at least one."""
+    return replace(parts[0], source=torch.cat([part.source for part in parts]))
 
 
 def read(
@@ -125,24 +131,23 @@ def join(parts: list[Readings]) -> Readings:
 
 def _read_linear(states: States, targets: Tensor, wanted: Wanted, ref: States | None) -> Readings:
     assert states.head is not None
-    assert states.hidden is not None
-    weight, targets = states.head.weight, targets.to(states.hidden.device)
+    hidden, weight = states.source, states.head.weight
+    targets = targets.to(hidden.device)
     mapped: dict[str, Any] = {"bias": states.head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
     own = {**mapped, "temperature": states.temperature}
     if ref is None:
-        found = linear_log_prob(states.hidden, weight, targets, entropy=wanted.entropy, **own)
+        found = linear_log_prob(hidden, weight, targets, entropy=wanted.entropy, **own)
         out = Readings(found.log_prob.float(), _narrow(found.entropy))
     else:
         assert ref.head is not None
-        assert ref.hidden is not None
         pair = linear_pair(
-            states.hidden,
+            hidden,
             weight,
-            ref.hidden.to(states.hidden.device),
-            ref.head.weight.detach().to(states.hidden.device),
+            ref.source.to(hidden.device),
+            ref.head.weight.detach().to(hidden.device),
             targets,
             direction=wanted.kl or "reverse",
-            ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(states.hidden.device),
+            ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(hidden.device),
             ref_scale=ref.map.scale,
             ref_soft_cap=ref.map.soft_cap,
             entropy=wanted.entropy,
@@ -154,7 +159,7 @@ def _read_linear(states: States, targets: Tensor, wanted: Wanted, ref: States | 
             pair.log_prob.float(), _narrow(pair.entropy), pair.ref_log_prob.float().detach(), pair.kl.float()
         )
     if wanted.top_k:
-        top = linear_top_k(states.hidden, weight, wanted.top_k, **own)
+        top = linear_top_k(hidden, weight, wanted.top_k, **own)
         out = out._replace(
             top_indices=top.indices, top_log_probs=top.log_probs.float(), tail_log_prob=top.tail_log_prob.float()
         )
