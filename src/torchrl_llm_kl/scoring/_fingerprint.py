@@ -18,7 +18,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     Addresses and version counters tell every change that autograd sees: an optimiser's step, ``load_state_dict``,
     ``.to``. Writing through ``.data``, as weight updaters do, bumps no counter: a few values of each tensor tell those.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [_local(t) for t in (*model.parameters(), *model.buffers())]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -26,6 +26,11 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     # One synchronisation for each device.
     values = tuple(torch.cat(some).cpu().numpy().tobytes() for some in samples.values())
     return where, values, _adapters(model)
+
+
+def _local(tensor: Any) -> Tensor:
+    """This process's part of a tensor that is spread over several."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _samples(tensor: Tensor) -> Tensor:

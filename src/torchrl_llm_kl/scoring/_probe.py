@@ -45,7 +45,7 @@ class Verdict:
 def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> Verdict:
     """The first route that reproduces the model's plain forward, one sequence at a time and nothing padded."""
     has_head = find_body(model) is not None and find_head(model) is not None
-    vocab = vocab_size(model)
+    vocab = _vocab(model)
     name = type(model).__name__
     if not has_head:
         complaint = f"{name} does not say what its body and head are (get_decoder, get_output_embeddings)"
@@ -75,6 +75,14 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         f"{complaint}; nor does its forward on padded sequences ({_say(difference)}): scores may be wrong, is the "
         "model causal and deterministic?",
     )
+
+
+def _vocab(model: nn.Module) -> int | None:
+    """Tokens that are embedded and predicted: some models embed more than they predict."""
+    weight = getattr(find_head(model), "weight", None)
+    embedded = vocab_size(model)
+    predicted = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else embedded
+    return None if embedded is None or predicted is None else min(embedded, predicted)
 
 
 def _probe_request(vocab: int, limit: int | None) -> Request:

@@ -1,0 +1,468 @@
+"""What bfloat16 costs in log-probs and KL, on real text: ``python -m benchmarks.precision``."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import math
+import random
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
+
+from benchmarks.data import REAL_ANSWERS
+from benchmarks.environment import machine
+from benchmarks.measure import Contender, HostMeter, alternate
+from benchmarks.models import QUICK, ModelSize, qwen2
+from torchrl_llm_kl import LogProbScorer, Ragged, get_estimator
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, PLOT = "precision.md", "precision.png"
+START, END = "<!-- measured: `python -m benchmarks.precision --write` -->", "<!-- end of measured -->"
+
+Document = tuple[str, list[str], str]  # a prompt, answers to learn from, and one to hold out or to tune on
+
+MODEL = ModelSize(vocab=2000, hidden=256, layers=4)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything; the KL is measured after each of the numbers of tuning steps."""
+
+    model: ModelSize = MODEL
+    training_steps: int = 250
+    training_rate: float = 8e-3
+    tuning_steps: tuple[int, ...] = (1, 8, 64)
+    tuning_rate: float = 3e-5
+    batch: tuple[int, int] = (8, 128)
+    held_out: int = 64
+    documents: int | None = None
+    repeats: int = 3
+
+
+SMALLEST = Sizes(
+    replace(QUICK, vocab=300),
+    training_steps=20,
+    tuning_steps=(1, 8),
+    batch=(4, 32),
+    held_out=8,
+    documents=40,
+    repeats=1,
+)
+
+
+# ---------------------------------------------------------------------- text
+
+
+def documents() -> tuple[list[Document], str]:
+    """GSM8K where it is at hand, else what Python says about itself; shuffled, and the same every time."""
+    if REAL_ANSWERS.exists():
+        rows = [json.loads(line) for line in REAL_ANSWERS.read_text(encoding="utf-8").splitlines()]
+        models = [name for name, value in rows[0].items() if isinstance(value, dict)]
+        found = [(row["question"], [row[name]["solution"] for name in models], row["ground_truth"]) for row in rows]
+        source = "GSM8K, questions and answers"
+    else:
+        found, source = list(_docstrings()), "docstrings of Python's standard library"
+    random.Random(0).shuffle(found)
+    return found, source
+
+
+def _docstrings() -> Iterator[Document]:
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
+                yield f"{path.stem}.{node.name}", [text[:600]], text[:600]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids: two streams to crop batches from, and ``S`` sequences to score, with True at answers' tokens."""
+
+    training: Tensor
+    tuning: Tensor
+    held_out: Ragged
+    mask: Tensor
+    source: str
+
+
+def corpus(sizes: Sizes) -> Corpus:
+    """The tuning stream is of other questions than the training stream, and the held-out answers of others again."""
+    found, source = documents()
+    found = found[: sizes.documents]
+    held_out, rest = found[: sizes.held_out], found[sizes.held_out :]
+    tuning, training = rest[: len(rest) // 4], rest[len(rest) // 4 :]
+    learned = [f"{question}\n{answer}\n\n" for question, answers, _ in training for answer in answers]
+    tuned = [f"{question}\n{answer}\n\n" for question, _, answer in tuning]
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(learned, vocab_size=sizes.model.vocab, show_progress=False)
+
+    def ids(text: str) -> Tensor:
+        return torch.tensor(tokenizer.encode(text).ids)
+
+    pairs = [(ids(question + "\n"), ids(answer + "\n\n")) for question, _, answer in held_out]
+    mask = torch.cat([torch.arange(len(q) + len(a)) >= len(q) for q, a in pairs])
+    return Corpus(
+        torch.cat([ids(text) for text in learned]),
+        torch.cat([ids(text) for text in tuned]),
+        Ragged.from_list([torch.cat(pair) for pair in pairs]),
+        mask,
+        source,
+    )
+
+
+# ---------------------------------------------------------------------- models
+
+
+def train(
+    model: Any, stream: Tensor, batch: tuple[int, int], rates: list[float], optimizers: list[Any]
+) -> Iterator[float]:
+    """A step for each learning rate, in mixed precision on random crops of the stream; yields the losses."""
+    rows, length = batch
+    model.train()
+    for rate in rates:
+        crops = stream[torch.randint(len(stream) - length, (rows, 1)) + torch.arange(length)]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=crops, labels=crops).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss.item()
+    model.eval()
+
+
+def muon_and_adam(model: Any) -> list[Any]:
+    """Muon on the layers' matrices, which learns in half the steps that AdamW needs, and AdamW on all else."""
+    layers = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
+    muon = torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, weight_decay=0.0)]
+
+
+def one_cycle(steps: int, peak: float) -> list[float]:
+    """Learning rates: a tenth of the steps up, and down along a cosine."""
+    warm_up = max(1, steps // 10)
+    return [peak * min(1.0, (i + 1) / warm_up) * (0.5 + 0.5 * math.cos(math.pi * i / steps)) for i in range(steps)]
+
+
+def in_double(model: Any) -> Any:
+    """A copy in float64; transformers' norms compute in float32 whatever they are given, torch's do not."""
+    model = copy.deepcopy(model).double()
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
+    return model
+
+
+def in_bfloat16(model: Any) -> Any:
+    """A copy as ``from_pretrained(dtype=torch.bfloat16)`` loads it: rotary frequencies, which are buffers, stay float32."""
+    narrow = copy.deepcopy(model).bfloat16()
+    for buffer, wide in zip(narrow.buffers(), model.buffers(), strict=True):
+        buffer.data = wide.clone()
+    return narrow
+
+
+TRUTH = "float64"
+SETTINGS: dict[str, Callable[[Any], LogProbScorer]] = {
+    "float32": LogProbScorer,
+    "bf16 body": lambda model: LogProbScorer(model, dtype=torch.bfloat16),
+    "bf16 model": lambda model: LogProbScorer(in_bfloat16(model)),
+    ".bfloat16()": lambda model: LogProbScorer(copy.deepcopy(model).bfloat16()),
+}
+_ALL = {TRUTH: lambda model: LogProbScorer(in_double(model)), **SETTINGS}
+
+
+# ---------------------------------------------------------------------- measuring
+
+ESTIMATES = ("k1", "k3", "exact")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of each token to score, in float64: the log-probs under both models, and the KL by each estimator."""
+
+    log_prob: Tensor
+    ref_log_prob: Tensor
+    kl: dict[str, Tensor]
+
+
+def read(policy: LogProbScorer, reference: LogProbScorer, text: Corpus) -> Reading:
+    """Estimators see the float32 log-probs, as they do in use."""
+    scores = policy.evaluate(text.held_out, text.mask, reference=reference)
+    assert scores.ref_log_prob is not None
+    assert scores.kl is not None
+    log_prob, ref_log_prob, exact = (
+        each.values[text.mask] for each in (scores.log_prob, scores.ref_log_prob, scores.kl)
+    )
+    kl = {name: get_estimator(name)(log_prob, ref_log_prob).double() for name in ESTIMATES[:2]}
+    return Reading(log_prob.double(), ref_log_prob.double(), {**kl, "exact": exact.double()})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Every number, and what was measured.
+
+    Args:
+        readings: by tuning steps of the policy, then by setting, the truth among them.
+        against_float32: by setting, of the last policy in that setting with itself in float32 as the reference.
+        seconds: by setting, to score the last policy.
+        rows: which sequence a token is of.
+        source: of the text.
+    """
+
+    readings: dict[int, dict[str, Reading]]
+    against_float32: dict[str, Reading]
+    seconds: dict[str, float]
+    rows: Tensor
+    source: str
+
+    @property
+    def last(self) -> dict[str, Reading]:
+        """Of the policy after all tuning steps."""
+        return self.readings[max(self.readings)]
+
+
+def measure(sizes: Sizes, progress: Progress) -> Measured:
+    """Train the reference, tune policies from it, and score the held-out answers with all of them."""
+    text = corpus(sizes)
+    reference = qwen2(sizes.model)
+    rates = one_cycle(sizes.training_steps, sizes.training_rate)
+    task = progress.add_task("train the reference", total=len(rates))
+    for loss in train(reference, text.training, sizes.batch, rates, muon_and_adam(reference)):
+        progress.update(task, advance=1, description=f"train the reference: loss {loss:.2f}")
+
+    policy, policies = copy.deepcopy(reference), {}
+    rates = [sizes.tuning_rate] * max(sizes.tuning_steps)
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    task = progress.add_task("tune the policy", total=len(rates))
+    for step, loss in enumerate(train(policy, text.tuning, sizes.batch, rates, [optimizer]), 1):
+        progress.update(task, advance=1, description=f"tune the policy: loss {loss:.2f}")
+        if step in sizes.tuning_steps:
+            policies[step] = copy.deepcopy(policy).eval()
+
+    task = progress.add_task("score", total=len(_ALL) * len(policies) + 2 * len(SETTINGS))
+    readings: dict[int, dict[str, Reading]] = {step: {} for step in policies}
+    for step, tuned in policies.items():
+        for name, scorer in _ALL.items():
+            readings[step][name] = read(scorer(tuned), scorer(reference), text)
+            progress.update(task, advance=1, description=f"score in {name}")
+    last = policies[max(policies)]
+    scorers = {name: scorer(last) for name, scorer in SETTINGS.items()}
+    against = {}
+    for name, scorer in scorers.items():
+        against[name] = read(scorer, LogProbScorer(last), text)
+        progress.advance(task)
+    progress.update(task, description="score by the clock")
+    timed = {name: Contender(lambda _, s=s: s.score(text.held_out, text.mask)) for name, s in scorers.items()}
+    seconds = {name: m.seconds for name, m in alternate(timed, HostMeter(), repeats=sizes.repeats).items()}
+    progress.update(task, advance=len(SETTINGS))
+    return Measured(readings, against, seconds, text.held_out.sequence_ids[text.mask], text.source)
+
+
+def by_sequence(values: Tensor, rows: Tensor) -> Tensor:
+    """Sums over the tokens of each sequence; ``[K]`` to ``[S]``."""
+    return values.new_zeros(int(rows.max()) + 1).index_add(0, rows, values)
+
+
+def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
+    """Of the mean over tokens, its standard error where the tokens of one sequence are not independent."""
+    mean = values.mean()
+    spread = by_sequence(values - mean, rows)
+    return mean.item(), (spread.square().sum() * len(spread) / (len(spread) - 1)).sqrt().item() / len(values)
+
+
+# ---------------------------------------------------------------------- report
+
+Row = tuple[str, list[str]]
+
+
+def of_last_policy(found: Measured) -> list[Row]:
+    """Errors against the truth, a cell for each setting."""
+    truth, rows = found.last[TRUTH], found.rows
+
+    def row(label: str, cell: Callable[[str], str]) -> Row:
+        return label, [cell(name) for name in SETTINGS]
+
+    def error(name: str, estimate: str | None = None) -> Tensor:
+        mine = found.last[name]
+        return mine.kl[estimate] - truth.kl[estimate] if estimate else mine.log_prob - truth.log_prob
+
+    def ratio(name: str) -> Tensor:
+        return found.against_float32[name].log_prob - found.against_float32[name].ref_log_prob
+
+    def bias(name: str, estimate: str) -> str:
+        mean, spread = mean_and_error(error(name, estimate), rows)
+        return f"{mean:.1e} ± {spread:.0e}"
+
+    table = [
+        row("log-prob of a token: mean error, absolute", lambda n: f"{error(n).abs().mean():.1e}"),
+        row("log-prob of a token: largest error", lambda n: f"{error(n).abs().max():.1e}"),
+        row("log-prob of an answer: mean error, absolute", lambda n: f"{by_sequence(error(n), rows).abs().mean():.1e}"),
+        row("log-prob of an answer: largest error", lambda n: f"{by_sequence(error(n), rows).abs().max():.1e}"),
+    ]
+    for e in ESTIMATES:
+        table += [
+            row(f"{e} of a token: mean error ± its standard error", lambda n, e=e: bias(n, e)),
+            row(f"{e} of a token: RMS error", lambda n, e=e: f"{_rms(error(n, e)):.1e}"),
+            row(
+                f"{e} of an answer: RMS error",
+                lambda n, e=e: f"{_rms(by_sequence(error(n, e), rows)):.1e}",
+            ),
+        ]
+    return [
+        *table,
+        row(
+            "KL of the policy to itself in float32, a token",
+            lambda n: f"{found.against_float32[n].kl['exact'].mean():.1e}",
+        ),
+        row("largest importance ratio of a token, less 1", lambda n: f"{ratio(n).expm1().abs().max():.1e}"),
+        row(
+            "largest importance ratio of an answer, less 1",
+            lambda n: f"{by_sequence(ratio(n), rows).expm1().abs().max():.1e}",
+        ),
+        row("speed", lambda n: f"{found.seconds['float32'] / found.seconds[n]:.1f}x"),
+    ]
+
+
+def of_all_policies(found: Measured) -> list[Row]:
+    """Errors as shares of what they disturb: of the true KL, and of how far k1 scatters anyway."""
+    table = []
+    for step, readings in found.readings.items():
+        true = readings[TRUTH].kl
+        mean, deviation = true["exact"].mean(), true["k1"].std()
+        policy = f"KL {mean:.1e}, after {step} step{'s' * (step > 1)}"
+        errors = {e: {name: readings[name].kl[e] - true[e] for name in SETTINGS} for e in ESTIMATES}
+        table += [
+            (f"{policy}: mean error of exact / KL", [_percent(x.mean() / mean) for x in errors["exact"].values()]),
+            (f"{policy}: mean error of k3 / KL", [_percent(x.mean() / mean) for x in errors["k3"].values()]),
+            (
+                f"{policy}: RMS error of k1 / its own deviation",
+                [_percent(_rms(x) / deviation) for x in errors["k1"].values()],
+            ),
+        ]
+    return table
+
+
+def _percent(share: Tensor) -> str:
+    return f"{round(100 * share.item(), 2) + 0.0:.2f}%"  # adding 0.0 turns -0.0 into 0.0
+
+
+def _rms(errors: Tensor) -> Tensor:
+    return errors.square().mean().sqrt()
+
+
+def described(found: Measured) -> str:
+    """What the tables are of."""
+    truth, answers = found.last[TRUTH], int(found.rows.max()) + 1
+    kl = truth.kl["exact"]
+    return (
+        f"{answers} held-out answers of {len(kl)} tokens ({found.source}); the policy gives them {-truth.log_prob.mean():.2f} "
+        f"nats a token, and its exact KL to the reference is {kl.mean():.4f} nats a token, {kl.sum() / answers:.2f} an answer. "
+        f"torch {torch.__version__}, {machine(torch.device('cpu'))['processor']}, {torch.get_num_threads()} thread."
+    )
+
+
+_TITLES = ("nats, against float64", "relative, as the policy leaves the reference")
+
+
+def markdown(found: Measured) -> str:
+    """Both tables."""
+    lines = [described(found)]
+    for title, table in zip(_TITLES, (of_last_policy(found), of_all_policies(found)), strict=True):
+        lines += ["", f"| {title} | {' | '.join(SETTINGS)} |", "| --- |" + " ---: |" * len(SETTINGS)]
+        lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in table]
+    return "\n".join(lines)
+
+
+def print_tables(found: Measured, console: Console) -> None:
+    """The same on the terminal."""
+    console.print(described(found))
+    for title, rows in zip(_TITLES, (of_last_policy(found), of_all_policies(found)), strict=True):
+        table = Table(title, *SETTINGS)
+        for label, cells in rows:
+            table.add_row(label, *cells)
+        console.print(table)
+
+
+def write_page(found: Measured, page: Path) -> None:
+    """Put the tables between the page's markers."""
+    before, rest = page.read_text(encoding="utf-8").split(START)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}", encoding="utf-8")
+
+
+_COLORS = {"float32": "tab:gray", "bf16 body": "tab:blue", "bf16 model": "tab:orange", ".bfloat16()": "tab:red"}
+
+
+def save_plot(found: Measured, path: Path) -> None:
+    """Errors of log-probs, the KL of each answer, and the error of the mean KL as the policy leaves the reference."""
+    figure, (errors, answers, means) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    truth, kinds = found.last[TRUTH], ("bf16 body", "bf16 model")
+    off = {name: (found.last[name].log_prob - truth.log_prob).numpy() for name in kinds}
+    colors = [_COLORS[name] for name in kinds]
+    errors.hist(list(off.values()), bins=80, histtype="step", log=True, color=colors, label=list(kinds))
+    errors.set(xlabel="error of a token's log-prob, nats", ylabel="tokens")
+    errors.xaxis.set_major_locator(MaxNLocator(5))
+
+    exact = by_sequence(truth.kl["exact"], found.rows)
+    for name in reversed(kinds):
+        wrong = by_sequence(found.last[name].kl["exact"], found.rows) - exact
+        answers.scatter(exact, wrong, s=14, color=_COLORS[name], alpha=0.8, label=name)
+    answers.axhline(0, color="black", linewidth=0.8)
+    answers.set(xlabel="exact KL of an answer in float64, nats", ylabel="its error, nats")
+
+    kl = [readings[TRUTH].kl["exact"].mean().item() for readings in found.readings.values()]
+    means.plot(kl, kl, color="black", linestyle=":", linewidth=0.8, label="as large as the KL")
+    for name, color in _COLORS.items():
+        mine = (readings[name].kl["exact"].mean().item() for readings in found.readings.values())
+        means.plot(kl, [abs(x - true) for x, true in zip(mine, kl, strict=True)], marker="o", color=color, label=name)
+    means.set(xscale="log", yscale="log", xlabel="exact KL of a token, nats", ylabel="error of its mean, absolute")
+    for axis in (errors, answers, means):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    means.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.35))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(
+    write: Annotated[bool, typer.Option("--write", help="Put the tables and the plot into the docs.")] = False,
+    quick: Annotated[bool, typer.Option(help="The smallest sizes, to see that everything works.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 1,
+    docs: Annotated[Path, typer.Option(help="The folder of the page.")] = DOCS,
+) -> None:
+    """Measure what bfloat16 costs in log-probs and KL, on real text."""
+    torch.set_num_threads(threads)
+    console = Console()
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        found = measure(SMALLEST if quick else Sizes(), progress)
+    print_tables(found, console)
+    if write:
+        write_page(found, docs / PAGE)
+        save_plot(found, docs / PLOT)
+        console.print(f"wrote {docs / PAGE} and {docs / PLOT}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
