@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_llm_kl.masks._errors import EmptyAssistantMaskError
 from torchrl_llm_kl.masks._render import Message, Renderer
 from torchrl_llm_kl.masks._tokens import encode_with_mask
-from torchrl_llm_kl.masks._turns import ASSISTANT, locate_turns
+from torchrl_llm_kl.masks._turns import ASSISTANT, Turns, locate_turns
 
 __all__ = ["RenderedConversation", "render_conversation", "render_conversations"]
 
@@ -27,7 +27,7 @@ class RenderedConversation:
         assistant_spans: the same in characters of ``text``: ``(start, end)``, sorted and disjoint.
         located_by: how the spans were found: ``"marks"`` (the template's ``{% generation %}`` blocks), ``"trace"``
             (following the template's loop over the messages), ``"prefixes"`` (rendering the conversation up to each
-            turn), or ``"no assistant turn"``.
+            turn), ``"no assistant turn"``, or ``"not asked"``.
     """
 
     text: str
@@ -44,6 +44,7 @@ def render_conversation(
     chat_template: str | None = None,
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = False,
+    assistant_mask: bool = True,
     **template_kwargs: Any,
 ) -> RenderedConversation:
     r"""Renders one conversation on the tokenizer's own template and masks what the assistant produced.
@@ -68,6 +69,8 @@ def render_conversation(
         chat_template: a template or the name of one of the tokenizer's; default: the tokenizer's own, always.
         tools: tool schemas or functions for the template.
         add_generation_prompt: whether to end the text with the prompt for a further answer (never masked).
+        assistant_mask: whether to look for the assistant's turns at all. Without, the mask is False everywhere, no turn
+            is looked for, and so none can be missing.
         **template_kwargs: further variables of the template, such as ``enable_thinking=False``.
 
     Returns:
@@ -100,6 +103,7 @@ def render_conversation(
         chat_template=chat_template,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
+        assistant_mask=assistant_mask,
         **template_kwargs,
     )
     return rendered
@@ -112,6 +116,7 @@ def render_conversations(
     chat_template: str | None = None,
     tools: Sequence[Any] | None = None,
     add_generation_prompt: bool = False,
+    assistant_mask: bool = True,
     **template_kwargs: Any,
 ) -> list[RenderedConversation]:
     """Renders several conversations, tokenised in one batch; see :func:`render_conversation`.
@@ -122,6 +127,7 @@ def render_conversations(
         chat_template: as there.
         tools: as there; the same for all.
         add_generation_prompt: as there.
+        assistant_mask: as there.
         **template_kwargs: as there.
 
     Returns:
@@ -134,7 +140,12 @@ def render_conversations(
     for index, messages in enumerate(conversations):
         _check_messages(messages, index)
     renderer = Renderer(tokenizer, chat_template, tools, template_kwargs)
-    located = [locate_turns(renderer, messages, add_generation_prompt) for messages in conversations]
+    located = [
+        locate_turns(renderer, messages, add_generation_prompt)
+        if assistant_mask
+        else Turns(renderer.text(messages, add_generation_prompt), (), "not asked")
+        for messages in conversations
+    ]
     encoded = encode_with_mask(tokenizer, [t.text for t in located], [t.spans for t in located]) if located else []
     results = [
         RenderedConversation(turns.text, token_ids, mask, turns.spans, turns.located_by)
@@ -142,7 +153,7 @@ def render_conversations(
     ]
     for index, (messages, result) in enumerate(zip(conversations, results, strict=True)):
         turns = sum(message.get("role") == ASSISTANT for message in messages)
-        if turns and not result.assistant_mask.any():
+        if assistant_mask and turns and not result.assistant_mask.any():
             raise EmptyAssistantMaskError(
                 f"conversation {index} has {turns} assistant turn{'s' * (turns > 1)}, but {renderer.name} leaves no "
                 f"token of theirs (found by: {result.located_by}). "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 from torchrl_llm_kl.masks._errors import AssistantMaskError, MissingChatTemplateError
@@ -32,6 +34,11 @@ class Renderer:
         chat_template: a template, the name of one of the tokenizer's templates, or None for the tokenizer's own.
         tools: passed to the template.
         template_kwargs: further template variables.
+
+    Attributes:
+        has_marks: whether the template has ``{% generation %}`` blocks (a mention in a comment is none).
+        prompt_is_fixed: whether what stands behind the loop over the messages is the same whatever they say.
+        loop_asks: whether asking for an answer may change what that loop writes.
     """
 
     def __init__(
@@ -47,39 +54,31 @@ class Renderer:
         self.template, self.name = _resolve(tokenizer, chat_template, tools)
         self._tools = list(tools) if tools is not None else None
         self._kwargs = dict(template_kwargs)
-        self._instrumented = instrument(self.template)
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether the template has ``{% generation %}`` blocks (a mention in a comment is none)."""
-        return self._instrumented.has_marks
+        instrumented = instrument(self.template)
+        self._tree, self.has_marks = instrumented.tree, instrumented.has_marks
+        self.prompt_is_fixed, self.loop_asks = instrumented.prompt_is_fixed, instrumented.loop_asks
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """The plain rendering, as transformers gives it."""
         return self._apply(self.template, [dict(m) for m in messages], generation_prompt, {})
 
     def trace(
-        self, messages: Sequence[Message], generation_prompt: bool, *, clean: str | None = None, turns: bool = True
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool,
+        clean: str,
+        *,
+        turns: bool = True,
+        checked: bool = True,
     ) -> Trace | None:
-        """The rendering with its borders, or None when asking for them changes what the template renders."""
-        clean = self.text(messages, generation_prompt) if clean is None else clean
+        """The rendering with its borders, or None when asking for them changes it from ``clean``, the plain one."""
         marked, variables, quotes = with_markers(messages, clean, turns=turns)
         try:
-            text = self._apply(self._instrumented.tree, marked, generation_prompt, variables)
+            text = self._apply(self._tree, marked, generation_prompt, variables)
         except Exception:  # a template may raise anything at all; the untouched rendering above did not
             return None
         trace = read_trace(text, quotes)
-        return trace if trace.text == clean else None
-
-    def prompt_after_loop(self, prefix: Sequence[Message]) -> str:
-        """What the template writes behind the last message when it asks for an answer."""
-        trace = self.trace(prefix, True)
-        return trace.text[trace.last_border :] if trace is not None else ""
-
-    def prompt_added(self, prefix: Sequence[Message]) -> str:
-        """What asking for an answer adds to the text: the reading for templates that ask inside of their loop."""
-        asked = self.text(prefix, True)
-        return asked[common_prefix_length(asked, self.text(prefix, False)) :]
+        return trace if trace.text == clean or not checked else None
 
     def _apply(
         self, template: Any, messages: list[dict[str, Any]], generation_prompt: bool, extra: dict[str, str]
@@ -98,9 +97,61 @@ class Renderer:
         return text
 
 
+class Conversation:
+    """One conversation on one template; each rendering is made when it is first asked for, and once.
+
+    Args:
+        renderer: the template.
+        messages: the conversation.
+        asks: whether it is to end with a generation prompt.
+
+    Attributes:
+        whole: the conversation as the model sees it.
+        text: ``text(count, asks)``, the plain rendering of the first ``count`` messages.
+        trace: ``trace(count, asks)``, the same with its borders, or None.
+    """
+
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], asks: bool) -> None:
+        self.renderer, self.messages, self.asks = renderer, messages, asks
+        self.text = text = cache(lambda count, asks: renderer.text(messages[:count], asks))
+        self.trace = cache(lambda count, asks: renderer.trace(messages[:count], asks, text(count, asks)))
+        self.whole: str = text(len(messages), asks)
+
+    @cached_property
+    def asking(self) -> Trace | None:
+        """The trace with a generation prompt at its end, where every turn has the same; None elsewhere.
+
+        Unless the loop asks, this is also the trace of the text without that prompt, as far as the last border.
+        """
+        if not self.renderer.prompt_is_fixed:
+            return None
+        trace = self.renderer.trace(self.messages, True, self.whole, checked=self.asks)
+        if trace is None or self.asks or self.renderer.loop_asks:
+            return trace
+        return trace if self.whole.startswith(trace.text[: trace.last_border]) else None
+
+    def prompts(self, count: int, *, fixed: bool) -> Iterator[str]:
+        """What the template writes behind the first messages when it asks for an answer, and what asking adds to them.
+
+        The second is the reading for templates that ask inside of their loop. ``fixed`` says that the messages end inside
+        of the loop that :attr:`asking` is about, so that its prompt is theirs.
+        """
+        asking = self.asking if fixed else None
+        try:
+            trace = asking or self.trace(count, True)
+            yield trace.text[trace.last_border :] if trace is not None else ""
+            if asking is None or self.renderer.loop_asks:
+                asked, plain = self.text(count, True), self.text(count, False)
+            else:
+                asked, plain = (t[asking.last_border :] for t in (asking.text, self.text(len(self.messages), False)))
+            yield asked[common_prefix_length(asked, plain) :]
+        except Exception:  # the template refuses the shortened conversation, in its own words
+            return
+
+
 def common_prefix_length(a: str, b: str) -> int:
     """How many leading characters two texts share."""
-    return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return bisect(range(min(len(a), len(b))), False, key=lambda k: a[: k + 1] != b[: k + 1])
 
 
 def _resolve(tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | None) -> tuple[str, str]:

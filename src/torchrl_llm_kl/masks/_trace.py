@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+
+from torchrl_llm_kl.masks._prompt import prompt_is_fixed
 
 __all__: list[str] = []
 
@@ -45,16 +47,32 @@ class Trace:
 
     def of(self, kind: str, index: int = -1) -> list[Span]:
         """Spans of one kind and message that hold more than white space (generation blocks may be empty)."""
-        found = [(start, end) for k, i, start, end in self.spans if k == kind and i == index]
-        return found if kind == MARK else [(start, end) for start, end in found if self.text[start:end].strip()]
+        return self._found.get((kind, index), [])
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, int], list[Span]]:
+        found: dict[tuple[str, int], list[Span]] = {}
+        for kind, index, start, end in self.spans:
+            if kind == MARK or self.text[start:end].strip():
+                found.setdefault((kind, index), []).append((start, end))
+        return found
 
 
 @dataclass(frozen=True)
 class Instrumented:
-    """A template's syntax tree with markers, and whether the template has generation blocks of its own."""
+    """A template's syntax tree with markers, and what the tree says of the template.
+
+    Attributes:
+        tree: with markers.
+        has_marks: whether the template has generation blocks of its own.
+        prompt_is_fixed: whether the generation prompt stands behind the loop over the messages, whatever they say.
+        loop_asks: whether that loop reads ``add_generation_prompt``.
+    """
 
     tree: nodes.Template
     has_marks: bool
+    prompt_is_fixed: bool
+    loop_asks: bool
 
 
 @lru_cache(maxsize=64)
@@ -65,8 +83,9 @@ def instrument(template: str) -> Instrumented:
     )
     tree = environment.parse(template)
     has_marks = any(name.name == _key(MARK, _OPEN) for name in tree.find_all(nodes.Name))
+    fixed, loop_asks = prompt_is_fixed(tree.body, marks=[_key(MARK, _OPEN)])
     tree.body = _mark_statements(tree.body, loop_target=None, in_loop=False)
-    return Instrumented(tree.set_environment(environment), has_marks)  # type: ignore[arg-type]
+    return Instrumented(tree.set_environment(environment), has_marks, fixed, loop_asks)  # type: ignore[arg-type]
 
 
 def with_markers(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_llm_kl.masks._errors import TurnNotFoundError
-from torchrl_llm_kl.masks._render import Message, Renderer, common_prefix_length
+from torchrl_llm_kl.masks._render import Conversation, Message, Renderer, common_prefix_length
 from torchrl_llm_kl.masks._trace import LOOP, MARK, SET, Span, Trace
 
 __all__: list[str] = []
@@ -18,6 +18,7 @@ ASSISTANT = "assistant"
 # The shapes of control tokens; one or more of them, and nothing else, may stand between an answer and the next turn.
 _CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
 _CONTROL_TOKENS = re.compile(f"(?:{_CONTROL})+")
+_BORDER = re.compile(rf"{_CONTROL}|\s|\Z")
 # Units in which a generation prompt is compared with a turn that shows only the first part of it.
 _UNITS = re.compile(rf"{_CONTROL}|\w+|\s|[^\w\s]")
 _FILLER = "\U0010fefe"
@@ -34,35 +35,43 @@ class Turns:
 
 def locate_turns(renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> Turns:
     """Renders a conversation and finds what the assistant produced in it."""
-    text = renderer.text(messages, generation_prompt)
+    chat = Conversation(renderer, messages, generation_prompt)
     turns = [i for i, message in enumerate(messages) if message.get("role") == ASSISTANT]
     if not turns:
-        return Turns(text, (), "no assistant turn")
+        return Turns(chat.whole, (), "no assistant turn")
 
-    trace = _trace_without_prompt(renderer, messages, text, generation_prompt)
+    trace = _trace_without_prompt(chat)
     spans: list[Span] = []
     traced = False
     for turn in turns:
         region = _region(trace, turn) if trace is not None else None
         if region is None and not renderer.has_marks:
-            spans.append(_span_between_prefixes(renderer, messages, turn, text))
+            spans.append(_span_between_prefixes(chat, turn))
         elif region is None:
-            return Turns(text, _normalised_marks(renderer, messages, text, generation_prompt), "marks")
+            return Turns(chat.whole, _normalised_marks(chat), "marks")
         elif trace is not None and region[0] < region[1]:
             traced = True
-            spans += _spans_in_region(renderer, trace, messages, turn, region)
+            spans += _spans_in_region(chat, trace, turn, region)
     located_by = "marks" if renderer.has_marks else "trace" if traced else "prefixes"
-    return Turns(text, _merge(spans), located_by)
+    return Turns(chat.whole, _merge(spans), located_by)
 
 
-def _trace_without_prompt(
-    renderer: Renderer, messages: Sequence[Message], text: str, generation_prompt: bool
-) -> Trace | None:
+def _trace_without_prompt(chat: Conversation) -> Trace | None:
     """The trace of the text without its last generation prompt, which some templates write into the last turn."""
-    trace = renderer.trace(messages, False, clean=None if generation_prompt else text)
-    if generation_prompt and (trace is None or not text.startswith(trace.text)):
-        return renderer.trace(messages, True)
+    asking = None if chat.renderer.loop_asks else chat.asking
+    if asking is not None:
+        eos = _eos(chat)
+        # An end token behind the last turn is not the turn's if it comes with the prompt alone.
+        if not (chat.asks and eos and asking.text.startswith(eos, asking.last_border)):
+            return replace(asking, text=chat.whole)
+    trace = chat.trace(len(chat.messages), False)
+    if chat.asks and (trace is None or not chat.whole.startswith(trace.text)):
+        return chat.trace(len(chat.messages), True)
     return trace
+
+
+def _eos(chat: Conversation) -> str | None:
+    return getattr(chat.renderer.tokenizer, "eos_token", None)
 
 
 def _region(trace: Trace, turn: int) -> Span | None:
@@ -75,27 +84,23 @@ def _region(trace: Trace, turn: int) -> Span | None:
     return (0, 0) if visited and not written else None
 
 
-def _spans_in_region(
-    renderer: Renderer, trace: Trace, messages: Sequence[Message], turn: int, region: Span
-) -> list[Span]:
-    start = region[0] + _header_length(renderer, trace.text[slice(*region)], messages, turn)
-    end = _end_of_turn(renderer, trace.text, messages[turn], start, region[1])
+def _spans_in_region(chat: Conversation, trace: Trace, turn: int, region: Span) -> list[Span]:
+    start = region[0] + _header_length(chat, trace, turn, region)
+    end = _end_of_turn(chat, trace.text, turn, start, region[1])
     spans = [(start, end)] if start < end else []
-    if renderer.has_marks:
-        spans = _clip_marks(renderer, trace, region, start, end)
-    return _subtract(spans, _foreign(trace, messages, turn, region))
+    if chat.renderer.has_marks:
+        spans = _clip_marks(chat, trace, region, start, end)
+    return _subtract(spans, _foreign(trace, chat.messages, turn, region))
 
 
-def _header_length(renderer: Renderer, region: str, messages: Sequence[Message], turn: int) -> int:
+def _header_length(chat: Conversation, trace: Trace, turn: int, span: Span) -> int:
     """Length of the role header: the part of the turn that the generation prompt already holds."""
+    region = trace.text[slice(*span)]
     lead = len(region) - len(region.lstrip())
-    for prefix in (messages[:turn], messages):
-        partial = 0
-        for read_prompt in (renderer.prompt_after_loop, renderer.prompt_added):
-            try:
-                prompt = read_prompt(prefix) if prefix else ""
-            except Exception:  # the template refuses the shortened conversation, in its own words
-                prompt = ""
+    fixed = _is_of_the_last_loop(trace, turn, span)
+    partial = 0
+    for count in filter(None, (turn, len(chat.messages))):
+        for prompt in chat.prompts(count, fixed=fixed):
             if not prompt.strip():
                 continue
             candidates = [(at, prompt[skip:]) for at, skip in _alignments(region, prompt, lead)]
@@ -104,15 +109,39 @@ def _header_length(renderer: Renderer, region: str, messages: Sequence[Message],
                 return max(whole)
             partial = max(partial, *(_shared_units(region, rest, at) for at, rest in candidates))
         if partial:
-            constant = _constant_start(renderer, region, messages, turn)
-            return partial if constant is None else min(partial, constant)
-    constant = _constant_start(renderer, region, messages, turn)
+            break
+    if _content_follows(region, partial, chat.messages[turn]):
+        return partial
+    constant = _constant_start(chat, region, turn)
+    if partial:
+        return partial if constant is None else min(partial, constant)
     if constant is None:
         raise TurnNotFoundError(
-            f"message {turn} (assistant): {renderer.name} shows no generation prompt at its start, so its header can't "
-            "be told from what the model produced. Pass a template with {% generation %} blocks as `chat_template=`."
+            f"message {turn} (assistant): {chat.renderer.name} shows no generation prompt at its start, so its header "
+            "can't be told from what the model produced. Pass a template with {% generation %} blocks as "
+            "`chat_template=`."
         )
     return constant
+
+
+def _is_of_the_last_loop(trace: Trace, turn: int, span: Span) -> bool:
+    """Whether the turn is written by the loop that ends the conversation, behind another message if one comes before."""
+    follows = turn == 0 or any(k == LOOP and i < turn and end == span[0] for k, i, _, end in trace.spans)
+    return follows and span[1] <= trace.last_border
+
+
+def _content_follows(region: str, start: int, message: Message) -> bool:
+    """Whether the turn shows its content unchanged from ``start`` on: no header then ends later, or goes on into it.
+
+    Where that can't be told (content that the turn holds twice, or that may be a control token) the answer is no.
+    """
+    content = message.get("content")
+    if not isinstance(content, str) or content.lstrip()[:1] in ("", "<", "["):
+        return False
+    at = region.find(content)
+    if not start <= at == region.rfind(content) or not _BORDER.match(region, at + len(content)):
+        return False
+    return not region[start:at].strip() or (start > 0 and message.keys() <= {"role", "content"})
 
 
 def _alignments(region: str, tail: str, lead: int) -> list[Span]:
@@ -131,12 +160,13 @@ def _shared_units(region: str, tail: str, at: int) -> int:
     return at if region[start:at].strip() else 0
 
 
-def _constant_start(renderer: Renderer, region: str, messages: Sequence[Message], turn: int) -> int | None:
+def _constant_start(chat: Conversation, region: str, turn: int) -> int | None:
     """Length of what the template writes for the turn before any content, None if it can't be seen."""
-    content = messages[turn].get("content")
+    content = chat.messages[turn].get("content")
     filler: Any = [{"type": "text", "text": _FILLER}] if isinstance(content, (list, tuple)) else _FILLER
+    shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]
     try:
-        trace = renderer.trace([*messages[:turn], {"role": ASSISTANT, "content": filler}], False)
+        trace = Conversation(chat.renderer, shortened, False).trace(turn + 1, False)
     except Exception:  # the template refuses the shortened conversation, in its own words
         return None
     other = _region(trace, turn) if trace is not None else None
@@ -146,26 +176,26 @@ def _constant_start(renderer: Renderer, region: str, messages: Sequence[Message]
     return shared if region[:shared].strip() else 0
 
 
-def _end_of_turn(renderer: Renderer, text: str, message: Message, start: int, end: int) -> int:
+def _end_of_turn(chat: Conversation, text: str, turn: int, start: int, end: int) -> int:
     """End of the last thing written for the turn, without the white space behind it."""
     spoken = text[start:end].rstrip()
-    eos = getattr(renderer.tokenizer, "eos_token", None)
+    eos = _eos(chat)
     # Some templates close the turn outside of it: before the next one, or after the last.
-    content = message.get("content")
+    content = chat.messages[turn].get("content")
     unclosed = isinstance(content, str) and content.rstrip().endswith(spoken.lstrip())
     if eos and unclosed and text.startswith(eos, end):
         return end + len(eos)
     return start + len(spoken)
 
 
-def _clip_marks(renderer: Renderer, trace: Trace, region: Span, start: int, end: int) -> list[Span]:
+def _clip_marks(chat: Conversation, trace: Trace, region: Span, start: int, end: int) -> list[Span]:
     """The template's own marks in one turn: without header and trailing white space, with the end-of-turn token."""
     marks = [(max(a, start), min(b, end)) for a, b in trace.of(MARK) if region[0] <= a and b <= max(region[1], end)]
     marks = [(a, b) for a, b in marks if a <= b]
     if marks:
         first, last = marks[-1]
         rest = trace.text[last:end].strip()
-        if _CONTROL_TOKENS.fullmatch(rest) or rest == getattr(renderer.tokenizer, "eos_token", None):
+        if _CONTROL_TOKENS.fullmatch(rest) or rest == _eos(chat):
             marks[-1] = (first, end)
     joined: list[Span] = []
     for a, b in marks:
@@ -210,32 +240,31 @@ def _merge(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def _span_between_prefixes(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> Span:
+def _span_between_prefixes(chat: Conversation, turn: int) -> Span:
     """Fallback without a trace: the turn lies between the prompt for it and the conversation that ends with it."""
     try:
-        before = renderer.text(messages[:turn], True)
-        after = renderer.text(messages[: turn + 1], False).rstrip()
+        before = chat.text(turn, True)
+        after = chat.text(turn + 1, False).rstrip()
     except Exception as error:
         before, after, reason = "", "", f"it refuses a shortened conversation ({error})"
     else:
         reason = "rendering the conversation up to it gives another text than the whole does"
-    if not (before and after.startswith(before) and text.startswith(after)):
+    if not (before and after.startswith(before) and chat.whole.startswith(after)):
         raise TurnNotFoundError(
-            f"message {turn} (assistant) of {len(messages)} can't be located in the text that {renderer.name} renders: "
-            f"the loop over the messages can't be followed, and {reason}. Pass one with {{% generation %}} blocks "
-            "as `chat_template=`."
+            f"message {turn} (assistant) of {len(chat.messages)} can't be located in the text that {chat.renderer.name} "
+            f"renders: the loop over the messages can't be followed, and {reason}. Pass one with {{% generation %}} "
+            "blocks as `chat_template=`."
         )
     return len(before), len(after)
 
 
-def _normalised_marks(
-    renderer: Renderer, messages: Sequence[Message], text: str, generation_prompt: bool
-) -> tuple[Span, ...]:
+def _normalised_marks(chat: Conversation) -> tuple[Span, ...]:
     """A marked template whose loop can't be followed: its marks, up to and including control tokens at their end."""
-    trace = renderer.trace(messages, generation_prompt, turns=False)
+    text = chat.whole
+    trace = chat.renderer.trace(chat.messages, chat.asks, text, turns=False)
     if trace is None:
         raise TurnNotFoundError(
-            f"{renderer.name} renders another text when its {{% generation %}} blocks are followed. Keep side effects "
+            f"{chat.renderer.name} renders another text when its {{% generation %}} blocks are followed. Keep side effects "
             "(assignments that later turns read) out of the blocks."
         )
     spans: list[Span] = []

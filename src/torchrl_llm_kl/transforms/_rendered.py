@@ -93,7 +93,13 @@ def render_history(
     tokenizer, kwargs = options.of(interface)
     conversations = _conversations(td, key)
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
-    rendered = render_conversations(tokenizer, conversations, add_generation_prompt=add_generation_prompt, **kwargs)
+    rendered = render_conversations(
+        tokenizer,
+        conversations,
+        add_generation_prompt=add_generation_prompt,
+        assistant_mask=assistant_only,
+        **kwargs,
+    )
     ids, masks = [r.token_ids for r in rendered], [r.assistant_mask for r in rendered]
     if not assistant_only:
         masks = [torch.ones_like(mask) for mask in masks]
