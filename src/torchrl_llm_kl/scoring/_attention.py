@@ -93,6 +93,7 @@ def _attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} has an attention mask of its own")
     call, layout.calls = layout.calls, layout.calls + 1
+    layout.has_window |= sliding_window is not None
     for i, kept in layout.kept.items():
         k, v = (t[:, :, layout.pieces[i].first : layout.pieces[i].last] for t in (key, value))
         # A copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
@@ -124,7 +125,7 @@ def _attention(
                 )
             else:
                 out.append(_plain(*block, mask, softcap=softcap, sinks=s_aux, **options))
-    return torch.cat(out, 2).transpose(1, 2), None
+    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
 
 
 def _blocks(

@@ -17,8 +17,10 @@ __all__ = [
     "evaluating",
     "find_body",
     "find_head",
-    "frequency_switch",
+    "frequency_switches",
+    "has_window",
     "is_on_meta",
+    "is_stateful",
     "logit_map",
     "logits_of",
     "model_device",
@@ -76,7 +78,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 def find_body(model: nn.Module) -> nn.Module | None:
     """The module that maps token ids to the hidden states that the head reads."""
-    for candidate in (_ask(model, "get_decoder"), getattr(model, "base_model", None)):
+    for candidate in (_ask(model, "get_decoder"), getattr(model, "base_model", None), getattr(model, "model", None)):
         if isinstance(candidate, nn.Module) and candidate is not model:
             return candidate
     return None
@@ -107,17 +109,37 @@ def logit_map(model: nn.Module) -> LogitMap:
     return LogitMap(scale, float(caps[0]) if caps else None)
 
 
-def frequency_switch(model: nn.Module) -> int | None:
-    """The length beyond which the model turns all its positions by other frequencies (longrope); None if it never does.
+def frequency_switches(model: nn.Module) -> set[int]:
+    """The lengths beyond which the model turns its positions by other frequencies (longrope); empty if it never does.
 
-    Sequences on both sides of it must not share a forward: the longest one decides for all.
+    Sequences on both sides of one must not share a forward: the longest decides for all.
     """
     config = _text_config(model)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "longrope":
-        return None
-    limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
+    if not isinstance(rope, Mapping):
+        return set()
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]  # one for all layers, or by kind
+    limits = [
+        kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for kind in kinds
+        if kind.get("rope_type", kind.get("type")) == "longrope"
+    ]
+    return {limit for limit in limits if isinstance(limit, int)}
+
+
+def has_window(model: nn.Module) -> bool:
+    """Whether the configuration says that some layers do not see the whole past."""
+    config = _text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return any("sliding" in kind or "chunked" in kind for kind in kinds)
+    window, limit = getattr(config, "sliding_window", None), position_limit(model)
+    return isinstance(window, int) and (limit is None or window < limit)
+
+
+def is_stateful(model: nn.Module) -> bool:
+    """Whether the model says that it carries a state along a sequence (recurrence, convolution)."""
+    return any(getattr(module, "_is_stateful", False) for module in model.modules())
 
 
 def position_limit(model: nn.Module) -> int | None:

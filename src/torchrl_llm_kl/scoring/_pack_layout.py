@@ -41,12 +41,14 @@ class PackLayout:
         pieces: in the order of the pack, without gaps.
         kept: keys and values of each piece to keep, after the forward.
         calls: how often the model has attended in this forward.
+        has_window: whether any layer was told of a sliding window.
         cache: what is the same each time it does.
     """
 
     pieces: list[PackPiece]
     kept: dict[int, KeysValues] = field(default_factory=dict)
     calls: int = 0
+    has_window: bool = False
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ class PackedPass:
         self._slots = send(place % tokens_per_batch, device).split(counts)
         self._last_use = self.plan.last_use()
         self._pasts: dict[int, list[KeysValues]] = {}
+        self.has_window = False  # whether any layer was told of a sliding window
 
     def run(self, index: int) -> States:
         """States at the positions that predict ``elements[index]``. Packs must be run in order."""
@@ -72,6 +73,7 @@ class PackedPass:
         here = slice(index * self.size, (index + 1) * self.size)
         with self.mode.of(self.model), pack_attention(self.body), attend(layout):
             output = call(self.body, self._ids[None, here], position_ids=self._positions[None, here], use_cache=False)
+            self.has_window |= layout.has_window
             self._keep(index, layout)
             return head_states(self.model, self.mode, hidden_of(output)[0][self._slots[index]], self.temperature)
 

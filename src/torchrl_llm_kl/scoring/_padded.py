@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.scoring._mode import Mode
-from torchrl_llm_kl.scoring._model import call, find_body, frequency_switch, hidden_of, logits_of
+from torchrl_llm_kl.scoring._model import call, find_body, frequency_switches, hidden_of, logits_of
 from torchrl_llm_kl.scoring._plan import plan_micro_batches
 from torchrl_llm_kl.scoring._request import MicroBatch, Request
 from torchrl_llm_kl.scoring._states import States, head_states
@@ -38,7 +38,7 @@ class Route:
 def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -> list[Tensor]:
     """Micro-batches under a token budget, none of which holds sequences on both sides of a model's frequency switch."""
     sides = [lengths]
-    for switch in {s for model in models if (s := frequency_switch(model)) is not None}:
+    for switch in set().union(*map(frequency_switches, models)):
         sides = [
             part
             for side in sides

@@ -18,11 +18,10 @@ from torchrl_llm_kl.scoring._model import (
     position_limit,
     vocab_size,
 )
-from torchrl_llm_kl.scoring._packed import PackedPass
 from torchrl_llm_kl.scoring._padded import PaddedPass, Route
+from torchrl_llm_kl.scoring._probe_packs import can_pack, relative_precision
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._states import Wanted, log_prob_at, read
-from torchrl_llm_kl.scoring._tree import PrefixTree
 
 __all__ = ["Verdict", "choose_route"]
 
@@ -63,7 +62,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_head else _FULL_ROUTES:
             difference = _difference(model, mode, request, route, plain)
             if isinstance(difference, float) and difference <= tolerance:
-                packed = route.path == "head" and route.positions and _can_pack(model, mode, vocab, tolerance)
+                packed = route.path == "head" and route.positions and can_pack(model, mode, route, vocab)
                 return Verdict(replace(route, packed=packed), complaint if route.path == "full" else None)
             if not complaint:
                 complaint = (
@@ -93,49 +92,16 @@ def _probe_request(vocab: int, limit: int | None) -> Request:
     )
 
 
-def _can_pack(model: nn.Module, mode: Mode, vocab: int, tolerance: float) -> bool:
-    """Whether packs, in which sequences follow on what they share, give the model's own log-probs."""
-    limit = position_limit(model)
-    if limit is not None and limit < 12:
-        return False
-    generator = torch.Generator().manual_seed(1)
-    trunk, *branches = (torch.randint(vocab, (n,), generator=generator) for n in (5, 4, 2, 3, 6))
-    # Two levels, a cut inside a node, a past from an earlier pack, and more tokens than a short sliding window.
-    rows = [torch.cat([trunk, branches[0], b]) for b in branches[1:3]] + [torch.cat([trunk, branches[3]])]
-    request = Request.build(Ragged.from_list(rows), None)
-    plain, _ = _plain(model, request)
-    tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
-    found = torch.zeros(request.tokens.values.shape[0], device=plain.device)
-    try:
-        device = model_device(model, plain.device)
-        packed = PackedPass(model, mode, request, tree, tokens_per_batch=8, temperature=1.0, device=device)
-        for index, elements in enumerate(packed.elements):
-            found[elements.to(found.device)] = _read(packed, index, request).to(found.device)
-    except Exception:  # attends in a way of its own
-        return False
-    return float((found[request.mask.to(found.device)] - plain).abs().max()) <= tolerance
-
-
 def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
     """The model's own log-probs, and how far from them rounding alone may lead."""
     parts, spread, precision = [], 0.0, 0.0
     for ids in request.tokens.to_list():
         ids = ids.to(model_device(model, ids.device))
         logits = logits_of(call(model, ids[:-1].unsqueeze(0))).squeeze(0)[-(len(ids) - 1) :]
-        precision = _relative_precision(logits)
+        precision = relative_precision(logits.dtype, logits.device)
         spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
         parts.append(log_prob_at(logits, ids[1:].to(logits.device)))
     return torch.cat(parts), precision * spread + 1e-6
-
-
-def _relative_precision(logits: Tensor) -> float:
-    """How far two orders of summation may differ after many layers, relative to the spread of the logits."""
-    if logits.dtype == torch.bfloat16:
-        return 5e-2
-    if logits.dtype == torch.float16:
-        return 1e-2
-    tf32 = logits.is_cuda and torch.backends.cuda.matmul.allow_tf32
-    return 1e-2 if tf32 else 1e-4
 
 
 def _difference(model: nn.Module, mode: Mode, request: Request, route: Route, plain: Tensor) -> float | str:
@@ -150,7 +116,7 @@ def _difference(model: nn.Module, mode: Mode, request: Request, route: Route, pl
     return float((got.to(plain.device) - plain).abs().max())
 
 
-def _read(forwards: PackedPass | PaddedPass, index: int, request: Request) -> Tensor:
+def _read(forwards: PaddedPass, index: int, request: Request) -> Tensor:
     """Log-probs of the tokens that one forward predicts."""
     states = forwards.run(index)
     targets = request.tokens.values[forwards.elements[index]].to(forwards.device)

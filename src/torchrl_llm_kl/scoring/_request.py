@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class Request:
         last_scored = torch.where(mask, tokens.positions, 0)
         forward_lengths = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
         return cls(tokens, mask, forward_lengths)
+
+    def uncut(self) -> Request:
+        """The same with whole sequences forwarded: for models whose positions depend on the length of the sequence."""
+        return replace(self, forward_lengths=torch.where(self.forward_lengths > 0, self.tokens.lengths, 0))
 
     def locate(self, element: int) -> str:
         """Name a flat element in an error message."""
@@ -136,7 +140,9 @@ class Request:
         lengths = self.forward_lengths[rows].unsqueeze(-1)
         column = torch.arange(int(lengths.max()))
         index = self.tokens.offsets[rows].unsqueeze(-1) + torch.minimum(column, lengths - 1)
-        return index, (column < lengths) & self.mask[index + 1]
+        # Behind a sequence comes the first token of the next, which is never asked for, or nothing.
+        follows = torch.cat([self.mask, self.mask.new_zeros(1)])[index + 1]
+        return index, (column < lengths) & follows
 
 
 def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torchrl_llm_kl.scoring._device import send
 from torchrl_llm_kl.scoring._fingerprint import fingerprint
 from torchrl_llm_kl.scoring._memory import ConversationMemory
 from torchrl_llm_kl.scoring._mode import Mode
-from torchrl_llm_kl.scoring._model import frequency_switch
+from torchrl_llm_kl.scoring._model import frequency_switches
 from torchrl_llm_kl.scoring._packed import PackedPass
 from torchrl_llm_kl.scoring._padded import PaddedPass, Route, padded_batches
 from torchrl_llm_kl.scoring._recall import Recall
@@ -60,9 +60,15 @@ class Runner:
 
     def can_pack(self, grad: bool) -> bool:
         """Whether this call may go without padding."""
-        # Checkpointed layers run again in the backward, when nobody knows the pack any more.
-        checkpointed = grad and any(getattr(m, "gradient_checkpointing", False) for m in self.model.modules())
-        return self.packs and frequency_switch(self.model) is None and not checkpointed
+        return self.packs and not frequency_switches(self.model) and not (grad and _layers_vary(self.model))
+
+
+def _layers_vary(model: nn.Module) -> bool:
+    """Whether layers run again in the backward, when nobody knows the pack any more, or are left out at random."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) or (module.training and getattr(module, "layerdrop", 0))
+        for module in model.modules()
+    )
 
 
 def run(
@@ -80,6 +86,8 @@ def run(
     Returns:
         Flat elements ``[K]`` on the CPU, and what was read there, on the model's device.
     """
+    if any(frequency_switches(runner.model) for runner in runners):
+        request = request.uncut()
     packed = all(runner.can_pack(grad and i == 0) for i, runner in enumerate(runners))
     tree = PrefixTree.build(request.tokens, request.forward_lengths) if packed else None
     while True:
