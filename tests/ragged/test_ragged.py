@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragged_cases import DTYPES, FEATURES, KINDS, cases, elements, jagged, make, plain
 from torch.testing import assert_close
 
-from torchrl_llm_kl.ragged import Dense, Ragged, Rows, segment_sum
+from torchrl_llm_kl.ragged import Dense, Ragged, Rows, same_rows, segment_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 quick = settings(max_examples=150, deadline=None)
@@ -343,3 +343,27 @@ def test_containers_tell_their_row_lengths():
     assert dense.row_lengths.tolist() == [4] * 6
     rows = Rows(torch.tensor([2, 1]), torch.Size([2]))
     assert plain(rows.build(torch.tensor([1, 2, 3]))) == [[1, 2], [3]]
+
+
+def test_the_first_elements_of_each_sequence():
+    x = Ragged.from_list([torch.ones(3), torch.ones(0), torch.ones(2)])
+    assert x.first(torch.tensor([1, 0, 2])).tolist() == [True, False, False, True, True]
+    assert x.first(torch.tensor([0, 0, 0])).tolist() == [False] * 5
+
+
+def test_a_mask_of_everything_picks_nothing():
+    padded = torch.arange(6.0).reshape(2, 3)
+    x = Ragged.from_padded(padded, mask=torch.ones(2, 3, dtype=torch.bool))
+    assert x.keep is None
+    assert x.lengths.tolist() == [3, 3]
+    assert torch.equal(x.restore(fill=9), padded)
+
+
+def test_lengths_as_numbers_and_as_a_tensor():
+    for rows in (Rows([2, 0, 1], torch.Size([3])), Rows(torch.tensor([2, 0, 1]), torch.Size([3]))):
+        assert rows.row_sizes == [2, 0, 1]
+        assert rows.row_lengths.tolist() == [2, 0, 1]
+        assert rows.row_lengths.dtype == torch.int64
+        assert same_rows(rows, Rows([2, 0, 1], torch.Size([3])))
+        assert not same_rows(rows, Dense(torch.Size([3]), 1, torch.device("cpu")))
+    assert Rows([], torch.Size([0])).row_lengths.shape == (0,)

@@ -23,10 +23,11 @@ from toy_tokenizer import CHATML, build_tokenizer
 
 NAMES = ["RetrieveLogProb", "KLComputation", "RetrieveKL", "KLRewardTransform"]
 ADDED = {
-    "RetrieveLogProb": {"temperature", "scope", "adapters", "history_key"},
-    "KLComputation": {"estimator", "old_log_probs_key", "reward_placement", "reward_key"},
-    "RetrieveKL": {"estimator", "old_log_probs_key", "reward_key", "reward_placement"},
-    "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope"},
+    "RetrieveLogProb": {"temperature", "scope", "adapters", "history_key", "dtype", "memory"}
+    | {"reference", "exact_kl_key", "entropy_key"},
+    "KLComputation": {"estimator", "old_log_probs_key", "reward_placement", "reward_key", "exact_kl_key"},
+    "RetrieveKL": {"estimator", "old_log_probs_key", "reward_key", "reward_placement", "entropy_key"},
+    "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope", "dtype", "memory"},
 }
 
 
@@ -63,7 +64,13 @@ def test_new_arguments_are_keyword_only(name: str) -> None:
 
 
 def test_defaults_of_the_new_arguments() -> None:
-    expected = {"estimator": "k1", "temperature": 1.0, "reward_placement": "last", "scope": "turn"}
+    expected = {
+        "estimator": "k1",
+        "temperature": 1.0,
+        "reward_placement": "last",
+        "scope": "turn",
+        "memory": 256 * 2**20,
+    }
     for name in NAMES:
         for argument, p in parameters(getattr(ours, name)).items():
             if argument in expected:

@@ -515,7 +515,12 @@ def test_token_rewards_sum_to_the_penalised_outcome(
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [
-        ({"estimator": "exact"}, ValueError, "needs both full distributions.*exact_kl"),
+        (
+            {"exact_kl_key": ("exact_kl", "full")},
+            ValueError,
+            "exact_kl_key=.* with estimator='exact' only, found .*'k1'",
+        ),
+        ({"estimator": "exact", "old_log_probs_key": "old"}, ValueError, "old_log_probs_key='old' .*estimator='exact'"),
         ({"estimator": "k4"}, ValueError, "unknown KL estimator 'k4'; known: none, k1"),
         ({"reward_placement": "first"}, ValueError, r"one of \('last', 'broadcast'\), got 'first'"),
         ({"padding_side": "middle"}, ValueError, "'left' or 'right', found 'middle'"),

@@ -1,8 +1,15 @@
 """Variable-length data: one flat form, and the only conversions to and from all others."""
 
-from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided
+from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, same_rows
 from torchrl_llm_kl.ragged._ragged import PaddingSide, Ragged, check_padding_side, segment_sum
-from torchrl_llm_kl.ragged._tensordict import has_entry, own_leaves, read_column, read_ragged, write_ragged
+from torchrl_llm_kl.ragged._tensordict import (
+    has_entry,
+    own_leaves,
+    read_column,
+    read_node,
+    read_ragged,
+    write_ragged,
+)
 
 __all__ = [
     "Container",
@@ -16,7 +23,9 @@ __all__ = [
     "has_entry",
     "own_leaves",
     "read_column",
+    "read_node",
     "read_ragged",
+    "same_rows",
     "segment_sum",
     "write_ragged",
 ]

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided
+from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, split_rows
 
 __all__ = ["PaddingSide", "Ragged", "check_padding_side", "segment_sum"]
 
 PaddingSide = Literal["left", "right"]
 
 
-@dataclass(frozen=True, eq=False)
 class Ragged:
     """``S`` sequences of different lengths, laid end to end.
 
     Maths runs on :attr:`values`; a Python loop over sequences is never needed. A ``Ragged`` remembers the form that it
     came from, so that :meth:`restore` puts new values where the old ones were: padded data comes back padded, nested
-    data nested, with ``fill`` at every slot that held no value.
+    data nested, with ``fill`` at every slot that held no value. Nothing in it is changed once it is made.
 
     Args:
         values: all elements; ``[N, *F]`` with ``N = lengths.sum()``.
-        lengths: elements per sequence; ``[S]``, int64, 0 allowed.
+        lengths: elements per sequence; ``[S]``, int64, 0 allowed; None if every slot of the container holds a value.
         container: the form that the data came from.
         keep: which slots of the container hold values; ``[M]`` bool, None for all of them.
 
@@ -39,22 +37,22 @@ class Ragged:
         [[1, 2, 3], [0, 0, 4]]
     """
 
-    values: Tensor
-    lengths: Tensor
-    container: Container
-    keep: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.lengths.ndim != 1 or self.lengths.dtype != torch.long:
-            raise ValueError(
-                f"lengths must be a 1-d int64 tensor, got {tuple(self.lengths.shape)} of dtype {self.lengths.dtype}"
-            )
+    def __init__(
+        self, values: Tensor, lengths: Tensor | None, container: Container, keep: Tensor | None = None
+    ) -> None:
+        if lengths is not None and (lengths.ndim != 1 or lengths.dtype != torch.long):
+            raise ValueError(f"lengths must be a 1-d int64 tensor, got {tuple(lengths.shape)} of dtype {lengths.dtype}")
         # Where the lengths are on an accelerator the check would wait for it.
-        if self.lengths.device.type == "cpu" and int(self.lengths.sum()) != self.values.shape[0]:
-            raise ValueError(
-                f"the lengths must add up to the number of values: found {int(self.lengths.sum())}, "
-                f"expected {self.values.shape[0]}"
-            )
+        if lengths is None or lengths.device.type == "cpu":
+            total = sum(container.row_sizes) if lengths is None else int(lengths.sum())
+            if total != values.shape[0]:
+                raise ValueError(
+                    f"the lengths must add up to the number of values: found {total}, expected {values.shape[0]}"
+                )
+        self.values = values
+        self.container = container
+        self.keep = keep
+        self._index: dict[str, Tensor] = {} if lengths is None else {"lengths": lengths}  # shared with every `like`
 
     # ------------------------------------------------------------------ into the flat form
 
@@ -63,19 +61,19 @@ class Ragged:
         """From rows ``[T_i, *F]`` in row-major order of ``batch_shape`` (by default one batch dimension)."""
         if len(rows) == 0:
             raise ValueError("expected at least one row, got an empty list: an empty batch has nothing to score")
-        first, shape = rows[0], torch.Size([len(rows)]) if batch_shape is None else torch.Size(batch_shape)
-        for i, row in enumerate(rows):
-            if row.ndim == 0:
-                raise ValueError(f"each row must be a tensor [T_i, *F], found a scalar at row {i}")
-            if row.shape[1:] != first.shape[1:] or row.dtype != first.dtype:
-                raise ValueError(
-                    f"rows may differ only in their first dimension: expected [*, {tuple(first.shape[1:])}] of "
-                    f"{first.dtype} as row 0 has, found {tuple(row.shape)} of {row.dtype} at row {i}"
-                )
+        shape = torch.Size([len(rows)]) if batch_shape is None else torch.Size(batch_shape)
+        try:
+            values = torch.cat(list(rows))
+        except RuntimeError:
+            _check_rows(rows)
+            raise
+        counts = [row.numel() for row in rows] if values.ndim == 1 else [row.shape[0] for row in rows]
+        # torch joins rows of several dtypes, and skips an empty row whatever its features.
+        if len({row.dtype for row in rows}) > 1 or 0 in counts:
+            _check_rows(rows)
         if shape.numel() != len(rows):
             raise ValueError(f"a batch of shape {tuple(shape)} has {shape.numel()} rows, found {len(rows)}")
-        lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.long, device=first.device)
-        return cls(torch.cat(list(rows)), lengths, Rows(lengths, shape))
+        return cls(values, None, Rows(counts, shape, values.device))
 
     @classmethod
     def from_padded(
@@ -135,8 +133,7 @@ class Ragged:
             if bool((sizes[:, 1:] != sizes[:1, 1:]).any()):
                 raise ValueError(f"only the first dimension of each row may vary, got row shapes {sizes.tolist()}")
             slots = values.contiguous().values().reshape(int(sizes[:, 0].sum()), *sizes[0, 1:].tolist())
-            lengths = sizes[:, 0].to(values.device)
-            return cls(slots, lengths, Strided(lengths))
+            return cls(slots, None, Strided(sizes[:, 0].tolist(), values.device))
         if (ragged_dim := getattr(values, "_ragged_idx", 1)) != 1:
             raise ValueError(
                 f"the ragged dimension of a jagged tensor must be dimension 1, found dimension {ragged_dim}: "
@@ -169,50 +166,67 @@ class Ragged:
     def from_slots(cls, slots: Tensor, container: Container, keep: Tensor | None) -> Ragged:
         """From every slot of a container, of which ``keep`` hold values."""
         if keep is None:
-            return cls(slots, container.row_lengths, container)
+            return cls(slots, None, container)
         keep = keep.to(torch.bool)
         if keep.shape[0] != slots.shape[0]:
             raise ValueError(f"the mask has {keep.shape[0]} positions but the values have {slots.shape[0]}")
-        return cls(slots[keep], segment_sum(keep.long(), container.row_lengths), container, keep)
+        if bool(keep.all()):  # as in rollouts without padding: nothing needs to be picked
+            return cls(slots, None, container)
+        kept_before = _from_zero(keep.cumsum(0))
+        return cls(slots[keep], kept_before[_from_zero(container.row_lengths.cumsum(0))].diff(), container, keep)
 
     # ------------------------------------------------------------------ arithmetic helpers
 
     @property
     def num_sequences(self) -> int:
         """``S``."""
-        return self.lengths.numel()
+        return self.container.batch_shape.numel()
 
-    @cached_property
+    def _computed_once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        if name not in self._index:
+            self._index[name] = compute()
+        return self._index[name]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Elements per sequence; ``[S]``, int64."""
+        return self._computed_once("lengths", lambda: self.container.row_lengths)
+
+    @property
     def offsets(self) -> Tensor:
         """Where each sequence starts, and at the end ``N``; ``[S + 1]``."""
         source = self.container
         if isinstance(source, Jagged) and source.lengths is None and self.keep is None:
-            return source.offsets.long()  # the object itself: jagged tensors over it can be added to the source
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+            # The object itself: jagged tensors over it can be added to the source.
+            return self._computed_once("offsets", source.offsets.long)
+        return self._computed_once("offsets", lambda: _from_zero(self.lengths.cumsum(0)))
 
-    @cached_property
+    @property
     def sequence_ids(self) -> Tensor:
         """The sequence of each element; ``[N]``."""
-        return torch.repeat_interleave(
-            torch.arange(self.num_sequences, device=self.lengths.device), self.lengths, output_size=self.values.shape[0]
-        )
+        return self._computed_once("sequence_ids", lambda: _segment_ids(self.lengths, self.values.shape[0]))
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """The position of each element in its sequence, from 0; ``[N]``."""
+        return self._computed_once("positions", self._positions)
+
+    def _positions(self) -> Tensor:
         element = torch.arange(self.values.shape[0], device=self.lengths.device)
         return element - self.offsets[self.sequence_ids]
 
+    def first(self, counts: Tensor) -> Tensor:
+        """True at the first ``counts [S]`` elements of each sequence, which must not be more than it has; ``[N]``."""
+        runs = torch.stack([counts, self.lengths - counts], 1).flatten()
+        alternating = torch.arange(runs.numel(), device=runs.device) % 2 == 0
+        return torch.repeat_interleave(alternating, runs, output_size=self.values.shape[0])
+
     def like(self, values: Tensor) -> Ragged:
-        """The same sequences with other values ``[N, *G]``."""
+        """The same sequences with other values ``[N, *G]``; the jagged forms of both can meet in one operation."""
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"expected {self.values.shape[0]} values, one for each element, got {values.shape[0]}")
-        other = replace(self, values=values)
-        # The same index tensors: nothing is computed twice, and the jagged forms of both can meet in one operation.
-        vars(other)["offsets"] = self.offsets
-        for name in ("sequence_ids", "positions"):
-            if name in vars(self):
-                vars(other)[name] = vars(self)[name]
+        other = copy(self)
+        other.values = values
         return other
 
     def sum(self) -> Tensor:
@@ -234,7 +248,7 @@ class Ragged:
 
     def to_list(self) -> list[Tensor]:
         """One tensor ``[T_i, *F]`` for each sequence."""
-        return list(self.values.split(self.lengths.tolist()))
+        return split_rows(self.values, self.lengths.tolist())
 
     def to_nested(self, layout: torch.layout = torch.strided) -> Tensor:
         """A nested tensor ``[S, (T_i), *F]``."""
@@ -266,12 +280,33 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """
     if values.dtype in (torch.bfloat16, torch.float16):
         return segment_sum(values.float(), lengths).to(values.dtype)
-    ids = torch.repeat_interleave(
-        torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=values.shape[0]
-    )
+    ids = _segment_ids(lengths, values.shape[0])
     if not (values.is_floating_point() or values.is_complex()):
         values = values.long()
     return values.new_zeros((lengths.numel(), *values.shape[1:])).index_add(0, ids, values)
+
+
+def _segment_ids(lengths: Tensor, total: int) -> Tensor:
+    """The segment of each of ``total`` elements."""
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=total)
+
+
+def _from_zero(sums: Tensor) -> Tensor:
+    """Cumulative sums with the 0 before them; ``[S + 1]``."""
+    return torch.nn.functional.pad(sums, (1, 0))
+
+
+def _check_rows(rows: Sequence[Tensor]) -> None:
+    """Refuse the first row that does not fit to row 0."""
+    first = rows[0]
+    for i, row in enumerate(rows):
+        if row.ndim == 0:
+            raise ValueError(f"each row must be a tensor [T_i, *F], found a scalar at row {i}")
+        if row.shape[1:] != first.shape[1:] or row.dtype != first.dtype:
+            raise ValueError(
+                f"rows may differ only in their first dimension: expected [*, {tuple(first.shape[1:])}] of "
+                f"{first.dtype} as row 0 has, found {tuple(row.shape)} of {row.dtype} at row {i}"
+            )
 
 
 def _full(values: Tensor, shape: torch.Size, fill: float) -> Tensor:

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NestedKey,
-    TensorDict,
-    TensorDictBase,
-    is_non_tensor,
-    is_tensorclass,
-    lazy_stack,
-)
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from torchrl_llm_kl.ragged._containers import Container, Dense, Rows
+from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
+from torchrl_llm_kl.ragged._rows import Tree, copy_rows, node_of, read_rows, restack, set_rows
 
-__all__ = ["has_entry", "own_leaves", "read_column", "read_ragged", "write_ragged"]
+__all__ = ["has_entry", "own_leaves", "read_column", "read_node", "read_ragged", "write_ragged"]
+
+_LOCKED = "Cannot modify locked TensorDict. Unlock it first: td.unlock_()."
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
-def _node(value: Any) -> Any:
-    """The TensorDict behind a tensorclass; anything else as it is."""
-    return value._tensordict if is_tensorclass(value) and not is_non_tensor(value) else value
+# ------------------------------------------------------------------ reading
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
@@ -41,47 +36,55 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
     Returns:
         A tensor (dense or nested), a list with one value for each element of the batch, any non-tensor data as
         TensorDict returns it, or None if any leaf misses the entry.
+
+    Raises:
+        TypeError: if something on the way to the entry is no TensorDict.
     """
     path = _path(key)
     if isinstance(td, LazyStackedTensorDict):
-        ids = torch.arange(td.batch_size.numel()).reshape(td.batch_size)
-        leaves: list[Any] = [None] * ids.numel()
-        _collect(td, path, ids, leaves)
-        return None if not leaves or any(leaf is None for leaf in leaves) else leaves
-    value = _node(td.get(path[0], None))
+        return _read_stack(td, path)
+    value = node_of(td.get(path[0], None))
     if len(path) == 1 or value is None:
         return value
     if not isinstance(value, TensorDictBase):
         raise TypeError(f"expected a nested TensorDict under {path[0]!r} to hold {key!r}, got {type(value).__name__}")
-    return read_column(value, path[1:] if len(path) > 2 else path[1])
+    return read_column(value, path[1:])
 
 
-def _collect(td: TensorDictBase, path: tuple[str, ...], ids: Tensor, leaves: list[Any]) -> None:
-    """Fill ``leaves[ids]`` with the entries of ``td``, whose batch is laid out as ``ids``."""
-    if isinstance(td, LazyStackedTensorDict):
-        for sub, sub_ids in zip(td.tensordicts, ids.unbind(td.stack_dim), strict=True):
-            _collect(_node(sub), path, sub_ids, leaves)
-        return
-    value = _node(td.get(path[0], None))
-    if value is None:
-        return
-    if len(path) > 1:
-        if not isinstance(value, TensorDictBase):
-            raise TypeError(f"expected a nested TensorDict under {path[0]!r}, got {type(value).__name__}")
-        _collect(value, path[1:], ids, leaves)
-        return
-    if ids.ndim == 0:
-        leaves[int(ids)] = value
-        return
-    rows: list[Any] | None = list(value.unbind()) if isinstance(value, Tensor) and value.is_nested else None
-    if rows is None and isinstance(value, Tensor):
-        rows = list(value.reshape(ids.numel(), *value.shape[ids.ndim :]))
-    if rows is None:
-        rows = [
-            value[tuple(index)] for index in torch.cartesian_prod(*map(torch.arange, ids.shape)).reshape(-1, ids.ndim)
-        ]
-    for i, row in zip(ids.flatten().tolist(), rows, strict=True):
-        leaves[i] = row
+def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Any] | None:
+    if td.batch_dims == 1:  # each element is a row
+        return read_rows(td.tensordicts, path) or None
+    parts = []
+    for sub in map(node_of, td.tensordicts):
+        part = read_column(sub, path)
+        if part is None:
+            return None
+        parts.append(part if isinstance(part, list) else _unbind(part, sub.batch_size))
+    # Row-major order: each index of the dimensions before the stack's own takes an equal share of every part.
+    outer = td.batch_size[: td.stack_dim].numel()
+    shares = [len(part) // outer for part in parts] if outer else []
+    return [
+        row for i in range(outer) for part, n in zip(parts, shares, strict=True) for row in part[i * n : (i + 1) * n]
+    ] or None
+
+
+def _unbind(value: Any, batch_size: torch.Size) -> list[Any]:
+    if not isinstance(value, Tensor):
+        return [value[index] for index in product(*map(range, batch_size))]
+    if not value.is_nested:
+        value = value.reshape(batch_size.numel(), *value.shape[len(batch_size) :])
+    return list(value.unbind())
+
+
+def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
+    """The TensorDict under ``name``; of a lazy stack a lazy stack of its elements' own, made now. None if any misses it."""
+    if not isinstance(td, LazyStackedTensorDict):
+        return td.get(name, None)
+    if td.batch_dims == 1:
+        nodes = read_rows(td.tensordicts, (name,))
+    else:
+        nodes = [read_node(node_of(sub), name) for sub in td.tensordicts]
+    return restack(nodes, td) if nodes and all(node is not None for node in nodes) else None
 
 
 def has_entry(td: TensorDictBase, key: NestedKey) -> bool:
@@ -112,8 +115,8 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
     if mask_value is None:
         return data
     mask = _from_column(mask_value, td.batch_size, mask_key)
-    if not torch.equal(mask.container.row_lengths, data.container.row_lengths):
-        found, expected = mask.container.row_lengths.tolist(), data.container.row_lengths.tolist()
+    if not same_rows(mask.container, data.container):
+        found, expected = mask.container.row_sizes, data.container.row_sizes
         row = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
         raise ValueError(
             f"{mask_key!r} must have the length of {key!r}: sequence {row} has {found[row]} and {expected[row]} positions"
@@ -124,7 +127,7 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
 
 def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
     if isinstance(value, list):
-        if not all(isinstance(row, Tensor) for row in value):
+        if not all(issubclass(kind, Tensor) for kind in set(map(type, value))):
             raise TypeError(f"expected tensors under {key!r}, got {type(value[0]).__name__}")
         return Ragged.from_list(value, batch_size)
     if not isinstance(value, Tensor):
@@ -138,6 +141,9 @@ def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
     if batch_size.numel() == 0:
         raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it")
     return Ragged.from_padded(value, batch_dims=len(batch_size))
+
+
+# ------------------------------------------------------------------ writing
 
 
 def write_ragged(
@@ -160,32 +166,29 @@ def write_ragged(
     Returns:
         ``td``, or the lazy stack that took its place.
     """
-    lengths = container.row_lengths
+    path, sizes = _path(key), container.row_sizes
     if not isinstance(td, LazyStackedTensorDict):
-        path = _path(key)
         if len(path) > 1:
-            sub = _node(td.get(path[0], None))
+            sub = node_of(td.get(path[0], None))
             if sub is None:
-                sub = _empty(td.batch_size, ragged=isinstance(container, Rows) and not _equal(lengths))
-            new = write_ragged(sub, path[1:] if len(path) > 2 else path[1], slots, container)
+                sub = _empty(td.batch_size, ragged=isinstance(container, Rows) and not _equal(sizes))
+            new = write_ragged(sub, path[1:], slots, container)
             if new is not sub or td.get(path[0], None) is None:
                 td.set(path[0], new)
             return td
         if isinstance(container, Rows):
-            if td.batch_dims == 0 or _equal(lengths):
-                container = Dense(td.batch_size, int(lengths[0]), slots.device)
+            if td.batch_dims == 0 or _equal(sizes):
+                container = Dense(td.batch_size, sizes[0], slots.device)
             elif td.batch_dims == 1:
-                return td.set(key, torch.nested.as_nested_tensor(container.build(slots), layout=torch.strided))
+                return td.set(path[0], torch.nested.as_nested_tensor(container.build(slots), layout=torch.strided))
         if not isinstance(container, Rows) and container.batch_shape == td.batch_size:
-            return td.set(key, container.build(slots))
+            return td.set(path[0], container.build(slots))
         td = _lazy(td)
-    rows = list(slots.split(lengths.tolist()))
-    _distribute(td, key, torch.arange(len(rows)).reshape(td.batch_size), rows)
-    return td
+    return _write_rows(td, path, split_rows(slots, sizes))
 
 
-def _equal(lengths: Tensor) -> bool:
-    return bool((lengths == lengths[0]).all())
+def _equal(sizes: list[int]) -> bool:
+    return len(set(sizes)) == 1
 
 
 def _empty(batch_size: torch.Size, *, ragged: bool) -> TensorDictBase:
@@ -199,34 +202,62 @@ def _lazy(td: TensorDictBase) -> TensorDictBase:
     return lazy_stack([_lazy(sub) for sub in td.unbind(0)], 0)
 
 
-def _distribute(td: TensorDictBase, key: NestedKey, ids: Tensor, rows: list[Tensor]) -> TensorDictBase:
-    """Write the rows ``ids`` into the leaves of ``td``; what is returned takes its place."""
-    if isinstance(td, LazyStackedTensorDict):
-        for i, (sub, sub_ids) in enumerate(zip(td.tensordicts, ids.unbind(td.stack_dim), strict=True)):
-            node = _node(sub)
-            new = _distribute(node, key, sub_ids, rows)
-            if new is not node:  # a dense element that ragged rows do not fit into became a lazy stack
-                td.tensordicts[i] = new if node is sub else type(sub)._from_tensordict(new)
+def _write_rows(td: TensorDictBase, path: tuple[str, ...], rows: Sequence[Tensor]) -> TensorDictBase:
+    """Write rows in row-major order into the leaves of ``td``; what is returned takes its place."""
+    if not isinstance(td, LazyStackedTensorDict):
+        if td.batch_dims == 0:
+            return td.set(path, rows[0])
+        container = Rows([row.shape[0] for row in rows], td.batch_size)
+        return write_ragged(td, path, torch.cat(list(rows)), container)
+    if td.batch_dims == 1:
+        set_rows(td.tensordicts, path, rows)
         return td
-    mine = [rows[i] for i in ids.flatten().tolist()]
-    if ids.ndim == 0:
-        return td.set(key, mine[0])
-    container = Rows(torch.tensor([len(row) for row in mine]), torch.Size(ids.shape))
-    return write_ragged(td, key, torch.cat(mine), container)
+    outer, count = td.batch_size[: td.stack_dim].numel(), len(td.tensordicts)
+    share = len(rows) // (outer * count)
+    for i, sub in enumerate(td.tensordicts):
+        starts = [(j * count + i) * share for j in range(outer)]
+        node = node_of(sub)
+        new = _write_rows(node, path, [row for start in starts for row in rows[start : start + share]])
+        if new is not node:  # a dense element that ragged rows do not fit into became a lazy stack
+            td.tensordicts[i] = new if node is sub else type(sub)._from_tensordict(new)
+    return td
 
 
-def own_leaves(td: TensorDictBase) -> None:
+def own_leaves(td: TensorDictBase, *keys: NestedKey) -> None:
     """Give lazy stacks inside ``td`` shallow copies of their elements, so that writing reaches no other owner.
 
     A replay buffer hands out lazy stacks of the very TensorDicts that it stores; what a transform writes into one on
     sampling must not end up in the storage.
+
+    Args:
+        td: changed in place.
+        keys: what will be written; elsewhere nothing needs to be copied. By default anything may be.
     """
+    tree: Tree = {}
+    for key in keys:
+        below = tree
+        for name in _path(key)[:-1]:
+            below = below.setdefault(name, {})
+    _own(td, tree if keys else None)
+
+
+def _own(td: TensorDictBase, tree: Tree | None) -> None:
     if td.is_locked:
-        raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
-    if isinstance(td, LazyStackedTensorDict):
-        td.tensordicts = [sub.copy() for sub in td.tensordicts]
+        raise RuntimeError(_LOCKED)
+    if not isinstance(td, LazyStackedTensorDict):
+        for name in list(td.keys()) if tree is None else tree:
+            value = node_of(td.get(name, None))
+            if isinstance(value, TensorDictBase):
+                _own(value, None if tree is None else tree[name])
         return
-    for key in list(td.keys()):
-        value = _node(td.get(key))
-        if isinstance(value, TensorDictBase):
-            own_leaves(value)
+    td.tensordicts = _copies(td, tree)
+
+
+def _copies(td: LazyStackedTensorDict, tree: Tree | None) -> list[Any]:
+    """Copies of the elements of a stack."""
+    if td.batch_dims == 1:
+        return copy_rows(td.tensordicts, tree)
+    return [
+        restack(_copies(sub, tree), sub) if isinstance(sub, LazyStackedTensorDict) else sub.copy()
+        for sub in td.tensordicts
+    ]

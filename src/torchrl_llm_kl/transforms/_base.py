@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_llm_kl.ragged import Container, Ragged, Rows, own_leaves, write_ragged
+from torchrl_llm_kl.ragged import Container, Ragged, Rows, own_leaves, read_node, write_ragged
 
 __all__ = ["Output", "StepPlaces", "StepTransform", "declare"]
 
@@ -26,10 +26,6 @@ class Output:
         """From per-token values; 0 at padding."""
         return cls(key, data.slots(), data.container)
 
-    def write(self, td: TensorDictBase) -> TensorDictBase:
-        """Store it; see :func:`~torchrl_llm_kl.ragged.write_ragged`."""
-        return write_ragged(td, self.key, self.slots, self.container)
-
 
 class StepPlaces(ABC):
     """Runs :meth:`outputs` wherever TorchRL runs a transform; a mixin for transforms and compositions of them.
@@ -42,12 +38,13 @@ class StepPlaces(ABC):
         """Compute everything from the step ``td`` and its result ``next_td``, writing nothing."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # Nested keys last: they always fit, so that an entry which does not fit is refused before anything is written.
-        for output in sorted(
-            self.outputs(tensordict, next_tensordict), key=lambda output: isinstance(output.key, tuple)
-        ):
-            next_tensordict = output.write(next_tensordict)
+        for output in self._ordered(tensordict, next_tensordict):
+            next_tensordict = write_ragged(next_tensordict, output.key, output.slots, output.container)
         return next_tensordict
+
+    def _ordered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
+        # Nested keys last: they always fit, so that an entry which does not fit is refused before anything is written.
+        return sorted(self.outputs(td, next_td), key=lambda output: isinstance(output.key, tuple))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to data that was collected before: on a direct call, or when a replay buffer is sampled."""
@@ -55,12 +52,16 @@ class StepPlaces(ABC):
             raise ValueError(
                 f"the batch is empty: a TensorDict of batch size {tuple(tensordict.batch_size)} holds nothing to score, drop it"
             )
-        own_leaves(tensordict)
-        next_td = tensordict.get("next", None)
-        if next_td is None:
-            return self._step(tensordict, tensordict)
-        # Of a lazy stack "next" is a stack made just now: set it, so that elements which were replaced in it are kept.
-        return tensordict.set("next", self._step(tensordict, next_td))
+        if tensordict.is_locked:
+            raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
+        next_td = read_node(tensordict, "next")
+        outputs = self._ordered(tensordict, tensordict if next_td is None else next_td)
+        inside = () if next_td is None else ("next",)
+        keys = [unravel_key((*inside, output.key)) for output in outputs]
+        own_leaves(tensordict, *keys)
+        for key, output in zip(keys, outputs, strict=True):
+            tensordict = write_ragged(tensordict, key, output.slots, output.container)
+        return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``.

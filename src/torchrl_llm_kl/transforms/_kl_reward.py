@@ -13,7 +13,9 @@ from torchrl.data import Composite
 
 from torchrl_llm_kl.estimators import as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer
 from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
+from torchrl_llm_kl.transforms._container import in_env
 from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._factories import refuse_ray, resolve_factory
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
@@ -49,7 +51,9 @@ class KLRewardTransform(StepTransform):
         tokenizer: instead of the reference's own.
         assistant_only: count only what the assistant produced. Default True.
         padding_side: the side of the padding where the data is padded in one entry and nested in another.
-        estimator: see :class:`KLComputation`; so are ``reward_placement``, ``temperature`` and ``scope``.
+        estimator: see :class:`KLComputation`; so is ``reward_placement``. The policy is not run here, so that ``"exact"``
+            is not possible.
+        temperature: see :class:`RetrieveLogProb`; so are ``scope``, ``dtype`` and ``memory``.
 
     Shapes:
         KL, reference log-probs and reward: ``[*B, T, 1]``, in the form of the tokens.
@@ -94,6 +98,8 @@ class KLRewardTransform(StepTransform):
         temperature: float = 1.0,
         reward_placement: RewardPlacement = "last",
         scope: Scope = "turn",
+        dtype: torch.dtype | None = None,
+        memory: int = DEFAULT_MEMORY,
     ) -> None:
         refuse_ray(use_ray_service)
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
@@ -103,6 +109,11 @@ class KLRewardTransform(StepTransform):
             list(self.DEFAULT_IN_KEYS) if in_keys is None else list(in_keys),
             None if out_keys is None else list(out_keys),
         )
+        if estimator == "exact":
+            raise ValueError(
+                "estimator='exact' needs the policy's whole distributions, which the data does not hold: use "
+                "RetrieveKL(policy, reference, estimator='exact')"
+            )
         if getattr(ref_model, "generate", False) is True:
             raise ValueError("The actor is configured to generate text, not compute the log-probs.")
         if getattr(ref_model, "input_mode", "tokens") != "tokens":
@@ -123,8 +134,15 @@ class KLRewardTransform(StepTransform):
         self.scope: Scope = scope
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self.temperature = temperature
+        self.dtype = dtype
+        self.memory = memory
         self._slot = ScorerSlot()
-        self._slot.get(self.ref_model, temperature=temperature)  # a model that cannot be scored is refused here
+        _ = self.scorer  # a model that cannot be scored is refused here
+
+    @property
+    def scorer(self) -> LogProbScorer:
+        """The engine."""
+        return self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
 
     @property
     def pad_output(self) -> bool:
@@ -158,8 +176,7 @@ class KLRewardTransform(StepTransform):
         located = locate(
             td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options
         )
-        scorer = self._slot.get(self.ref_model, temperature=self.temperature)
-        ref = scorer.score(located.tokens, located.mask)
+        ref = self.scorer.score(located.tokens, located.mask, remember=in_env(self))
         gen, known = self._policy_log_probs(td, next_td, located)
         scored = located.mask & known
         kl = ref.like(estimate_kl(self.estimator, gen.values, ref.values, gen.values, scored))

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
+from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged, same_rows
 from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions, render_history, render_text
@@ -124,9 +124,11 @@ def _locate_sampled(
     return Located(tokens, mask & after_first, key, sampled=True)
 
 
-def counted_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
+def counted_mask(
+    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, *, every: Ragged | None = None
+) -> Tensor | None:
     """What counts as the assistant's in a step, as far as mask and bookkeeping tell; ``[N]``, or None if neither does."""
-    given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface)
+    given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface, every=every)
     if given is None or response is None:
         return response if given is None else given
     return given & response
@@ -142,10 +144,10 @@ def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -
 
 def _at_tokens(slots: Tensor, found: Ragged, tokens: Ragged, key: NestedKey) -> Tensor:
     """Slot values at the kept positions of ``tokens``, checked to have the same form."""
-    ours, theirs = tokens.container.row_lengths, found.container.row_lengths
-    if ours.shape != theirs.shape or not torch.equal(ours, theirs):
+    if not same_rows(tokens.container, found.container):
         raise ValueError(
-            f"{key!r} must have the length of the tokens: found row lengths {theirs.tolist()}, expected {ours.tolist()}"
+            f"{key!r} must have the length of the tokens: found row lengths {found.container.row_sizes}, "
+            f"expected {tokens.container.row_sizes}"
         )
     slots = slots.bool()
     return slots if tokens.keep is None else slots[tokens.keep]
@@ -172,11 +174,19 @@ def _template_name(interface: ModelInterface) -> str:
     return repr(str(template)[:60]) if template else "(unknown)"
 
 
-def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
+def response_mask(
+    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, *, every: Ragged | None = None
+) -> Tensor | None:
     """True behind the prompt, by the bookkeeping of the rollout; ``[N]``, or None if the data has no prompt tokens.
 
     The prompt may be padded as the whole sequence is (its slots are then the first ones of the sequence), or hold the
     prompt's own tokens alone.
+
+    Args:
+        td: the step.
+        tokens: the sequences, without padding.
+        interface: says where the prompt is.
+        every: the same with the padding's own ids, which the prompt has too; read if it is not given.
 
     Raises:
         ValueError: if the sampled sequence does not start with its prompt.
@@ -186,7 +196,7 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
     if prompt is None or prompt.num_sequences != tokens.num_sequences:
         return None
     widths = prompt.container.row_lengths
-    every = read_ragged(td, interface.tokens_full)  # with the padding's own ids, which the prompt has too
+    every = read_ragged(td, interface.tokens_full) if every is None else every
     assert every is not None
     too_long = widths > every.lengths
     if bool(too_long.any()):
@@ -195,11 +205,11 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
             f"sequence {row}: {key!r} has {int(widths[row])} tokens, more than the {int(every.lengths[row])} of the "
             f"whole sequence. A rollout's full tokens are prompt + response: pass both from the same step."
         )
-    in_prompt = every.positions < widths[every.sequence_ids]
+    in_prompt = every.first(widths)
     if torch.equal(prompt.slots(), every.values[in_prompt]):
         return ~in_prompt if tokens.keep is None else ~in_prompt[tokens.keep]
     if tokens.keep is not None and bool((widths <= tokens.lengths).all()):
-        first = tokens.positions < widths[tokens.sequence_ids]
+        first = tokens.first(widths)
         if torch.equal(prompt.slots(), tokens.values[first]):
             return ~first
     differs = torch.zeros_like(in_prompt)

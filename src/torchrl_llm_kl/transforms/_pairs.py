@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged
+from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, same_rows
 from torchrl_llm_kl.transforms._located import Located
 
-__all__ = ["check_finite", "check_pair", "check_same_tokens", "estimate_kl", "match"]
+__all__ = ["check_finite", "check_finite_kl", "check_pair", "check_same_tokens", "estimate_kl", "match"]
 
 
-def check_pair(gen: Ragged, ref: Ragged, *, padding_side: PaddingSide) -> tuple[Ragged, Ragged]:
-    """Bring two sets of log-probs to one form, that of ``gen``.
+_SAME_TOKENS = (
+    "one model scored tokens that the other did not: score the same tokens under both models, with the same tokenizer and "
+    "template"
+)
+
+
+def check_pair(
+    gen: Ragged,
+    other: Ragged,
+    name: str = "ref_log_probs",
+    *,
+    padding_side: PaddingSide,
+    advice: str = _SAME_TOKENS,
+) -> tuple[Ragged, Ragged]:
+    """Bring the policy's log-probs and ``other``, which the errors call ``name``, to one form, that of ``gen``.
 
     Raises:
         ValueError: if the number of sequences or a length differs.
     """
-    if gen.num_sequences == ref.num_sequences:
-        gen = _without_padding(gen, ref, padding_side)
-    return gen, match(gen, ref, "ref_log_probs", padding_side=padding_side)
+    if gen.num_sequences == other.num_sequences:
+        gen = _without_padding(gen, other, padding_side)
+    return gen, match(gen, other, name, padding_side=padding_side, advice=advice)
 
 
-def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide) -> Ragged:
+def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, advice: str = _SAME_TOKENS) -> Ragged:
     """Bring ``other``, which the errors call ``name``, to the form of ``gen``.
 
     Raises:
@@ -38,9 +52,11 @@ def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide) -
     other = _without_padding(other, gen, padding_side)
     a, b = gen.container, other.container
     both_padded = isinstance(a, Dense) and isinstance(b, Dense)
-    same_widths = torch.equal(a.row_lengths, b.row_lengths)
+    same_widths = same_rows(a, b)
     if both_padded and same_widths and gen.keep is not None and other.keep is None:
         other = Ragged.from_slots(other.slots(), b, gen.keep)
+    if same_widths and gen.keep is other.keep:
+        return other
     if bool((gen.lengths != other.lengths).any()):
         # Of two widths a mask can fit one only: then the widths say what is wrong.
         padded = both_padded and not same_widths
@@ -49,8 +65,7 @@ def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide) -
         m, n = int(ours[i]), int(theirs[i])
         raise ValueError(
             f"Sample {i} has different shapes: gen_log_probs[{i}].shape={torch.Size([m])}, {name}[{i}].shape="
-            f"{torch.Size([n])}. From position {min(m, n)} on, one model scored tokens that the other did not: score the "
-            f"same tokens under both models, with the same tokenizer and template."
+            f"{torch.Size([n])}. From position {min(m, n)} on, {advice}."
         )
     return other
 
@@ -68,27 +83,46 @@ def _without_padding(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
     return Ragged.from_slots(a.slots(), a.container, keep.reshape(-1))
 
 
-def check_finite(log_prob: Ragged, who: str, key: NestedKey) -> Tensor:
-    """True where there is a score; ``[N]``. A leading run of NaN is torchrl's marker for tokens that were not scored.
+def check_finite(log_prob: Ragged, who: str, key: NestedKey) -> Tensor | None:
+    """True where there is a score; ``[N]``, None for everywhere.
+
+    A leading run of NaN is torchrl's marker for tokens that were not scored.
 
     Raises:
         ValueError: if any other log-prob is NaN or infinite, naming the sequence and the position.
     """
-    finite = log_prob.values.isfinite()
+    advice = (
+        "A token that the policy sampled cannot have probability 0 under it; check the model's weights and dtype, or mask "
+        "the token."
+    )
+    return _check_finite(log_prob, f"the log-prob of {who} under {key!r}", advice)
+
+
+def check_finite_kl(kl: Ragged, key: NestedKey) -> Tensor | None:
+    """The same for an exact KL."""
+    advice = (
+        "It is infinite where the reference cannot say what the policy can; check both models' weights and dtypes. "
+        "RetrieveLogProb(policy, reference=reference) writes this entry."
+    )
+    return _check_finite(kl, f"the exact KL under {key!r}", advice)
+
+
+def _check_finite(data: Ragged, what: str, advice: str) -> Tensor | None:
+    values = data.values.detach()
+    if math.isfinite(values.sum().item()):  # one pass; a sum that overflows is looked at again
+        return None
+    finite = values.isfinite()
     if bool(finite.all()):
-        return finite
-    seen = log_prob.like(finite.long())
-    before = seen.values.cumsum(0)
-    start = torch.nn.functional.pad(before, (1, 0))[log_prob.offsets[:-1]]
-    leading = (before - start[log_prob.sequence_ids] == 0) & log_prob.values.isnan()
+        return None
+    seen = finite.long().cumsum(0)
+    start = torch.nn.functional.pad(seen, (1, 0))[data.offsets[:-1]]
+    leading = (seen - start[data.sequence_ids] == 0) & values.isnan()
     bad = ~finite & ~leading
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
-        row, position = int(log_prob.sequence_ids[at]), int(log_prob.positions[at])
+        row, position = int(data.sequence_ids[at]), int(data.positions[at])
         raise ValueError(
-            f"the log-prob of {who} under {key!r} is {float(log_prob.values[at])} at sequence {row}, position {position}: "
-            f"expected a finite number. A token that the policy sampled cannot have probability 0 under it; check the "
-            f"model's weights and dtype, or mask the token."
+            f"{what} is {float(values[at])} at sequence {row}, position {position}: expected a finite number. {advice}"
         )
     return finite
 
@@ -118,7 +152,11 @@ def check_same_tokens(gen: Located, ref: Located) -> None:
         )
 
 
-def estimate_kl(estimator: Callable[..., Tensor], gen: Tensor, ref: Tensor, old: Tensor, scored: Tensor) -> Tensor:
-    """The estimator where ``scored``, exactly 0 elsewhere: what is not scored never enters it. All ``[N]``."""
+def estimate_kl(
+    estimator: Callable[..., Tensor], gen: Tensor, ref: Tensor, old: Tensor, scored: Tensor | None
+) -> Tensor:
+    """The estimator where ``scored`` (None: everywhere), exactly 0 elsewhere: what is not scored never enters it; ``[N]``."""
+    if scored is None or bool(scored.all()):
+        return estimator(gen, ref, old)
     values = estimator(gen[scored], ref[scored], old[scored])
     return values.new_zeros(scored.shape).index_put((scored,), values)

@@ -19,6 +19,9 @@ from torchrl_llm_kl.transforms._reward import RewardPlacement
 
 __all__ = ["RetrieveKL"]
 
+# What goes to both RetrieveLogProb, beside the arguments that torchrl names.
+_OF_BOTH = {"adapters", "dtype", "memory", "scope", "temperature"}
+
 
 class RetrieveKL(StepPlaces, Compose):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
@@ -37,12 +40,15 @@ class RetrieveKL(StepPlaces, Compose):
         assistant_only: count only what the assistant produced. Default True.
         history_key: where conversations are, used when the data holds no tokens. Default ``"history"``.
         tokenizer_kwargs: see :class:`RetrieveLogProb`; so are ``detach``, ``device``, ``tokenizer``, ``padding_side``,
-            ``temperature`` and ``scope``, which hold for both models; ``detach=False`` gives the policy's log-probs a
-            gradient, the frozen reference never has one.
+            ``temperature``, ``scope``, ``dtype`` and ``memory``, which hold for both models; ``detach=False`` gives the
+            policy's log-probs a gradient, the frozen reference never has one.
+        entropy_key: where to write the policy's entropy, if anywhere.
         gen_log_probs_full_key: default ``("log_probs", "full")``.
         ref_log_probs_full_key: default ``("ref_log_probs", "full")``.
-        kl_key: see :class:`KLComputation`; so are ``add_to_reward``, ``coeff``, ``estimator``,
-            ``reward_placement``, ``old_log_probs_key`` and ``reward_key``.
+        kl_key: see :class:`KLComputation`; so are ``add_to_reward``, ``coeff``, ``reward_placement``,
+            ``old_log_probs_key`` and ``reward_key``.
+        estimator: see :class:`KLComputation`; with ``"exact"`` both models are run side by side, and the KL at each token
+            is the sum over the whole vocabulary (both must have the same one).
 
     Shapes:
         log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the form of the tokens.
@@ -88,8 +94,13 @@ class RetrieveKL(StepPlaces, Compose):
         reward_placement: RewardPlacement = "last",
         old_log_probs_key: NestedKey | None = None,
         reward_key: NestedKey = "reward",
+        entropy_key: NestedKey | None = None,
         **kwargs: Any,
     ) -> None:
+        if unknown := sorted(set(kwargs) - _OF_BOTH):
+            raise TypeError(
+                f"RetrieveKL() got unexpected keyword arguments {unknown}; beyond those named it takes {sorted(_OF_BOTH)}"
+            )
         refuse_ray(use_ray_service)
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
@@ -108,7 +119,7 @@ class RetrieveKL(StepPlaces, Compose):
         }
         base = isinstance(ref_model, str)
         super().__init__(
-            RetrieveLogProb(gen_model, log_probs_full_key=gen_log_probs_full_key, **shared),
+            RetrieveLogProb(gen_model, log_probs_full_key=gen_log_probs_full_key, entropy_key=entropy_key, **shared),
             RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
@@ -139,12 +150,19 @@ class RetrieveKL(StepPlaces, Compose):
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             check_same_tokens(located, ref.locate(td))
-        gen_log_prob, ref_log_prob = gen.score(located), ref.score(located)
-        return [
-            Output.of(gen.log_probs_full_key, gen_log_prob),
+        exact = kl.estimator == "exact"
+        scores = gen.evaluate(located, ref.scorer if exact else None)
+        ref_log_prob = scores.ref_log_prob if exact else ref.evaluate(located).log_prob
+        assert ref_log_prob is not None
+        old = kl.read_old(td, next_td, scores.log_prob)
+        outputs = [
+            Output.of(gen.log_probs_full_key, scores.log_prob),
             Output.of(ref.log_probs_full_key, ref_log_prob),
-            *kl.compute(gen_log_prob, ref_log_prob, located.mask, next_td, old=kl.read_old(td, next_td, gen_log_prob)),
+            *kl.compute(scores.log_prob, ref_log_prob, located.mask, next_td, old=old, exact=scores.kl),
         ]
+        if scores.entropy is not None:
+            outputs.append(Output.of(gen.entropy_key, scores.entropy))
+        return outputs
 
 
 def _check_full_keys(**keys: NestedKey) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores
 from torchrl_llm_kl.transforms._base import Output, StepTransform
+from torchrl_llm_kl.transforms._container import collector_policy, in_env
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions
@@ -48,6 +48,12 @@ class RetrieveLogProb(StepTransform):
         adapters: False switches the PEFT adapters of the model off while it scores: the base model, with no second copy
             of its weights. Default True.
         history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
+        dtype: of the model's body while it scores, by autocast; see :class:`~torchrl_llm_kl.LogProbScorer`.
+        memory: bytes of keys and values that are remembered in an env, so that each turn of a conversation costs its new
+            tokens only; 0 remembers nothing. Weights that change are never served what the old ones gave.
+        reference: another model, to which the exact KL over the whole vocabulary is written too, from the same pass.
+        exact_kl_key: where that goes. Default ``("exact_kl", "full")``.
+        entropy_key: where to write the entropy of each distribution that a token was drawn from, if anywhere.
 
     Shapes:
         float32 nats ``[*B, T]``, in the form of the tokens, exactly 0 at padding and wherever nothing is scored.
@@ -86,9 +92,18 @@ class RetrieveLogProb(StepTransform):
         scope: Scope = "turn",
         adapters: bool = True,
         history_key: NestedKey = "history",
+        dtype: torch.dtype | None = None,
+        memory: int = DEFAULT_MEMORY,
+        reference: Any = None,
+        exact_kl_key: NestedKey | None = None,
+        entropy_key: NestedKey | None = None,
     ) -> None:
         if scope not in ("turn", "full"):
             raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}")
+        if exact_kl_key is None:
+            exact_kl_key = ("exact_kl", "full")
+        elif reference is None:
+            raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=")
         deferred = isinstance(model, str)
         if deferred and model != "from_collector":
             raise ValueError(f"model must be a model or 'from_collector', got {model!r}")
@@ -102,13 +117,20 @@ class RetrieveLogProb(StepTransform):
                 "Please use a tuple with the log_probs_key and 'full' as the last element.",
                 stacklevel=2,
             )
-        super().__init__(in_keys=list(interface.in_keys), out_keys=[log_probs_full_key])
+        extra = [key for key, wanted in ((exact_kl_key, reference), (entropy_key, entropy_key)) if wanted is not None]
+        super().__init__(in_keys=list(interface.in_keys), out_keys=[log_probs_full_key, *extra])
         self.log_probs_full_key = log_probs_full_key
         self.assistant_only = assistant_only
         self.detach = detach
         self.temperature = temperature
         self.scope = scope
         self.adapters = adapters
+        self.dtype = dtype
+        self.memory = memory
+        self.reference = reference
+        self.exact_kl_key = exact_kl_key
+        self.entropy_key = entropy_key
+        self._ref_slot = ScorerSlot()
         self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
         self._interface = interface
         self._history_key = history_key
@@ -117,26 +139,40 @@ class RetrieveLogProb(StepTransform):
         if not deferred:
             self.model = model if device is None else model.to(device)
             _ = self.scorer  # a model that cannot be scored is refused here
+        _ = self.reference_scorer
 
     # ------------------------------------------------------------------ what it computes
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """The log-probs."""
-        return {self.log_probs_full_key: ()}
+        """The log-probs, and the exact KL and the entropy if they are asked for."""
+        return {key: () for key in self.out_keys}
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
         """Locate and score."""
-        return [Output.of(self.log_probs_full_key, self.score(self.locate(td)))]
+        scores = self.evaluate(self.locate(td), self.reference_scorer)
+        found = {
+            self.log_probs_full_key: scores.log_prob,
+            self.exact_kl_key: scores.kl,
+            self.entropy_key: scores.entropy,
+        }
+        return [Output.of(key, values) for key, values in found.items() if key is not None and values is not None]
 
     def locate(self, td: TensorDictBase) -> Located:
         """The tokens that count for this model; see :func:`locate`."""
         self.scorer  # noqa: B018 -- the interface of a collector's policy is known once the policy is
         return locate(td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options)
 
-    def score(self, located: Located) -> Ragged:
-        """Log-probs of the located tokens; ``[N]``."""
-        return self.scorer.score(located.tokens, located.mask, grad=not self.detach)
+    def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
+        """Log-probs of the located tokens ``[N]``, and what else is asked for, in one pass."""
+        return self.scorer.evaluate(
+            located.tokens,
+            located.mask,
+            entropy=self.entropy_key is not None,
+            reference=reference,
+            grad=not self.detach,
+            remember=in_env(self),
+        )
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
         """Whether text becomes the same tokens here and there, as far as the settings tell."""
@@ -167,7 +203,16 @@ class RetrieveLogProb(StepTransform):
         model = collector_policy(self) if self._from_collector else self.model
         if self._from_collector:
             self._interface = ModelInterface.of(model).with_history_key(self._history_key)
-        return self._slot.get(model, temperature=self.temperature, adapters=self.adapters)
+        return self._slot.get(model, adapters=self.adapters, **self._settings)
+
+    @property
+    def reference_scorer(self) -> LogProbScorer | None:
+        """The engine of ``reference``, if there is one."""
+        return None if self.reference is None else self._ref_slot.get(self.reference, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
 
 
 def _checked_interface(model: Any) -> ModelInterface:
@@ -176,32 +221,3 @@ def _checked_interface(model: Any) -> ModelInterface:
     if getattr(model, "generate", False) is True:
         raise ValueError("The model must have `generate=False` to use the `RetrieveLogProb` transform.")
     return ModelInterface.of(model)
-
-
-def _container(transform: StepTransform) -> Any:
-    try:
-        return transform.container
-    except ValueError:  # inside a Compose that is in no env
-        return None
-
-
-def collector_policy(transform: StepTransform) -> Any:
-    """The policy of the collector whose env holds ``transform``.
-
-    Raises:
-        ValueError: if there is no env or no collector, saying what to do instead.
-    """
-    remedy = (
-        "'from_collector' works in an env that a collector runs: append the transform to the env and pass the env to an "
-        "LLMCollector. Anywhere else pass the model itself, for example `policy.get_new_version(generate=False)`."
-    )
-    container: Any = _container(transform)
-    if container is None:
-        raise ValueError(f"The container is not set. Please set the container before calling this method. {remedy}")
-    while container is not None:
-        collector = getattr(container, "collector", None)
-        if collector is not None:
-            return collector.policy
-        outer = getattr(container, "_container", None)
-        container = outer() if callable(outer) else outer
-    raise ValueError(f"The collector is not set. Please set the collector before calling this method. {remedy}")

@@ -1,0 +1,131 @@
+"""The exact KL through the transforms: in an env, in a buffer, from two entries, in the reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.testing import assert_close
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from toy_rollouts import OUTCOMES, collect, flat, make_model, make_policy, make_scoring_wrapper, steps
+
+CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 1e-5}
+
+
+def exact(model: Any, ref: Any, step: TensorDictBase) -> Tensor:
+    """The sum over the vocabulary at each token of the response, 0 on prompt and padding."""
+    full, attention = step["tokens", "full"], step["masks", "all_attention_mask"]
+    out = torch.zeros(len(full))
+    with torch.no_grad():
+        p, q = (m(input_ids=full[attention][None]).logits[0, :-1].log_softmax(-1) for m in (model, ref))
+    out[attention] = torch.cat([torch.zeros(1), (p.exp() * (p - q)).sum(-1)])
+    out[: len(step["tokens", "prompt"])] = 0
+    return out
+
+
+@pytest.fixture
+def policy(policy_model: Any, tokenizer: Any, padded: bool) -> Any:
+    return make_policy(policy_model, tokenizer, pad_output=padded)
+
+
+def check(data: TensorDictBase, model: Any, ref: Any, coeff: float) -> None:
+    for i, step in enumerate(steps(data)):
+        want = exact(model, ref, step)
+        kl, reward = step["next", "kl_penalty"], step["next", "reward"]
+        assert_close(kl, want, **CLOSE)
+        assert float(want.sum()) > 0.1
+        assert_close(reward.sum(), OUTCOMES[i] - coeff * want.sum(), **CLOSE)
+
+
+@pytest.mark.parametrize("place", ["env", "direct", "on sample"])
+def test_retrieve_kl(policy: Any, policy_model: Any, ref_model: Any, tokenizer: Any, padded: bool, place: str) -> None:
+    wrap = {"tokenizer": tokenizer, "pad_output": padded}
+    transform = RetrieveKL(
+        make_scoring_wrapper(policy_model, **wrap, log_probs_key="log_probs"),
+        make_scoring_wrapper(ref_model, **wrap, log_probs_key="ref_log_probs"),
+        estimator="exact",
+        coeff=0.3,
+        entropy_key=("entropy", "full"),
+    )
+    if place == "env":
+        data = flat(collect(tokenizer, policy, transform))
+    else:
+        data = flat(collect(tokenizer, policy))
+        if place == "direct":
+            data = transform(data)
+        else:
+            buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=2, transform=transform)
+            buffer.extend(data)
+            data = buffer[:]
+    check(data, policy_model, ref_model, 0.3)
+    for step in steps(data):
+        row = step["tokens", "full"]
+        assert step["next", "entropy", "full"].shape == row.shape
+        assert float(step["next", "entropy", "full"].sum()) > 0.1
+
+
+def test_two_transforms_and_an_entry_between_them(
+    policy: Any, policy_model: Any, ref_model: Any, tokenizer: Any
+) -> None:
+    retrieve = [
+        RetrieveLogProb(policy_model, reference=ref_model),
+        RetrieveLogProb(ref_model, log_probs_full_key=("ref_log_probs", "full")),
+    ]
+    data = flat(collect(tokenizer, policy, *retrieve, KLComputation(estimator="exact", coeff=0.3)))
+    check(data, policy_model, ref_model, 0.3)
+
+
+def test_the_policys_own_base_is_the_reference(tokenizer: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    model = peft.get_peft_model(make_model(tokenizer, seed=0), config).eval()
+    policy = make_policy(model, tokenizer, pad_output=False)
+    data = flat(collect(tokenizer, policy))
+    data = RetrieveKL(model, "base", estimator="exact", coeff=0.3)(data)
+    check(data, model, make_model(tokenizer, seed=0), 0.3)
+
+
+def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(policy: Any, ref_model: Any, tokenizer: Any) -> None:
+    data = flat(collect(tokenizer, policy))
+    model = make_model(tokenizer, seed=0)
+    out = RetrieveKL(model, ref_model, estimator="exact", detach=False, add_to_reward=False)(data)
+    parameters = list(model.parameters())
+    got = torch.autograd.grad(sum(step["next", "kl_penalty"].sum() for step in steps(out)), parameters)
+    want = torch.zeros(())
+    for step in steps(data):
+        row = step["tokens", "full"][step["masks", "all_attention_mask"]]
+        p, q = (m(input_ids=row[None]).logits[0, :-1].log_softmax(-1) for m in (model, ref_model))
+        kl = (p.exp() * (p - q.detach())).sum(-1)
+        response = int(step["masks", "all_attention_mask"][len(step["tokens", "prompt"]) :].sum())
+        want = want + kl[-response:].sum()
+    for a, b in zip(got, torch.autograd.grad(want, parameters), strict=True):
+        assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+def test_the_legacy_transform_runs_no_policy(ref_model: Any) -> None:
+    with pytest.raises(ValueError, match="exact"):
+        KLRewardTransform(ref_model, estimator="exact")
+
+
+def test_another_vocabulary(policy: Any, policy_model: Any, tokenizer: Any) -> None:
+    ref = make_model(tokenizer, seed=1)
+    ref.resize_token_embeddings(len(tokenizer) + 8)
+    data = flat(collect(tokenizer, policy))
+    with pytest.raises(ValueError, match="vocabular"):
+        RetrieveKL(policy_model, ref, estimator="exact")(data)
+
+
+def test_arguments_of_retrieve_log_prob_that_make_no_sense_here(policy_model: Any, ref_model: Any) -> None:
+    for extra in ({"reference": ref_model}, {"exact_kl_key": "x"}, {"nonsense": 1}):
+        with pytest.raises(TypeError, match=next(iter(extra))):
+            RetrieveKL(policy_model, ref_model, **extra)
+
+
+def test_a_key_for_an_exact_kl_that_is_not_asked_for(policy_model: Any) -> None:
+    with pytest.raises(ValueError, match=r"exact_kl_key='x' needs the model to compare with: pass reference="):
+        RetrieveLogProb(policy_model, exact_kl_key="x")
