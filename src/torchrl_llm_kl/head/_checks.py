@@ -16,7 +16,7 @@ _DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward", "jensen_shannon")
 
 # Positions and tokens of a tile, measured (benchmarks/head.py): half of it runs as fast, but where other processes hold
 # the cores every parallel kernel may wait for a thread, and a smaller tile means more kernels. The other one is a guess.
-_CPU_CHUNK = (1024, 4096)
+_CPU_CHUNK = (1024, 2048)
 _CHUNK = (2048, 8192)
 
 
