@@ -27,7 +27,7 @@ test-slow: $(READY)  ## Run the tests that take minutes
 
 # Waiting threads sleep: ones that spin keep those they wait for off the cores of a machine that others use.
 bench: $(READY)  ## Compare with torchrl on the same work, in turns; writes benchmarks/RESULTS.md
-	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks run $(ARGS)
+	$(BIN)/python -m benchmarks run $(ARGS)
 
 bench-gpu: $(READY)  ## The same on a CUDA device; writes benchmarks/cuda/RESULTS.md
 	$(BIN)/python -m benchmarks run --device cuda $(ARGS)

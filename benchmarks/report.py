@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.table import Table
 
 from benchmarks.measure import Measured
 from benchmarks.results import Goal, Result, Run
+
+# Written by hand after a look at a profile: why what is missed is missed.
+PROFILE = Path(__file__).with_name("profile.md")
 
 _INTRO = """# Benchmark
 
@@ -22,7 +27,7 @@ def terminal_table(run: Run) -> Table:
     """What was measured, for people to read."""
     table = Table(title=f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}")
     for header in ("", "torchrl", "here", "faster", "less memory", "differ by"):
-        table.add_column(header, justify="right" if header else "left", no_wrap=bool(header))
+        table.add_column(header, justify="right" if header else "left", no_wrap=True, min_width=0 if header else 5)
     table.add_column("targets", no_wrap=True)
     for result in run.results:
         goals = "\n".join(f"[{'green' if goal.met else 'red'}]{_goal(goal)}[/]" for goal in result.goals)
@@ -44,6 +49,8 @@ def markdown(run: Run) -> str:
     if any(result.outcome.roofline for result in run.results):
         parts.append(_roofline(run))
     parts += [_turns(result) for result in run.results if result.outcome.turns]
+    if run.settings.get("quick") != "yes" and not all(goal.met for result in run.results for goal in result.goals):
+        parts.append(PROFILE.read_text(encoding="utf-8"))
     parts.append("## Sizes\n")
     parts.append("".join(f"- **{r.name}**: {_size(r)}.\n" for r in run.results))
     parts.append("## Where\n")
