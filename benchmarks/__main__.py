@@ -67,6 +67,7 @@ def run(
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", message=".*LogProbScorer")  # a slower path would be news
     settings = Settings(repeats, quick, torch.device(device.value), getattr(torch, dtype.value))
+    asked = [_known(name) for name in only or WORKLOADS]
     folder = out or _default_folder(settings)
     empty = Run(
         command=f"python -m benchmarks {' '.join(sys.argv[1:])}".strip(),
@@ -78,8 +79,8 @@ def run(
     earlier = Run.load(folder) if only and (folder / RESULTS).exists() else None
     if earlier is not None and not earlier.same_place(empty):
         raise typer.BadParameter(f"{folder / RESULTS} was measured otherwise: give another --out, or run all")
-    names = [name for name in only or WORKLOADS if device is Device.cpu or WORKLOADS[_known(name)].cuda]
-    done = _measure([_known(name) for name in names], settings, empty, console)
+    names = [name for name in asked if device is Device.cpu or WORKLOADS[name].cuda]
+    done = _measure(names, settings, empty, console)
     _write(done if earlier is None else earlier.updated(done), folder, console)
 
 

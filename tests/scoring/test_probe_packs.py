@@ -91,6 +91,12 @@ def test_no_model_is_accused_in_any_precision(family: str, dtype: torch.dtype, w
     assert LogProbScorer(tiny_model(family, initializer_range=width).to(dtype)).shares_prefixes
 
 
+def test_zeros_prove_nothing() -> None:
+    model = tiny_model("llama")
+    nn.init.zeros_(model.model.embed_tokens.weight)
+    assert not LogProbScorer(model).shares_prefixes
+
+
 def test_a_model_that_says_it_has_a_state() -> None:
     model = tiny_model("llama")
     model._is_stateful = True

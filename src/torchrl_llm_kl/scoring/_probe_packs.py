@@ -36,15 +36,15 @@ def can_pack(model: nn.Module, mode: Mode, route: Route, vocab: int) -> bool:
         if has_window(model) and not told_of_window:
             return False  # its window is in a mask that packs do not have, too wide for these sequences to show it
         apart = _apart(model, mode, route, rows, device)
-        precision = relative_precision(mode.dtype or apart.dtype, device)
-        if float((found - apart).abs().max()) > precision * float(apart.abs().max()):
-            return False
+        precision, largest = relative_precision(mode.dtype or apart.dtype, device), float(apart.abs().max())
+        if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
+            return False  # zeros prove nothing
         moved = _packed(model, mode, others, device)[0] - found
     except Exception:  # attends in a way of its own
         return False
     untouched = rows.sequence_ids == 2
     exact = precision >= 1e-2  # half precision: any change at all is another sequence's
-    return float(moved[untouched].abs().max()) <= (0.0 if exact else 1e-5 * float(apart.abs().max()))
+    return float(moved[untouched].abs().max()) <= (0.0 if exact else 1e-5 * largest)
 
 
 def relative_precision(dtype: torch.dtype, device: torch.device) -> float:
