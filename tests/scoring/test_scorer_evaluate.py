@@ -222,6 +222,12 @@ def test_other_vocabularies_are_an_error(reverse: bool) -> None:
         scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
 
 
+def test_other_temperatures_are_an_error() -> None:
+    scorer, reference = LogProbScorer(tiny_model("llama"), temperature=0.7), LogProbScorer(tiny_model("llama", seed=1))
+    with pytest.raises(ValueError, match=r"scored at temperature 0\.7 and the reference at 1\.0"):
+        scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -199,7 +199,7 @@ class LogProbScorer:
             One entry for each thing asked for, None for the others; nats, exactly 0 where the mask is False.
 
         Raises:
-            ValueError: as :meth:`score`; if the vocabularies differ; or if one of the models is of another backend.
+            ValueError: as :meth:`score`; if the vocabularies or the temperatures differ; or if one of the models is of another backend.
 
         Example:
             >>> class Uniform(torch.nn.Module):
@@ -214,6 +214,11 @@ class LogProbScorer:
             raise ValueError(f"top_k must not be negative, got {top_k}")
         if direction not in ("reverse", "forward"):
             raise ValueError(f"unknown direction {direction!r}; expected 'reverse' or 'forward'")
+        if reference is not None and reference.temperature != self.temperature:
+            raise ValueError(
+                f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
+                "compares the two at one temperature, that of the sampler"
+            )
         wanted = Wanted(entropy=entropy, kl=None if reference is None else direction, top_k=top_k)
         if wanted != Wanted():
             for scorer in (self, reference):
