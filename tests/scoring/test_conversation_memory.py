@@ -28,7 +28,7 @@ def turns(seed: int, *lengths: int) -> list[Tensor]:
     return [torch.cat(parts[: i + 1]) for i in range(len(parts))]
 
 
-def check(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Tensor | None = None) -> None:
+def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Tensor | None = None) -> None:
     batch = Ragged.from_list(rows)
     found = scorer.score(batch, mask, remember=True)
     asked = batch.like(batch.positions > 0 if mask is None else mask)
@@ -47,7 +47,7 @@ def test_exact_for_every_family(family: str, tokens_per_batch: int | None) -> No
     scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
     assert scorer.shares_prefixes
     for a, b in zip(turns(1, 9, 6, 5, 8), turns(2, 4, 7, 11, 3), strict=True):
-        check(scorer, model, [a, b])
+        assert_exact(scorer, model, [a, b])
 
 
 def test_a_turn_costs_its_new_tokens() -> None:
@@ -67,7 +67,7 @@ def test_a_turn_whose_mask_asks_for_new_tokens_only() -> None:
     for before, row in zip([4, 10, 16, 22], turns(0, 10, 6, 6, 6), strict=True):
         mask = torch.arange(len(row)) >= before + 2  # the assistant's, behind two tokens of the user's
         cost.append(body_tokens(model, lambda m=mask, r=row: scorer.score(Ragged.from_list([r]), m, remember=True)))
-        check(scorer, model, [row], mask)
+        assert_exact(scorer, model, [row], mask)
     assert cost == [9, 6, 6, 6]
 
 
@@ -82,7 +82,7 @@ def test_scoring_the_same_again_costs_one_token_and_what_was_never_asked() -> No
     # Token 5 was never asked: its log-prob needs the hidden state of token 4, and so all from there on.
     earlier = first | (batch.positions == 5)
     assert body_tokens(model, lambda: scorer.score(batch, earlier, remember=True)) == 15
-    check(scorer, model, [row], earlier)
+    assert_exact(scorer, model, [row], earlier)
     assert body_tokens(model, lambda: scorer.score(batch, earlier, remember=True)) == 1
 
 
@@ -90,13 +90,13 @@ def test_a_group_that_goes_on_from_one_prompt() -> None:
     model = tiny_model("qwen2")
     scorer = LogProbScorer(model)
     (prompt,) = turns(0, 15)
-    check(scorer, model, [torch.cat([prompt, ids(6, 1)])])
+    assert_exact(scorer, model, [torch.cat([prompt, ids(6, 1)])])
     group = [torch.cat([prompt, ids(6, seed)]) for seed in (1, 2, 3)]
     batch = Ragged.from_list(group)
     # The prompt is known, and the first answer; the two others need the prompt's end, and their own five tokens.
     assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 1 + 5 + 5 + 1
-    check(scorer, model, group)
-    check(scorer, model, [torch.cat([row, ids(7, 9)]) for row in group])
+    assert_exact(scorer, model, group)
+    assert_exact(scorer, model, [torch.cat([row, ids(7, 9)]) for row in group])
 
 
 def test_environments_may_take_turns_in_any_order() -> None:
@@ -104,7 +104,7 @@ def test_environments_may_take_turns_in_any_order() -> None:
     scorer = LogProbScorer(model)
     a, b, c = turns(1, 8, 5, 5), turns(2, 8, 5, 5), turns(1, 8, 3, 9)  # c begins as a does
     for rows in ([a[0], b[0]], [b[1]], [c[1], a[1]], [a[0]], [c[2], b[2]], [a[2], c[2], a[2]], [b[0]]):
-        check(scorer, model, rows)
+        assert_exact(scorer, model, rows)
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,7 +124,7 @@ def test_any_history_of_requests_at_any_bound(history: Any, room: int, budget: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request in history:
-            check(
+            assert_exact(
                 scorer, model, [torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)]) for trunk, cut, tail in request]
             )
 
@@ -133,10 +133,10 @@ def test_the_least_recently_used_goes_first() -> None:
     model = tiny_model("llama")
     scorer = LogProbScorer(model, memory=30 * TOKEN_BYTES)
     a, b, c = (turns(seed, 13, 1)[1] for seed in (1, 2, 3))  # 13 tokens are remembered of each
-    check(scorer, model, [a])
-    check(scorer, model, [b])
-    check(scorer, model, [a])  # used again
-    check(scorer, model, [c])  # no room for all three: b goes
+    assert_exact(scorer, model, [a])
+    assert_exact(scorer, model, [b])
+    assert_exact(scorer, model, [a])  # used again
+    assert_exact(scorer, model, [c])  # no room for all three: b goes
     assert len(scorer.memory) == 2
     for row, cost in ((a, 1), (c, 1), (b, 13)):
         assert (
@@ -160,7 +160,7 @@ def test_what_exceeds_the_bound_is_scored_right_and_said(room: int) -> None:
     scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
     row = turns(0, 20)[0]
     with pytest.warns(UserWarning, match=r"memory of 0 MiB is too small .* 19 tokens here .* raise memory="):
-        check(scorer, model, [row])
+        assert_exact(scorer, model, [row])
     assert len(scorer.memory) == 0
 
 
@@ -187,12 +187,12 @@ def test_without_remember_nothing_is_held() -> None:
 def test_changed_weights_are_never_served_what_the_old_ones_gave(change: Any) -> None:
     model = tiny_model("llama")
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
-    check(scorer, model, [first])
+    assert_exact(scorer, model, [first])
     change(model)
-    check(scorer, model, [first])
-    check(scorer, model, [second])
+    assert_exact(scorer, model, [first])
+    assert_exact(scorer, model, [second])
     change(model)
-    check(scorer, model, [second])
+    assert_exact(scorer, model, [second])
 
 
 def _with_grad(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -206,14 +206,14 @@ def test_another_temperature_or_adapter_is_another_model() -> None:
         tiny_model("llama"), peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
     )
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
-    check(scorer, model, [first])
+    assert_exact(scorer, model, [first])
     with model.disable_adapter():
-        check(scorer, model, [second])
-    check(scorer, model, [second])
+        assert_exact(scorer, model, [second])
+    assert_exact(scorer, model, [second])
     base = LogProbScorer(model, adapters=False)
     found = base.score(Ragged.from_list([first]), remember=True).values
     assert_close(found, plain_log_probs(tiny_model("llama"), first), atol=1e-5, rtol=0)
-    check(scorer, model, [first])
+    assert_exact(scorer, model, [first])
     scorer.temperature = 0.5
     found = scorer.score(Ragged.from_list([first]), remember=True).values
     want = LogProbScorer(model, temperature=0.5).score(Ragged.from_list([first])).values
@@ -242,7 +242,7 @@ def test_a_model_that_fails_the_probe_of_packs_remembers_nothing_and_is_right() 
     model = tiny_model("llama")
     scorer = LogProbScorer(model, share_prefixes=False)
     for row in turns(0, 9, 5):
-        check(scorer, model, [row])
+        assert_exact(scorer, model, [row])
     assert len(scorer.memory) == 0
 
 
@@ -253,7 +253,7 @@ def test_threads_share_one_memory() -> None:
     def play(seed: int) -> None:
         try:
             for row in turns(seed, 6, 5, 4, 3):
-                check(scorer, plain, [row])
+                assert_exact(scorer, plain, [row])
         except BaseException as error:
             failures.append(error)
 

@@ -33,7 +33,7 @@ def group(length: int = 40) -> list[Tensor]:
     return [torch.cat([prompt, ids(n, n)]) for n in (9, 4, 13)] + [ids(11, 5)]
 
 
-def check(model: nn.Module, **options: Any) -> LogProbScorer:
+def assert_exact(model: nn.Module, **options: Any) -> LogProbScorer:
     scorer, rows = LogProbScorer(model, **options), group()
     for row, found in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
         assert_close(found, plain_log_probs(model, row), atol=2e-5, rtol=1e-5)
@@ -49,7 +49,7 @@ def test_a_window_that_is_in_the_mask_alone(window: int) -> None:
     config = PhimoeConfig(
         **SIZES, sliding_window=window, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.4
     )
-    assert not check(PhimoeForCausalLM(config).eval()).shares_prefixes
+    assert not assert_exact(PhimoeForCausalLM(config).eval()).shares_prefixes
 
 
 @pytest.mark.parametrize("window", [15, 20])
@@ -57,7 +57,7 @@ def test_a_window_that_is_in_the_mask_alone(window: int) -> None:
 def test_a_window_that_layers_are_told_of(family: str, window: int) -> None:
     own: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {}
     model = tiny_model(family, sliding_window=window, max_position_embeddings=128, **own)
-    assert check(model).shares_prefixes
+    assert assert_exact(model).shares_prefixes
 
 
 class Leaking(nn.Module):
@@ -100,7 +100,7 @@ def test_zeros_prove_nothing() -> None:
 def test_a_model_that_says_it_has_a_state() -> None:
     model = tiny_model("llama")
     model._is_stateful = True
-    assert not check(model).shares_prefixes
+    assert not assert_exact(model).shares_prefixes
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -147,4 +147,4 @@ def test_more_embedded_than_predicted() -> None:
     with torch.no_grad():
         wide.weight[:VOCAB_SIZE] = model.model.embed_tokens.weight
     model.model.embed_tokens = wide
-    assert check(model).shares_prefixes
+    assert assert_exact(model).shares_prefixes

@@ -28,7 +28,7 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def check(
+def assert_exact(
     scorer: LogProbScorer, reference: LogProbScorer, temperature: float = 1.0, direction: Any = "reverse"
 ) -> None:
     rows = conversation()
@@ -55,13 +55,13 @@ def check(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_sums_over_the_whole_vocabulary(family: str) -> None:
-    check(LogProbScorer(tiny_model(family)), LogProbScorer(tiny_model(family, seed=1)))
+    assert_exact(LogProbScorer(tiny_model(family)), LogProbScorer(tiny_model(family, seed=1)))
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_temperature_small_packs_and_two_families(direction: Any) -> None:
     scorer = LogProbScorer(tiny_model("gemma2"), temperature=0.7, tokens_per_batch=9, head_chunk=4)
-    check(scorer, LogProbScorer(tiny_model("granite"), temperature=0.7), 0.7, direction)
+    assert_exact(scorer, LogProbScorer(tiny_model("granite"), temperature=0.7), 0.7, direction)
 
 
 class Tuples(nn.Module):
@@ -93,13 +93,15 @@ class Tuples(nn.Module):
     ids=["both whole", "policy whole", "reference whole"],
 )
 def test_models_that_return_whole_logits(policy: Any, reference: Any, direction: Any) -> None:
-    check(LogProbScorer(policy(), tokens_per_batch=64, head_chunk=5), LogProbScorer(reference()), direction=direction)
+    assert_exact(
+        LogProbScorer(policy(), tokens_per_batch=64, head_chunk=5), LogProbScorer(reference()), direction=direction
+    )
 
 
 def test_one_scored_apart_and_one_in_packs() -> None:
     model, ref = tiny_model("llama"), tiny_model("qwen2")
-    check(LogProbScorer(model, share_prefixes=False, tokens_per_batch=30), LogProbScorer(ref))
-    check(LogProbScorer(model), LogProbScorer(ref, share_prefixes=False))
+    assert_exact(LogProbScorer(model, share_prefixes=False, tokens_per_batch=30), LogProbScorer(ref))
+    assert_exact(LogProbScorer(model), LogProbScorer(ref, share_prefixes=False))
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["lm_head", "q_proj"]])

@@ -33,7 +33,7 @@ def policy(policy_model: Any, tokenizer: Any, padded: bool) -> Any:
     return make_policy(policy_model, tokenizer, pad_output=padded)
 
 
-def check(data: TensorDictBase, model: Any, ref: Any, coeff: float) -> None:
+def assert_exact(data: TensorDictBase, model: Any, ref: Any, coeff: float) -> None:
     for i, step in enumerate(steps(data)):
         want = exact(model, ref, step)
         kl, reward = step["next", "kl_penalty"], step["next", "reward"]
@@ -62,7 +62,7 @@ def test_retrieve_kl(policy: Any, policy_model: Any, ref_model: Any, tokenizer: 
             buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=2, transform=transform)
             buffer.extend(data)
             data = buffer[:]
-    check(data, policy_model, ref_model, 0.3)
+    assert_exact(data, policy_model, ref_model, 0.3)
     for step in steps(data):
         row = step["tokens", "full"]
         assert step["next", "entropy", "full"].shape == row.shape
@@ -77,7 +77,7 @@ def test_two_transforms_and_an_entry_between_them(
         RetrieveLogProb(ref_model, log_probs_full_key=("ref_log_probs", "full")),
     ]
     data = flat(collect(tokenizer, policy, *retrieve, KLComputation(estimator="exact", coeff=0.3)))
-    check(data, policy_model, ref_model, 0.3)
+    assert_exact(data, policy_model, ref_model, 0.3)
 
 
 def test_the_policys_own_base_is_the_reference(tokenizer: Any) -> None:
@@ -87,7 +87,7 @@ def test_the_policys_own_base_is_the_reference(tokenizer: Any) -> None:
     policy = make_policy(model, tokenizer, pad_output=False)
     data = flat(collect(tokenizer, policy))
     data = RetrieveKL(model, "base", estimator="exact", coeff=0.3)(data)
-    check(data, model, make_model(tokenizer, seed=0), 0.3)
+    assert_exact(data, model, make_model(tokenizer, seed=0), 0.3)
 
 
 def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(policy: Any, ref_model: Any, tokenizer: Any) -> None:

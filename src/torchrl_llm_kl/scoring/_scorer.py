@@ -199,7 +199,8 @@ class LogProbScorer:
             One entry for each thing asked for, None for the others; nats, exactly 0 where the mask is False.
 
         Raises:
-            ValueError: as :meth:`score`; if the vocabularies or the temperatures differ; or if one of the models is of another backend.
+            ValueError: as :meth:`score`; if the vocabularies or the temperatures differ; or if one of the models is of
+                another backend.
 
         Example:
             >>> class Uniform(torch.nn.Module):
