@@ -1,0 +1,44 @@
+"""Random batches for objectives, and the hyper-parameters of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases_policy
+import cases_supervised
+import torch
+from torch import Tensor
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {**cases_policy.CASES, **cases_supervised.CASES}
+
+
+def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Everything that an objective may read; ``[rows, width]``. Rows are pairs: chosen, rejected, chosen, ...
+
+    Ratios lie on both sides of all usual clip bounds, advantages are never 0, some rows have few tokens that count, and
+    the mask leaves holes. ``expert_mask`` is True for every row of every other pair.
+    """
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return torch.randn(rows, width, generator=rng, dtype=torch.float64) * scale
+
+    log_prob = -normal(1.0).abs() - 0.05
+    old = (log_prob + normal(0.4)).clamp(max=-1e-3)
+    mask = torch.rand(rows, width, generator=rng) < 0.7
+    mask[torch.arange(rows), torch.randint(width, (rows,), generator=rng)] = True
+    advantage = normal(1.0)
+    advantage = torch.where(advantage.abs() < 0.1, 0.5, advantage)
+    return {
+        "log_prob": log_prob.to(dtype),
+        "mask": mask,
+        "old_log_prob": old.to(dtype),
+        "ref_log_prob": (log_prob + normal(0.3)).clamp(max=-1e-3).to(dtype),
+        "advantage": advantage.to(dtype),
+        "expert_mask": (torch.arange(rows) // 2 % 2 == 1).unsqueeze(-1).expand(rows, width).clone(),
+    }
+
+
+def rows_of(batch: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
+    """Some rows of a batch."""
+    return {key: value[index] for key, value in batch.items()}
