@@ -89,6 +89,7 @@ def aggregate(
         if not denominator >= 0:
             raise ValueError(f"denominator must be a count of tokens or sequences, got {denominator}")
         denominator = torch.tensor(denominator, dtype=value.dtype, device=value.device)
+    denominator = denominator.to(value.dtype)
     # A count of 0 goes with a sum of 0.
     return value.sum() / torch.where(denominator == 0, 1, denominator)
 

@@ -1,4 +1,4 @@
-"""Masked arithmetic that objectives share. Inputs are clean: 0 where the mask is False."""
+"""Masked arithmetic that objectives share. Inputs are clean (see :func:`clean`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import Tensor
 __all__ = [
     "LARGEST_LOG_RATIO",
     "Scalar",
+    "bounded_exp",
     "clamp",
+    "clean",
     "masked_mean",
     "masked_sum",
     "probability_ratio",
@@ -21,6 +23,13 @@ Scalar = float | Tensor
 
 #: exp(80) is 5.5e34: the largest power of e, in tens, that float32 holds with room for an advantage.
 LARGEST_LOG_RATIO = 80.0
+
+
+def clean(value: Tensor, mask: Tensor) -> Tensor:
+    """0 or False where the mask is False; numbers in float32 or wider."""
+    if value.dtype == torch.bool:
+        return value & mask
+    return torch.where(mask, value.to(torch.promote_types(value.dtype, torch.float32)), 0)
 
 
 def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
@@ -49,7 +58,12 @@ def probability_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     A log-ratio above 80 nats counts as 80, without gradient: its exponential would be infinite in float32, and the gradient of
     a clipped infinity NaN.
     """
-    return (log_prob - old_log_prob).clamp(max=LARGEST_LOG_RATIO).exp()
+    return bounded_exp(log_prob - old_log_prob)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """``exp``, with the bound of :func:`probability_ratio`."""
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) -> Tensor:

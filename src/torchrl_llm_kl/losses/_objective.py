@@ -6,17 +6,18 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, ParamSpec, cast
 
-import torch
 from torch import Tensor
 
 from torchrl_llm_kl._checks import check_same_shape
+from torchrl_llm_kl.losses._numerics import clean
 from torchrl_llm_kl.losses._term import LossTerm, check_is_mask
 
 __all__ = [
+    "PER_ROW",
     "PER_TOKEN",
     "ObjectiveSpec",
     "UnknownObjectiveError",
@@ -24,6 +25,7 @@ __all__ = [
     "get_objective",
     "objective",
     "spec_of",
+    "term",
     "translate",
 ]
 
@@ -39,10 +41,14 @@ PER_TOKEN = (
     "sampler_log_prob",
     "entropy",
     "selected",
+    "kl",
 )
+#: Inputs of one value per sequence, of the shape of ``mask`` without its last dimension.
+PER_ROW = ("pair_id", "chosen")
 # Every objective accepts these, whether it reads them or not: they can be called alike.
 _CONTRACT = frozenset(PER_TOKEN[:4])
-_BOOLEAN = frozenset({"expert_mask", "selected"})
+_BOOLEAN = frozenset({"expert_mask", "selected", "chosen"})
+_INPUTS = frozenset({"log_prob", "mask", *PER_TOKEN, *PER_ROW})
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class ObjectiveSpec:
         aliases: other names of hyper-parameters: each stands for one of the function's own, or for several at once.
         obsolete: hyper-parameters of other libraries that nothing needs here, with the reason.
         source: where the formula comes from.
+        per_row: inputs that it reads beside those per token; ``[*B]``.
     """
 
     name: str
@@ -64,6 +71,7 @@ class ObjectiveSpec:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     obsolete: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
+    per_row: tuple[str, ...] = ()
 
 
 _REGISTRY: dict[str, Callable[..., Terms]] = {}
@@ -109,35 +117,45 @@ def objective(
     )
 
     def decorate(function: Callable[P, Terms]) -> Callable[P, Terms]:
-        own = tuple(inspect.signature(function).parameters)
-
-        @wraps(function)
-        def call(log_prob: Tensor, mask: Tensor, **inputs: Any) -> Terms:
-            hyper = translate(spec, own, {key: value for key, value in inputs.items() if key not in PER_TOKEN})
-            tensors = {key: inputs[key] for key in PER_TOKEN if inputs.get(key) is not None}
-            check_same_shape(mask=mask, log_prob=log_prob, **tensors)
-            check_is_mask(mask=mask, **{key: tensor for key, tensor in tensors.items() if key in _BOOLEAN})
-            for key in spec.needs:
-                if key not in tensors:
-                    raise ValueError(f"{name} needs {key}: pass {key}=, of the shape of log_prob")
-            for key in tensors.keys() - _CONTRACT - set(own):
-                raise TypeError(f"{name} has no input {key!r}; it has {', '.join(own)}")
-            clean = {key: _clean(tensor, mask) for key, tensor in tensors.items() if key in own}
-            return function(_clean(log_prob, mask), mask, **clean, **hyper)  # type: ignore[arg-type]
-
-        call.spec = spec  # type: ignore[attr-defined]
         if name in _REGISTRY:
             raise ValueError(f"there is an objective {name!r} already")
-        _REGISTRY[name] = call
+        _REGISTRY[name] = call = _checked(spec, function)
         return cast("Callable[P, Terms]", call)
 
     return decorate
 
 
-def _clean(value: Tensor, mask: Tensor) -> Tensor:
-    if value.dtype == torch.bool:
-        return value & mask
-    return torch.where(mask, value.to(torch.promote_types(value.dtype, torch.float32)), 0)
+def term(name: str, *, needs: Sequence[str] = (), source: str) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
+    """The same for what is added to an objective: a penalty, a bonus. It is in no registry."""
+    spec = ObjectiveSpec(name, tuple(needs), "token-mean", source=source)
+    return lambda function: cast("Callable[P, Terms]", _checked(spec, function))
+
+
+def _checked(spec: ObjectiveSpec, function: Callable[..., Terms]) -> Callable[..., Terms]:
+    own = tuple(inspect.signature(function).parameters)
+    spec = replace(spec, per_row=tuple(key for key in PER_ROW if key in own))
+
+    @wraps(function)
+    def call(log_prob: Tensor, mask: Tensor, **inputs: Any) -> Terms:
+        hyper = translate(spec, own, {key: value for key, value in inputs.items() if key not in _INPUTS})
+        tensors = {key: inputs[key] for key in PER_TOKEN if inputs.get(key) is not None}
+        rows = {key: inputs[key] for key in PER_ROW if inputs.get(key) is not None}
+        check_same_shape(mask=mask, log_prob=log_prob, **tensors)
+        check_is_mask(mask=mask, **{key: value for key, value in (tensors | rows).items() if key in _BOOLEAN})
+        for key, value in rows.items():
+            if value.shape != mask.shape[:-1]:
+                expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
+                raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}")
+        for key in spec.needs:
+            if key not in tensors:
+                raise ValueError(f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob")
+        for key in (tensors | rows).keys() - _CONTRACT - set(own):
+            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(own)}")
+        cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items() if key in own}
+        return function(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
+
+    call.spec = spec  # type: ignore[attr-defined]
+    return call
 
 
 def translate(spec: ObjectiveSpec, own: Sequence[str], hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +172,7 @@ def translate(spec: ObjectiveSpec, own: Sequence[str], hyper: Mapping[str, Any])
             continue
         targets = spec.aliases.get(key, (key,))
         for target in targets:
-            if target not in own or target in PER_TOKEN:
+            if target not in own or target in _INPUTS:
                 raise TypeError(_unknown(spec, own, key))
             if target in given and len(targets) == 1 and not _covered(spec, hyper, key, target):
                 raise TypeError(f"{spec.name}: {key!r} and {target!r} are the same hyper-parameter: pass one of them")
@@ -170,7 +188,7 @@ def _covered(spec: ObjectiveSpec, hyper: Mapping[str, Any], key: str, target: st
 
 
 def _unknown(spec: ObjectiveSpec, own: Sequence[str], key: str) -> str:
-    known = [name for name in own if name not in (*PER_TOKEN, "log_prob", "mask")]
+    known = [name for name in own if name not in _INPUTS]
     near = difflib.get_close_matches(key, [*known, *spec.aliases], n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     also = f" (or {', '.join(spec.aliases)})" if spec.aliases else ""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.losses._checks import check_range
-from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean, probability_ratio, sequence_mean
+from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean, probability_ratio
 from torchrl_llm_kl.losses._objective import objective
 from torchrl_llm_kl.losses._term import LossTerm
+from torchrl_llm_kl.losses.corrections._sequence_mask import off_policy_sequence_mask
 
 __all__ = ["CLIP_ALIASES", "clipped_surrogate", "ppo"]
 
@@ -123,8 +124,7 @@ def ppo(
         clip_ratio_c=clip_ratio_c,
     )
     if enable_sequence_masking:
-        drifted = sequence_mean(old_log_prob - log_prob.detach(), mask) > delta_sequence_masking
-        dropped = drifted & (advantage < 0)
-        metrics["sequence_masked_fraction"] = masked_mean(dropped.float(), mask)
-        value = torch.where(dropped, 0, value)
+        kept, dropped = off_policy_sequence_mask(log_prob, old_log_prob, advantage, mask, delta=delta_sequence_masking)
+        metrics |= dropped
+        value = torch.where(kept == 0, 0, value)
     return (LossTerm("objective", value, mask, metrics=metrics),)
