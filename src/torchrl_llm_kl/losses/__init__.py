@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient
 from torchrl_llm_kl.losses._aggregate import AGGREGATIONS, aggregate, count
+from torchrl_llm_kl.losses._modules import (
+    Correction,
+    EntropyBonus,
+    ImportanceWeights,
+    KLToReference,
+    KLToSampler,
+    OffPolicySequenceMask,
+    TermPart,
+    TopEntropyMask,
+)
 from torchrl_llm_kl.losses._objective import (
     ObjectiveSpec,
     UnknownObjectiveError,
@@ -11,20 +22,54 @@ from torchrl_llm_kl.losses._objective import (
     objective,
     spec_of,
 )
+from torchrl_llm_kl.losses._placement import KLPlacementWarning, check_placement
+from torchrl_llm_kl.losses._policy_loss import PolicyLoss
 from torchrl_llm_kl.losses._term import LossTerm
+from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
+from torchrl_llm_kl.losses.corrections import (
+    apply_correction,
+    entropy_threshold,
+    importance_weights,
+    off_policy_sequence_mask,
+    top_entropy_mask,
+)
 from torchrl_llm_kl.losses.objectives import *  # noqa: F403
 from torchrl_llm_kl.losses.objectives import __all__ as _objectives
+from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 __all__ = [
     "AGGREGATIONS",
+    "AdaptiveKLCoefficient",
+    "Correction",
+    "EntropyBonus",
+    "FixedKLCoefficient",
+    "ImportanceWeights",
+    "KLPlacementWarning",
+    "KLToReference",
+    "KLToSampler",
     "LossTerm",
     "ObjectiveSpec",
+    "OffPolicySequenceMask",
+    "PolicyLoss",
+    "TermPart",
+    "TopEntropyMask",
     "UnknownObjectiveError",
+    "ValueLoss",
     "aggregate",
+    "apply_correction",
     "available_objectives",
+    "check_placement",
     "count",
+    "entropy_bonus",
+    "entropy_threshold",
     "get_objective",
+    "importance_weights",
+    "kl_to_ref",
+    "kl_to_sampler",
     "objective",
+    "off_policy_sequence_mask",
     "spec_of",
+    "top_entropy_mask",
+    "value_error",
     *_objectives,
 ]

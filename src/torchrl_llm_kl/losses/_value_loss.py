@@ -1,0 +1,184 @@
+"""The loss of a critic of token values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import dispatch
+from torch import Tensor, nn
+from torchrl.objectives.common import LossModule
+
+from torchrl_llm_kl._checks import check_same_shape
+from torchrl_llm_kl.losses._checks import check_range
+from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_token, require_key
+from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean
+from torchrl_llm_kl.losses._term import LossTerm
+from torchrl_llm_kl.losses._token_loss import TokenLoss
+from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
+from torchrl_llm_kl.transforms._interface import TOKENS_FULL
+
+__all__ = ["ValueLoss", "value_error"]
+
+
+def value_error(
+    value: Tensor,
+    mask: Tensor,
+    *,
+    value_target: Tensor,
+    old_value: Tensor | None = None,
+    clip_value: Scalar | None = 0.2,
+) -> tuple[LossTerm, ...]:
+    r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
+
+    The gradient is that of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one in the
+    direction of its target.
+
+    Args:
+        value: what the critic says now; ``[*B, T]``.
+        mask: tokens that count; bool, same shape.
+
+    Keyword Args:
+        value_target: the return, without graph; same shape.
+        old_value: what the critic said when the advantages were calculated, without graph; same shape. None: no clipping.
+        clip_value: in the unit of the reward; None: no clipping.
+
+    Returns:
+        One term, ``critic``; metrics ``value_clip_fraction`` and ``explained_variance``, 1 minus the variance of the error
+        over that of the target.
+
+    Raises:
+        ValueError: if shapes differ or ``clip_value`` is negative.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> value_error(0.5 * one, one == 1, value_target=one, old_value=0 * one, clip_value=0.2)[0].value  # (0.2 - 1)^2 / 2
+        tensor([[0.3200]])
+
+    Source: Schulman et al., baselines ``ppo2`` (2017).
+    """
+    check_same_shape(value=value, mask=mask, value_target=value_target, old_value=old_value)
+    check_range(low=0.0, clip_value=clip_value)
+    value, target = torch.where(mask, value, 0), torch.where(mask, value_target, 0)
+    error = (value - target).square()
+    clipped = torch.zeros_like(mask)
+    if old_value is not None and clip_value is not None:
+        old = torch.where(mask, old_value, 0)
+        bounded = (old + clamp(value - old, -clip_value, clip_value) - target).square()
+        clipped = bounded > error
+        error = torch.maximum(error, bounded)
+    with torch.no_grad():
+        left, spread = (x - masked_mean(x, mask) for x in (target - value, target))
+        metrics = {
+            "value_clip_fraction": masked_mean(clipped.float(), mask),
+            "value_mean": masked_mean(value, mask),
+            "explained_variance": 1
+            - masked_mean(left.square(), mask) / masked_mean(spread.square(), mask).clamp(min=1e-12),
+        }
+    return (LossTerm("critic", error / 2, mask, metrics=metrics),)
+
+
+class ValueLoss(TokenLoss):
+    """The loss of a critic of token values, for PPO.
+
+    Args:
+        critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, or a module ``(tokens, mask) -> values`` of
+            :class:`~torchrl_llm_kl.Ragged`.
+
+    Keyword Args:
+        clip_value: how far a value may move from the old one, in the unit of the reward; None for as far as it likes. A
+            buffer: ``loss.clip_value = 0.1`` changes it in place.
+        coeff: factor of the loss.
+        aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`.
+        max_len: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
+        masking_strategy: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
+
+    Keys (``set_keys``): ``tokens``, ``value_target`` and ``value`` (the old values, optional: what
+    :class:`~torchrl_llm_kl.RetrieveValue` and the ``gae`` advantage write), ``loss_mask``, ``denominators``.
+
+    Outputs:
+        ``loss_critic``, ``value_clip_fraction``, ``value_mean``, ``explained_variance``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> class Constant(nn.Module):
+        ...     def forward(self, tokens, mask):
+        ...         return tokens.like(torch.where(mask, 0.5, 0.0))
+        >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5]]), batch_size=[1])
+        >>> data = TensorDict(tokens=tokens, value_target=torch.tensor([[0.0, 0.0, 1.5]]), batch_size=[1])
+        >>> ValueLoss(Constant())(data)["loss_critic"]
+        tensor(0.5000)
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        tokens: NestedKey = TOKENS_FULL
+        value: NestedKey = ("next", "state_value")
+        value_target: NestedKey = "value_target"
+        loss_mask: NestedKey = "loss_mask"
+        denominators: NestedKey = "value_denominators"
+
+    _schedulable_buffers = frozenset({"clip_value", "coeff"})
+    critic_network: nn.Module
+
+    def __init__(
+        self,
+        critic: nn.Module,
+        *,
+        clip_value: float | None = 0.2,
+        coeff: float = 1.0,
+        aggregation: str = "token-mean",
+        max_len: int | None = None,
+        masking_strategy: MaskingStrategy = "sft",
+    ) -> None:
+        super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
+        check_range(low=0.0, clip_value=clip_value)
+        self.critic_network = critic
+        self.register_buffer("clip_value", None if clip_value is None else torch.tensor(float(clip_value)))
+        self.register_buffer("coeff", torch.tensor(float(coeff)))
+        self.out_keys = ["loss_critic", "value_clip_fraction", "value_mean", "explained_variance"]
+
+    @property
+    def functional(self) -> bool:
+        """False: the critic is a submodule."""
+        return False
+
+    @property
+    def _data_keys(self) -> Sequence[NestedKey]:
+        return [self.tensor_keys.value_target]
+
+    @property
+    def _term_names(self) -> Sequence[str]:
+        return ["critic"]
+
+    @property
+    def _reader(self) -> TokenReader:
+        return TokenReader.of(None, self.tensor_keys.tokens, self.masking_strategy)
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The loss of a batch or a micro-batch; see the class."""
+        td, tokens, mask = self._count_tokens(tensordict)
+        counted = Counted(tokens, mask)
+        keys = {"value_target": require_key(td, self.tensor_keys.value_target, "value_target", "ValueLoss")}
+        old = find_key(td, self.tensor_keys.value)
+        if old is not None:
+            keys["value"] = old
+        inputs = {name: counted.gather(per_token(td, key, tokens).detach()) for name, key in keys.items()}
+        check_finite_inputs(inputs, keys, counted)
+        value = counted.gather(self.critic_network(tokens, mask).values)
+        (term,) = value_error(
+            value,
+            counted.mask,
+            value_target=inputs["value_target"],
+            old_value=inputs.get("value"),
+            clip_value=self.clip_value,
+        )
+        return self._output(td, counted, [term.replace(weight=self.coeff)], {})
+
+    def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
+        _, tokens, mask = self._count_tokens(td)
+        counted = Counted(tokens, mask)
+        return [LossTerm("critic", counted.mask.float(), counted.mask)]

@@ -1,0 +1,87 @@
+"""Values of prefixes: a body with a head of one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._plan import plan_micro_batches
+
+__all__ = ["TokenCritic"]
+
+
+class TokenCritic(nn.Module):
+    r"""The value of each token's prefix: what a critic expects of the rest of the episode before the token is drawn.
+
+    Args:
+        model: a transformers model; its body is used as it is, in place, not copied. Give a critic a model of its own: a body
+            shared with the policy would be trained by both losses.
+
+    Keyword Args:
+        hidden_size: width of what the body returns; read off the model's configuration by default.
+        tokens_per_batch: the most tokens, with padding, in one forward.
+
+    Attributes:
+        body: the model without its head.
+        head: a linear map to one number, 0 at first: an untrained critic expects nothing.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2Model
+        >>> body = Qwen2Model(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+        >>> critic = TokenCritic(body)
+        >>> critic(Ragged.from_list([torch.tensor([1, 2, 3])])).to_list()
+        [tensor([0., 0., 0.], grad_fn=<SplitWithSizesBackward0>)]
+    """
+
+    def __init__(self, model: nn.Module, *, hidden_size: int | None = None, tokens_per_batch: int = 8192) -> None:
+        super().__init__()
+        body = getattr(model, "base_model", model)
+        if hidden_size is None:
+            config: Any = getattr(model, "config", None)
+            hidden_size = getattr(config, "hidden_size", None)
+            if hidden_size is None:
+                raise ValueError(
+                    f"cannot tell the width of {type(model).__name__}: it has no config.hidden_size; pass hidden_size="
+                )
+        if tokens_per_batch < 1:
+            raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+        self.body = body
+        parameter = next(body.parameters(), torch.zeros(0))
+        self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.tokens_per_batch = tokens_per_batch
+
+    def forward(self, tokens: Ragged, mask: Tensor | None = None) -> Ragged:
+        """Values of the prefixes of tokens.
+
+        Args:
+            tokens: ids; ``values [N]``.
+            mask: the tokens to evaluate, bool ``[N]``; by default all but the first of each sequence, which has no prefix.
+
+        Returns:
+            ``tokens.like(values)``: float32 ``[N]``, in the unit of the reward; 0 where the mask is False.
+        """
+        after_first = tokens.positions > 0
+        mask = after_first if mask is None else mask & after_first
+        device = self.head.weight.device
+        out = torch.zeros(tokens.values.shape[0], device=device)
+        rows = tokens.to_list()
+        wanted = tokens.like(mask).to_list()
+        starts = tokens.offsets[:-1].tolist()
+        busy = [i for i, row in enumerate(wanted) if bool(row.any())]
+        lengths = torch.tensor([len(rows[i]) for i in busy], dtype=torch.long)
+        for batch in plan_micro_batches(lengths, self.tokens_per_batch) if busy else ():
+            chosen = [busy[int(i)] for i in batch]
+            part = Ragged.from_list([rows[i] for i in chosen])
+            ids, real = part.to_padded().to(device), part.padding_mask().to(device)
+            hidden = self.body(input_ids=ids, attention_mask=real.long()).last_hidden_state
+            value = self.head(hidden[:, :-1]).squeeze(-1).float()  # the prefix of token t ends at t - 1
+            here = Ragged.from_list([wanted[i] for i in chosen]).to_padded(value=0).bool().to(device)[:, 1:]
+            at = torch.cat([wanted[i].nonzero().squeeze(-1) + starts[i] for i in chosen]).to(device)
+            out = out.index_copy(0, at, value[here])
+        return tokens.like(out.to(tokens.values.device))

@@ -1,0 +1,48 @@
+"""Batches of a few tokens, given by their ratios, for tests with numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from torchrl_llm_kl.losses import LossTerm
+
+Rows = Sequence[Sequence[float]]
+
+
+def tensor(rows: Rows) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def evaluate(
+    function: Callable[..., tuple[LossTerm, ...]],
+    *,
+    ratio: Rows,
+    advantage: Rows,
+    log_prob: Rows | None = None,
+    mask: Tensor | None = None,
+    **inputs: Any,
+) -> tuple[LossTerm, Tensor]:
+    """The only term, and the gradient of the sum of its values. Log-probs are -1 where none are given."""
+    log_prob = tensor(log_prob) if log_prob is not None else torch.full_like(tensor(ratio), -1.0)
+    old = log_prob - tensor(ratio).log()
+    log_prob = log_prob.requires_grad_()
+    mask = torch.ones_like(old, dtype=torch.bool) if mask is None else mask
+    (term,) = function(log_prob, mask, old_log_prob=old, advantage=tensor(advantage), **inputs)
+    (gradient,) = torch.autograd.grad(torch.where(term.mask, term.value, 0).sum(), log_prob)
+    return term, gradient
+
+
+def assert_result(result: tuple[LossTerm, Tensor], *, value: Rows, gradient: Rows, **metrics: float) -> None:
+    """Values and gradients per token, and those metrics that are named."""
+    term, found = result
+    assert term.name == "objective"
+    assert_close(term.value.detach(), tensor(value))
+    assert_close(found, tensor(gradient))
+    for name, expected in metrics.items():
+        assert math.isclose(term.metrics[name].item(), expected, rel_tol=1e-6, abs_tol=1e-9), name

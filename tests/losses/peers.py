@@ -1,0 +1,67 @@
+"""Single modules of other libraries, to compare with: loaded by file, without what their packages import."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+VARIABLE = "TORCHRL_LLM_KL_PEERS"
+#: package -> (the folder that holds it, what to download)
+FOLDERS = {"trinity": ("trinity_rft", "trinity-rft==0.6.0"), "verl": ("verl", "verl==0.9.1")}
+
+
+class _Bare(ModuleType):
+    """A package whose ``__init__`` did not run: its modules are there, whatever else is asked of it is an empty class."""
+
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        super().__init__(name)
+        self.__path__ = [] if folder is None else [str(folder)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        for folder in self.__path__:
+            if (Path(folder) / f"{name}.py").is_file() or (Path(folder) / name / "__init__.py").is_file():
+                return importlib.import_module(f"{self.__name__}.{name}")
+        return type(name, (), {})
+
+
+def folder(package: str) -> Path:
+    """Where a peer's package is. Skips the test where it is not."""
+    name, requirement = FOLDERS[package]
+    top = Path(os.environ.get(VARIABLE) or "/nonexistent") / name / package
+    if not top.is_dir():
+        pytest.skip(
+            f"{VARIABLE} names no folder with {name}/{package}: "
+            f"pip download --no-deps {requirement}, unzip the wheel into $PEERS/{name}, export {VARIABLE}=$PEERS"
+        )
+    return top
+
+
+def load(monkeypatch: pytest.MonkeyPatch, package: str, module: str, stubs: Sequence[str] = ()) -> ModuleType:
+    """A module of a peer, such as ``load(monkeypatch, "trinity", "trinity.algorithm.policy_loss_fn.dpo_loss")``.
+
+    No package's ``__init__`` runs, and modules named in ``stubs`` are empty. ``sys.modules`` is as before when the test is
+    over. Skips the test where the peers are not there.
+    """
+    top = folder(package)
+    before = set(sys.modules)
+    for init in top.rglob("__init__.py"):
+        name = ".".join(init.parent.relative_to(top.parent).parts)
+        sys.modules.setdefault(name, _Bare(name, init.parent))
+    for name in stubs:
+        sys.modules[name] = _Bare(name)
+    try:
+        return importlib.import_module(module)
+    finally:
+        for name in set(sys.modules) - before:
+            if name in stubs or name.partition(".")[0] == package:
+                # What monkeypatch sets where nothing was, it takes away again.
+                monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))

@@ -1,0 +1,87 @@
+"""Batches for PolicyLoss on a tiny model, and what it must say of them, one plain forward for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+
+from toy_models import VOCAB_SIZE
+
+PROMPT = 4
+LENGTHS = (9, 7, 5, 9, 6, 8)  # prompt and response
+
+
+def batch(seed: int = 0, *, layout: str = "padded") -> TensorDictBase:
+    """Six sequences, prompts shared by twos; log-probs as RetrieveKL writes them. ``layout``: padded, nested or lazy."""
+    rng = torch.Generator().manual_seed(seed)
+    full = torch.randint(VOCAB_SIZE, (6, 9), generator=rng)
+    full[1::2, :PROMPT] = full[::2, :PROMPT]
+    log_probs, ref, sampler = (-torch.rand(6, 9, generator=rng) * 6 - 0.05 for _ in range(3))
+    advantage = torch.tensor([1.5, -0.7, 0.4, -2.0, 0.9, -0.3])
+    rows = []
+    for i, length in enumerate(LENGTHS):
+        width = 9 if layout == "padded" else length
+        attention = torch.arange(width) < length
+        row = {
+            "tokens": {"full": full[i, :width], "prompt": full[i, :PROMPT]},
+            "masks": {
+                "all_attention_mask": attention,
+                "all_assistant_mask": attention & (torch.arange(width) >= PROMPT),
+            },
+            "advantage": advantage[i : i + 1],
+            "next": {
+                "log_probs": {"full": log_probs[i, :width].where(attention, 0)},
+                "ref_log_probs": {"full": ref[i, :width].where(attention, 0)},
+                "sampler_log_probs": {"full": sampler[i, :width].where(attention, 0)},
+            },
+        }
+        rows.append(TensorDict(row))
+    if layout == "lazy":
+        return lazy_stack(rows)
+    if layout == "padded":
+        return lazy_stack(rows).contiguous()
+    out = TensorDict({"advantage": advantage.unsqueeze(-1)}, batch_size=[6])
+    for key in [("tokens", "full"), ("masks", "all_assistant_mask"), *(("next", k, "full") for k in NEXT)]:
+        out[key] = torch.nested.as_nested_tensor([row[key] for row in rows], layout=torch.strided)
+    out["tokens", "prompt"] = full[:, :PROMPT].clone()
+    return out
+
+
+NEXT = ("log_probs", "ref_log_probs", "sampler_log_probs")
+
+
+def responses(model: nn.Module, data: TensorDictBase, temperature: float = 1.0) -> list[dict[str, Tensor]]:
+    """Of each sequence's response: log-probs of the model with graph, entropies, and the entries of the data."""
+    out = []
+    for i, length in enumerate(LENGTHS):
+        ids = data["tokens", "full"][i][:length] if not data["tokens", "full"].is_nested else data["tokens", "full"][i]
+        logits = model(input_ids=ids.unsqueeze(0)).logits[0, PROMPT - 1 : -1].float() / temperature
+        all_log_probs = logits.log_softmax(-1)
+        log_prob = all_log_probs.gather(-1, ids[PROMPT:].unsqueeze(-1)).squeeze(-1)
+        entry = {key: data["next", key, "full"][i][PROMPT:length] for key in NEXT if key in data["next"].keys()}
+        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+        advantage = data["advantage"][i].expand_as(log_prob)
+        out.append({"log_prob": log_prob, "entropy": entropy, "all": all_log_probs, "advantage": advantage, **entry})
+    return out
+
+
+def token_mean(
+    model: nn.Module, data: TensorDictBase, value: Callable[[dict[str, Tensor]], Tensor], **kwargs: Any
+) -> Tensor:
+    """The mean of a per-token formula over all response tokens."""
+    return torch.cat([value(row) for row in responses(model, data, **kwargs)]).mean()
+
+
+def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(
+        zip(names, torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True), strict=True)
+    )
+
+
+def total(out: TensorDictBase) -> Tensor:
+    return sum(out[key] for key in out.keys() if key.startswith("loss_"))

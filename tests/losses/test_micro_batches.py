@@ -1,0 +1,136 @@
+"""PolicyLoss and ValueLoss of the parts of a batch add up to those of the whole: micro-batches, layouts, ranks."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+from policy_batches import batch, gradients, total
+from tensordict import TensorDictBase
+from torch import nn
+from torch.testing import assert_close
+
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, ValueLoss
+from torchrl_llm_kl.scoring import TokenCritic
+from toy_models import tiny_model
+
+CLOSE = {"rtol": 1e-3, "atol": 2e-5}
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SPLITS = [[[0, 5], [1], [2, 3, 4]], [[4, 1, 0, 2, 3], [5]]]
+
+
+def make_loss(mode: str, objective: str = "ppo", **hyper: Any) -> PolicyLoss:
+    terms = [KLToReference(0.2), EntropyBonus(0.05)]
+    return PolicyLoss(tiny_model(seed=0), objective, terms=terms, aggregation=mode, max_len=8, **hyper)
+
+
+def sum_of_parts(loss: Any, data: TensorDictBase, split: list[list[int]]) -> dict[str, torch.Tensor]:
+    parts = [gradients(total(loss(data[torch.tensor(rows)])), loss) for rows in split]
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert any(bool((x != 0).any()) for x in want.values())
+    for name in want:
+        assert_close(got[name], want[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("layout", ["padded", "lazy"])
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_of_a_counted_batch(mode: str, layout: str, split: list[list[int]]) -> None:
+    loss, data = make_loss(mode), batch(layout=layout)
+    whole = gradients(total(loss(data)), loss)
+    loss.count(data)
+    assert_same(gradients(total(loss(data)), loss), whole)
+    assert_same(sum_of_parts(loss, data, split), whole)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_counting_they_do_not_add_up(mode: str) -> None:
+    loss, data = make_loss(mode), batch()
+    whole = gradients(total(loss(data)), loss)
+    parts = sum_of_parts(loss, data, SPLITS[0])
+    assert not all(torch.allclose(parts[name] / 3, whole[name], rtol=1e-3) for name in whole)
+
+
+def test_terms_have_denominators_of_their_own() -> None:
+    """Two experts' sequences of 3 and 2 tokens; a micro-batch of experts alone is no special case."""
+    data = batch()
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    loss = make_loss("token-mean", "mix", mu=0.25)
+    whole = gradients(total(loss(data)), loss)
+    loss.count(data)
+    assert {name: x.unique().item() for name, x in data["denominators"].items()} == {
+        "usual": 15, "expert": 5, "kl_to_ref": 20, "entropy": 20
+    }  # fmt: skip
+    assert_same(sum_of_parts(loss, data, [[1, 4], [0, 2], [3, 5]]), whole)
+
+
+def test_rows_of_batches_counted_apart_are_refused() -> None:
+    loss, data = make_loss("token-mean"), batch()
+    first, second = loss.count(data[:2].clone()), loss.count(data[2:].clone())
+    with pytest.raises(ValueError, match=r"rows of batches that were counted apart: found denominators \[8.0, 12.0\]"):
+        loss(torch.cat([first, second]))
+    other = PolicyLoss(tiny_model(seed=0), terms=[EntropyBonus(0.1)])
+    del first["denominators", "entropy"]
+    with pytest.raises(ValueError, match="was counted for objective but not for entropy"):
+        other(first)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_critic_too(mode: str) -> None:
+    critic = TokenCritic(tiny_model(seed=2).model)
+    nn.init.normal_(critic.head.weight, std=0.1)
+    loss = ValueLoss(critic, aggregation=mode, max_len=8)
+    data = batch()
+    data["value_target"] = torch.linspace(-1, 1, 54).reshape(6, 9)
+    whole = gradients(total(loss(data)), loss)
+    loss.count(data)
+    assert_same(sum_of_parts(loss, data, SPLITS[0]), whole)
+
+
+def _rank(rank: int, port: int, mode: str, average: bool, queue: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        loss, data = make_loss(mode), batch()
+        share = data[torch.tensor([[0, 1, 2, 4], [3, 5]][rank])]
+        loss.count(share, ranks_average=average)
+        # In two micro-batches each.
+        mine = sum_of_parts(loss, share, [[0], list(range(1, len(share)))])
+        for name in sorted(mine):
+            torch.distributed.all_reduce(mine[name])
+        if rank == 0:
+            scale = 2 if average else 1
+            queue.put({name: (x / scale).numpy() for name, x in mine.items()})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("mode", "average"), [("token-mean", True), ("seq-mean-token-mean", False)])
+def test_two_ranks_have_the_gradient_of_the_whole(mode: str, average: bool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, port, mode, average, queue)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    got = {name: torch.from_numpy(x) for name, x in queue.get(timeout=120).items()}
+    for process in ranks:
+        process.join(timeout=60)
+        assert process.exitcode == 0
+    loss, data = make_loss(mode), batch()
+    assert_same(got, gradients(total(loss(data)), loss))
+
+
+def test_all_ranks_without_a_group_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="torch.distributed is not initialised"):
+        make_loss("token-mean").count(batch(), all_ranks=True)
