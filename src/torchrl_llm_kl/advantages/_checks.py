@@ -1,0 +1,72 @@
+"""Checks of inputs and hyper-parameters. Hyper-parameters are numbers: reading a tensor would stall an accelerator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._checks import check_same_shape
+
+__all__ = ["check_choice", "check_range", "clean_rows", "clean_tokens"]
+
+#: Inputs that say what belongs together, or what comes after what; all others are amounts.
+_IDENTITIES = frozenset({"group", "run", "step", "state"})
+
+
+def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: Any) -> None:
+    """Raise a ValueError unless each number that is given lies in ``[low, high]`` and is greater than ``above``."""
+    for name, value in named.items():
+        if value is not None and not (low <= value <= high and value > above):
+            bounds = [f"at least {low:g}"] * (low > -math.inf)
+            bounds += [f"greater than {above:g}"] * (above > -math.inf)
+            bounds += [f"at most {high:g}"] * (high < math.inf)
+            raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}")
+
+
+def check_choice(choices: Sequence[str | None], **named: Any) -> None:
+    """Raise a ValueError unless each named value is one of ``choices``."""
+    for name, value in named.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def clean_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One number for each sequence: amounts in float32 or wider and without graph, identities in int64; ``[B]``.
+
+    Raises:
+        ValueError: if a shape is not ``[B]``, or not that of the others.
+        TypeError: if what identifies rows is not of an integer dtype.
+    """
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1:
+            raise ValueError(f"{name} must be [B], one number for each sequence, got shape {tuple(tensor.shape)}")
+    check_same_shape(**tensors)
+    return {name: _identity(name, x) if name in _IDENTITIES else _amount(x) for name, x in tensors.items()}
+
+
+def clean_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One number for each token, as above, and exactly 0 where the mask is False; ``[*B, T]``.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if the mask is not boolean.
+    """
+    mask = tensors["mask"]
+    check_same_shape(**{"mask": mask, **tensors})
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be boolean, got {mask.dtype}: pass mask.bool()")
+    return {name: x if x is mask else torch.where(mask, _amount(x), 0) for name, x in tensors.items()}
+
+
+def _amount(x: Tensor) -> Tensor:
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _identity(name: str, x: Tensor) -> Tensor:
+    if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must be of an integer dtype, got {x.dtype}: equal numbers belong together")
+    return x.long()

@@ -1,0 +1,235 @@
+"""Advantages of outcomes by hand, in uneven groups whose rows are mixed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from torchrl_llm_kl.advantages import asymre, dr_grpo, grpo, opmd, rec, reinforce, remax, rloo
+
+# Group 7: rewards 1, 2, 6 (mean 3, variance 7 or 14/3); group -3: 4, 0 (mean 2, variance 8 or 4); 50: alone; 11: equal.
+GROUP = torch.tensor([7, -3, 7, 50, -3, 7, 11, 11, 11])
+REWARD = torch.tensor([1.0, 4.0, 2.0, 5.0, 0.0, 6.0, 0.1, 0.1, 0.1], dtype=torch.float64)
+CENTRED = [-2.0, 2.0, -1.0, 0.0, -2.0, 3.0, 0.0, 0.0, 0.0]
+ROOT_7, ROOT_8 = math.sqrt(7.0), math.sqrt(8.0)
+
+
+def check(got: Tensor, want: list[float]) -> None:
+    assert got.dtype == torch.float64
+    assert_close(got, torch.tensor(want, dtype=torch.float64))
+
+
+def test_grpo_divides_by_the_unbiased_deviation_and_epsilon() -> None:
+    sigma = {7: ROOT_7 + 0.5, -3: ROOT_8 + 0.5, 50: 1.0, 11: 1.0}
+    want = [x / sigma[int(g)] for x, g in zip(CENTRED, GROUP, strict=True)]
+    check(grpo(REWARD, GROUP, epsilon=0.5), want)
+
+
+def test_grpo_epsilon_is_a_millionth() -> None:
+    assert grpo(REWARD, GROUP)[0].item() == pytest.approx(-2 / (ROOT_7 + 1e-6), rel=1e-12)
+
+
+def test_grpo_with_the_deviation_of_the_batch() -> None:
+    sigma = statistics.stdev(REWARD.tolist()) + 0.25
+    check(grpo(REWARD, GROUP, epsilon=0.25, std="batch"), [x / sigma for x in CENTRED])
+    check(grpo(REWARD, GROUP, epsilon=0.25, std_cal_level="batch"), [x / sigma for x in CENTRED])
+
+
+def test_grpo_leaves_groups_below_the_threshold_out() -> None:
+    kept = grpo(REWARD, GROUP, epsilon=0.0, std_threshold=ROOT_7 + 0.01)
+    check(kept, [0, 2 / ROOT_8, 0, 0, -2 / ROOT_8, 0, 0, 0, 0])
+    # A deviation of just the threshold counts as below it: 0, 2, 4 has 2.
+    three = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
+    check(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=2.0), [0, 0, 0])
+    check(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=1.99), [-1, 0, 1])
+    # What the batch's deviation is does not matter.
+    pair = torch.tensor([0.0, 2.0, 0.0, 4.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 1, 1])
+    sigma = statistics.stdev([0.0, 2.0, 0.0, 4.0])
+    check(
+        grpo(pair, group, epsilon=0.0, std_threshold=math.sqrt(2.0) + 1e-12, std="batch"), [0, 0, -2 / sigma, 2 / sigma]
+    )
+    check(grpo(pair * 1.0, group, epsilon=0.0, std_threshold=1.4)[:2], [-1 / math.sqrt(2), 1 / math.sqrt(2)])
+
+
+def test_grpo_rank_penalty_takes_most_from_the_most_likely() -> None:
+    """Three successes: rewards 1, 0.6, 0.8 after the penalty; mean 0.8, deviation 0.2."""
+    reward = torch.ones(3, dtype=torch.float64)
+    log_prob = torch.tensor([-3.0, -1.0, -2.0], dtype=torch.float64)
+    group = torch.zeros(3, dtype=torch.long)
+    check(grpo(reward, group, mean_log_prob=log_prob, rank_penalty=0.6, epsilon=0.0), [1.0, -1.0, 0.0])
+
+
+def test_grpo_rank_penalty_is_of_the_group_and_ties_share_the_lower_rank() -> None:
+    """Ranks 1, 1, 0 of three and 1, 0 of two; rewards 0.8, 0.8, 1 and 0.7 * 2, 0."""
+    reward = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    log_prob = torch.tensor([-1.0, -5.0, -1.0, -2.0, -9.0], dtype=torch.float64)
+    group = torch.tensor([4, 5, 4, 4, 5])
+    got = grpo(reward, group, mean_log_prob=log_prob, rank_penalty=0.6, epsilon=1.0)
+    deviation = 0.2 / math.sqrt(3.0)
+    half = 0.7 / (0.7 * math.sqrt(2.0) + 1)
+    third = 1 / 15 / (deviation + 1)
+    check(got, [-third, half, -third, 2 * third, -half])
+
+
+def test_dr_grpo() -> None:
+    check(dr_grpo(REWARD, GROUP), CENTRED)
+
+
+def test_rloo() -> None:
+    check(rloo(REWARD, GROUP), [-3.0, 4.0, -1.5, 0.0, -4.0, 4.5, 0.0, 0.0, 0.0])
+
+
+def test_rloo_is_the_difference_from_the_mean_of_the_others() -> None:
+    for i in range(9):
+        others = [REWARD[j].item() for j in range(9) if j != i and GROUP[j] == GROUP[i]]
+        want = REWARD[i].item() - statistics.mean(others) if others else 0.0
+        assert rloo(REWARD, GROUP)[i].item() == pytest.approx(want, abs=1e-12)
+
+
+def test_reinforce_is_a_copy_of_the_reward() -> None:
+    got = reinforce(REWARD)
+    check(got, REWARD.tolist())
+    got += 1
+    assert REWARD[0] == 1
+
+
+def test_remax() -> None:
+    check(remax(REWARD[:3], torch.tensor([0.5, 5.0, -1.0], dtype=torch.float64)), [0.5, -1.0, 3.0])
+
+
+def test_opmd_with_the_mean() -> None:
+    check(opmd(REWARD, GROUP, tau=0.3), CENTRED)
+
+
+def test_opmd_with_the_soft_maximum() -> None:
+    tau = 2.0
+    a = tau * math.log((math.exp(0.5) + math.exp(1.0) + math.exp(3.0)) / 3)
+    b = tau * math.log((math.exp(2.0) + 1) / 2)
+    want = [1 - a, 4 - b, 2 - a, 0, -b, 6 - a, 0, 0, 0]
+    check(opmd(REWARD, GROUP, opmd_baseline="logavgexp", tau=tau), want)
+
+
+def test_opmd_does_not_overflow() -> None:
+    """With a small tau the baseline is the greatest reward less tau * log n."""
+    reward = torch.tensor([1000.0, 0.0])
+    got = opmd(reward, torch.zeros(2, dtype=torch.long), opmd_baseline="logavgexp", tau=0.1)
+    assert_close(got, torch.tensor([0.1 * math.log(2), -1000 + 0.1 * math.log(2)]))
+
+
+def test_asymre_lifts_whole_groups_but_not_a_row_alone() -> None:
+    check(asymre(REWARD, GROUP, baseline_shift=-0.25), [-1.75, 2.25, -0.75, 0.0, -1.75, 3.25, 0.25, 0.25, 0.25])
+    assert_close(asymre(REWARD, GROUP)[0].item(), -1.9)
+
+
+def test_rec() -> None:
+    check(rec(REWARD, GROUP), CENTRED)
+    a, b = math.sqrt(14 / 3) + 0.5, 2.5
+    want = [-2 / a, 2 / b, -1 / a, 0, -2 / b, 3 / a, 0, 0, 0]
+    check(rec(REWARD, GROUP, std_normalize=True, epsilon=0.5), want)
+
+
+def test_rec_balance_drops_one_of_two_failures() -> None:
+    """Of rewards 1, 2, 6 either the 1 or the 2 goes; then 4 or 3.5 is the mean. Nothing else changes."""
+    without_1 = [0.0, 2.0, -2.0, 0.0, -2.0, 2.0, 0.0, 0.0, 0.0]
+    without_2 = [-2.5, 2.0, 0.0, 0.0, -2.0, 2.5, 0.0, 0.0, 0.0]
+    seen = set()
+    for seed in range(20):
+        got = rec(REWARD, GROUP, drop="balance", generator=torch.Generator().manual_seed(seed)).tolist()
+        assert got in (without_1, without_2)
+        seen.add(tuple(got))
+    assert len(seen) == 2
+
+
+def test_rec_balance_leaves_exactly_0_on_what_it_drops() -> None:
+    """Two of the failures 0, 1, 2 go; the other one and the 9 are their mean's distance apart."""
+    reward = torch.tensor([0.0, 1.0, 2.0, 9.0], dtype=torch.float64)
+    group = torch.zeros(4, dtype=torch.long)
+    for seed in range(10):
+        got = rec(reward, group, drop="balance", generator=torch.Generator().manual_seed(seed))
+        (kept,) = got[:3].nonzero().squeeze(-1).tolist()
+        assert got[3] == (9 - reward[kept]) / 2 == -got[kept]
+
+
+def test_rec_balance_is_repeated_by_its_generator_and_normalises_what_is_kept() -> None:
+    reward = torch.tensor([0.0] * 6 + [3.0, 3.0, 1.0], dtype=torch.float64)
+    group = torch.tensor([0] * 8 + [1])
+
+    def draw(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return rec(reward, group, drop="balance", std_normalize=True, epsilon=0.5, generator=generator)
+
+    got = draw(3)
+    assert_close(got, draw(3), rtol=0, atol=0)
+    assert (got == 0).sum() == 5
+    assert_close(got.sort().values, torch.tensor([-0.75, -0.75, 0, 0, 0, 0, 0, 0.75, 0.75], dtype=torch.float64))
+
+
+GROUPED: dict[str, Callable[..., Tensor]] = {
+    "grpo": grpo,
+    "grpo-batch": lambda r, g: grpo(r, g, std="batch"),
+    "grpo-0": lambda r, g: grpo(r, g, epsilon=0.0),
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opmd": opmd,
+    "opmd-soft": lambda r, g: opmd(r, g, opmd_baseline="logavgexp", tau=0.7),
+    "asymre": lambda r, g: asymre(r, g, baseline_shift=0.0),
+    "rec": rec,
+    "rec-std": lambda r, g: rec(r, g, std_normalize=True, epsilon=0.0),
+    "rec-drop": lambda r, g: rec(r, g, drop="balance"),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -7.7, 1e6 + 0.1])
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_equal_rewards_give_exactly_0(name: str, value: float, size: int) -> None:
+    reward, group = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
+    assert torch.equal(GROUPED[name](reward, group), torch.zeros(size))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_no_rows_give_no_advantages(name: str) -> None:
+    assert GROUPED[name](torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_no_graph_float32_or_wider_and_nothing_mutated(name: str) -> None:
+    reward, group = REWARD.clone().requires_grad_(), GROUP.clone()
+    assert not GROUPED[name](reward, group).requires_grad
+    assert torch.equal(reward, REWARD)
+    assert torch.equal(group, GROUP)
+    assert GROUPED[name](REWARD.half(), GROUP).dtype == torch.float32
+    assert GROUPED[name](torch.tensor([1, 0]), torch.tensor([0, 0])).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grpo(REWARD, GROUP, std="both"), "std must be one of 'group', 'batch', got 'both'"),
+        (lambda: grpo(REWARD, GROUP, epsilon=-1e-6), "epsilon must be at least 0"),
+        (lambda: grpo(REWARD, GROUP, std_threshold=-0.1), "std_threshold must be at least 0, got -0.1"),
+        (lambda: grpo(REWARD, GROUP, rank_penalty=0.2), "grpo with rank_penalty needs mean_log_prob"),
+        (
+            lambda: grpo(REWARD, GROUP, rank_penalty=1.5, mean_log_prob=REWARD),
+            "rank_penalty must be at least 0 and at most 1",
+        ),
+        (
+            lambda: grpo(REWARD, GROUP, duplicate_experiences=True),
+            "cannot add rows to it. Keep the rows of informative_",
+        ),
+        (lambda: opmd(REWARD, GROUP, opmd_baseline="median"), "opmd_baseline must be one of 'mean', 'logavgexp'"),
+        (lambda: opmd(REWARD, GROUP, tau=0.0), "tau must be greater than 0, got 0.0"),
+        (lambda: rec(REWARD, GROUP, drop="all"), "drop must be one of None, 'balance', got 'all'"),
+        (lambda: rec(REWARD, GROUP, epsilon=-1.0), "epsilon must be at least 0"),
+    ],
+)
+def test_hyper_parameters_out_of_range(call: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

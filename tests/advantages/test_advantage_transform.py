@@ -1,0 +1,427 @@
+"""The transform wherever TorchRL runs it, on whatever form the data has."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.testing import assert_close
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
+from torchrl.envs import Compose, RewardSum
+
+from torchrl_llm_kl import KLRewardTransform
+from torchrl_llm_kl.advantages import Advantage, gae, on_policy_distill, reinforce_plus_plus
+from toy_rollouts import collect, flat, leaves, make_env, make_policy, make_scoring_wrapper, same_leaves, steps
+
+# Group "a": rewards 1, 2, 6; group "b": 4, 0; group "c" alone.
+NAMES = ["a", "b", "a", "c", "b", "a"]
+REWARD = [1.0, 4.0, 2.0, 5.0, 0.0, 6.0]
+RLOO = [-3.0, 4.0, -1.5, 0.0, -4.0, 4.5]
+
+
+def batch(query: Any = None, reward: Any = None, size: tuple[int, ...] = (6,)) -> TensorDict:
+    reward = torch.tensor(REWARD).reshape(*size, 1) if reward is None else reward
+    query = NonTensorStack(*NAMES) if query is None else query
+    return TensorDict(query=query, next=TensorDict(reward=reward, batch_size=size), batch_size=size)
+
+
+def check(td: TensorDictBase, want: list[float], shape: tuple[int, ...] | None = None) -> None:
+    got = td["advantage"]
+    assert got.shape == ((*td.batch_size, 1) if shape is None else shape)
+    assert_close(got.flatten(), torch.tensor(want))
+
+
+# ------------------------------------------------------------------ what tells groups apart
+
+
+NUMBERS = torch.tensor([7, -1, 7, 30, -1, 7])
+PROMPTS = {7: [5, 6, 7], -1: [5, 6, 8], 30: [6, 7]}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        NonTensorStack(*NAMES),
+        NUMBERS,
+        NUMBERS.unsqueeze(-1),
+        torch.tensor([[0, *PROMPTS[int(n)]][-3:] for n in NUMBERS]),
+        torch.nested.as_nested_tensor([torch.tensor(PROMPTS[int(n)]) for n in NUMBERS]),
+        torch.nested.as_nested_tensor([torch.tensor(PROMPTS[int(n)]) for n in NUMBERS], layout=torch.jagged),
+    ],
+    ids=["strings", "integers", "integers [B, 1]", "padded tokens", "nested tokens", "jagged tokens"],
+)
+def test_groups_are_told_apart_by(query: Any) -> None:
+    check(Advantage("rloo")(batch(query)), RLOO)
+    named = batch(query).rename_key_("query", "mine")
+    check(Advantage("rloo", group_key="mine")(named), RLOO)
+
+
+@pytest.mark.parametrize("key", ["query", ("tokens", "prompt")])
+def test_groups_of_a_lazy_stack(key: Any) -> None:
+    rows = []
+    for name, number, reward in zip(NAMES, NUMBERS.tolist(), REWARD, strict=True):
+        row = TensorDict(query=name, next=TensorDict(reward=torch.tensor([reward])))
+        rows.append(row.set(("tokens", "prompt"), torch.tensor(PROMPTS[number])))
+    check(Advantage("rloo", group_key=key)(lazy_stack(rows)), RLOO)
+
+
+def test_tokens_are_not_confused_with_padding() -> None:
+    """A prompt that ends on token 0 is not the shorter one."""
+    rows = [torch.tensor([5, 0]), torch.tensor([5]), torch.tensor([5, 0])]
+    data = batch(torch.nested.as_nested_tensor(rows), torch.tensor([[1.0], [9.0], [3.0]]), (3,))
+    check(Advantage("dr_grpo")(data), [-1.0, 0.0, 1.0])
+
+
+def test_consecutive_groups() -> None:
+    check(Advantage("dr_grpo", group_size=3)(batch()), [-4 / 3, 5 / 3, -1 / 3, 4 / 3, -11 / 3, 7 / 3])
+    two = batch(torch.zeros(2, 3), size=(2, 3))
+    check(Advantage("dr_grpo", group_size=3)(two), [-4 / 3, 5 / 3, -1 / 3, 4 / 3, -11 / 3, 7 / 3])
+    with pytest.raises(ValueError, match="found 6 sequences, which do not divide into groups of group_size=4"):
+        Advantage("grpo", group_size=4)(batch())
+
+
+def test_one_name_for_the_whole_batch() -> None:
+    data = TensorDict(next=TensorDict(reward=torch.tensor([[1.0], [3.0]]), batch_size=[2]), batch_size=[2])
+    data.set_non_tensor("query", "only")
+    check(Advantage("dr_grpo")(data), [-1.0, 1.0])
+
+
+# ------------------------------------------------------------------ forms of the reward, and of the batch
+
+
+def token_rewards(layout: torch.layout) -> Tensor:
+    """Rows of lengths 1 to 6 that sum to the outcomes, the last of them in halves."""
+    rows = []
+    for i, total in enumerate(REWARD):
+        row = torch.zeros(i + 1, 1)
+        row[0] += total / 2
+        row[-1] += total / 2
+        rows.append(row)
+    return torch.nested.as_nested_tensor(rows, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("reward", "shape"),
+    [
+        (torch.tensor(REWARD), (6, 1)),
+        (torch.tensor(REWARD).reshape(6, 1), (6, 1)),
+        (torch.tensor(REWARD).reshape(6, 1, 1), (6, 1, 1)),
+        (token_rewards(torch.strided).to_padded_tensor(0.0), (6, 1)),
+        (token_rewards(torch.strided), (6, 1)),
+        (token_rewards(torch.jagged), (6, 1)),
+    ],
+    ids=["[B]", "[B, 1]", "[B, 1, 1]", "padded", "nested", "jagged"],
+)
+def test_forms_of_the_reward(reward: Tensor, shape: tuple[int, ...]) -> None:
+    check(Advantage("rloo")(batch(reward=reward)), RLOO, shape)
+
+
+def test_token_rewards_in_a_lazy_stack_without_next() -> None:
+    rows = [
+        TensorDict(query=name, reward=row)
+        for name, row in zip(NAMES, token_rewards(torch.strided).unbind(), strict=True)
+    ]
+    result = Advantage("rloo")(lazy_stack(rows))
+    check(result, RLOO)
+    assert "next" not in result
+
+
+def test_batches_of_other_dimensions() -> None:
+    numbers = NUMBERS.reshape(2, 3)
+    check(Advantage("rloo")(batch(numbers, size=(2, 3))), RLOO)
+    lazy = lazy_stack([lazy_stack(list(row.unbind(0))) for row in batch(numbers, size=(2, 3)).unbind(0)])
+    check(Advantage("rloo")(lazy), RLOO)
+    single = TensorDict(reward=torch.tensor([3.0]), query=torch.tensor(1))
+    check(Advantage("reinforce")(single), [3.0])
+    check(Advantage("rloo")(single), [0.0])
+
+
+def test_other_inputs_and_outputs_by_key() -> None:
+    data = batch()
+    data["greedy"] = torch.arange(6.0)
+    result = Advantage("remax", keys={"baseline": "greedy", "advantage": ("out", "a")})(data)
+    assert_close(result["out", "a"].flatten(), torch.tensor([1.0, 3.0, 0.0, 2.0, -4.0, 1.0]))
+    assert "advantage" not in result
+    scored = batch().set("score", torch.tensor(REWARD) * 2)
+    check(Advantage("reinforce", keys={"reward": "score"})(scored), [2 * x for x in REWARD])
+
+
+# ------------------------------------------------------------------ layouts of tokens
+
+
+def conversations(form: str) -> TensorDictBase:
+    """Three sequences: prompts of 2, 1 and 2 tokens, responses of 1, 3 and 2."""
+    rows = []
+    for i, (prompt, response) in enumerate([([3, 4], [5]), ([9], [8, 9, 2]), ([3, 4], [6, 6])]):
+        full = torch.tensor(prompt + response)
+        inside = TensorDict(
+            reward=torch.tensor([[1.0], [2.0], [4.0]])[i],
+            state_value=torch.arange(1.0, 1 + len(full)) * (i + 1),
+            log_probs=TensorDict(full=-0.5 * torch.arange(1.0, 1 + len(full))),
+            ref_log_probs=TensorDict(full=-0.25 * torch.arange(1.0, 1 + len(full)) ** 2),
+        )
+        tokens = TensorDict(prompt=torch.tensor(prompt), full=full)
+        rows.append(TensorDict(query=torch.tensor(prompt).sum(), tokens=tokens, next=inside))
+    if form == "lazy":
+        return lazy_stack(rows)
+
+    def column(key: Any) -> Tensor:
+        values = [row[key] for row in rows]
+        if key in ("query", ("next", "reward")):
+            return torch.stack(values)
+        if form != "padded":
+            return torch.nested.as_nested_tensor(values, layout=torch.jagged if form == "jagged" else torch.strided)
+        # As torchrl pads: prompts on the left, responses on the right.
+        left = [2 - len(row["tokens", "prompt"]) for row in rows]
+        right = [
+            0 if key == ("tokens", "prompt") else 5 - n - len(value) for n, value in zip(left, values, strict=True)
+        ]
+        sides = zip(values, left, right, strict=True)
+        return torch.stack([torch.nn.functional.pad(value, (a, b)) for value, a, b in sides])
+
+    data = TensorDict(batch_size=[3])
+    for key in rows[0].keys(True, True):
+        data[key] = column(key)
+    if form == "padded":
+        data["masks", "all_attention_mask"] = data["tokens", "full"] != 0
+    return data
+
+
+FORMS = ["lazy", "strided", "jagged", "padded"]
+
+
+def rows_of(td: TensorDictBase, key: str, form: str) -> list[list[float]]:
+    """The values at the tokens of each row, and nothing but 0 at padding."""
+    rows = [row[key] for row in td.unbind(0)] if form == "lazy" else list(td[key].unbind(0))
+    assert all(row.shape[1:] == (1,) for row in rows)
+    if form == "padded":
+        mask = td["masks", "all_attention_mask"]
+        assert all((row[~keep] == 0).all() for row, keep in zip(rows, mask, strict=True))
+        rows = [row[keep] for row, keep in zip(rows, mask, strict=True)]
+    return [row.flatten().tolist() for row in rows]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_outcome_on_each_response_token(form: str) -> None:
+    result = Advantage("dr_grpo", layout="token")(conversations(form))
+    assert rows_of(result, "advantage", form) == [[0, 0, -1.5], [0, 0, 0, 0], [0, 0, 1.5, 1.5]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gae_with_an_outcome_on_the_last_token(form: str) -> None:
+    """gamma 0.5, lam 0.5. Row 0: 1 - 3. Row 2, values 9, 12: 4 - 12 = -8, and 6 - 9 + 0.25 * -8 = -5."""
+    result = Advantage("gae", gamma=0.5, lam=0.5)(conversations(form))
+    # Row 1, values 4, 6, 8: 2 - 8 = -6; 4 - 6 - 1.5 = -3.5; 3 - 4 - 0.875.
+    assert rows_of(result, "advantage", form) == [[0, 0, -2.0], [0, -1.875, -3.5, -6.0], [0, 0, -5.0, -8.0]]
+    assert rows_of(result, "value_target", form) == [[0, 0, 1.0], [0, 2.125, 2.5, 2.0], [0, 0, 4.0, 4.0]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_distillation_reads_log_probs(form: str) -> None:
+    """At position t, from 1: student -t / 2, teacher -t^2 / 4."""
+    result = Advantage("on_policy_distill", kl_coef=2.0)(conversations(form))
+    at = {2: 2 * (1.0 - 1.0), 3: 2 * (1.5 - 2.25), 4: 2 * (2.0 - 4.0)}
+    assert rows_of(result, "advantage", form) == [[0, 0, at[3]], [0, at[2], at[3], at[4]], [0, 0, at[3], at[4]]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rank_penalty_reads_mean_log_probs_of_responses(form: str) -> None:
+    """Means -1.5, -1.5 (of -1, -1.5, -2) and -1.75: ranks 1, 1 and 0 of three, so that the rewards are 0.8, 0.8 and 1."""
+    data = conversations(form)
+    data["query"] = torch.zeros(3, dtype=torch.long)
+    data["next", "reward"] = torch.ones(3, 1)
+    result = Advantage("grpo", rank_penalty=0.6, epsilon=0.0)(data)
+    assert_close(result["advantage"].flatten(), torch.tensor([-1.0, -1.0, 2.0]) / 3**0.5)
+
+
+def test_a_mask_of_the_users_own() -> None:
+    mask = torch.tensor([[False, True, True], [True, False, True]])
+    data = TensorDict(reward=torch.tensor([[1.0], [3.0]]), mine=mask, batch_size=[2])
+    result = Advantage("reinforce_plus_plus", gamma=0.5, keys={"mask": "mine"})(data)
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 3.0]])
+    assert_close(result["advantage"].squeeze(-1), reinforce_plus_plus(rewards, mask, gamma=0.5))
+    with pytest.raises(ValueError, match="no token counts: mine is False everywhere"):
+        Advantage("reinforce_plus_plus", keys={"mask": "mine"})(data.set("mine", mask & False))
+
+
+# ------------------------------------------------------------------ trajectories
+
+
+def rollout() -> TensorDict:
+    """Three envs, three steps; the last two envs make a group; env 1 ends early and starts again."""
+    reward = torch.tensor([[0.0, 0.0, 2.0], [0.0, 6.0, 4.0], [0.0, 0.0, 0.0]]).unsqueeze(-1)
+    done = torch.tensor([[False, False, True], [False, True, True], [False, False, True]]).unsqueeze(-1)
+    query = torch.tensor([[1, 1, 1], [1, 1, 2], [2, 2, 2]])
+    return TensorDict(query=query, next=TensorDict(reward=reward, done=done, batch_size=[3, 3]), batch_size=[3, 3])
+
+
+def test_trajectories_lie_along_time_and_end_when_done() -> None:
+    """Query 1: last rewards 2 and 6 of 3 and 2 steps; query 2: 4 and 0 of 1 and 3."""
+    unit = 0.5**0.5
+    want = [-unit, -unit, -unit, unit, unit, unit, -unit, -unit, -unit]
+    check(Advantage("step_wise_grpo", epsilon=0.0)(rollout()), want)
+    check(Advantage("step_wise_grpo", epsilon=0.0)(rollout().reshape(9)), want)
+    shared = Advantage("step_wise_grpo", epsilon=0.0, enable_step_norm=True)(rollout())
+    steps_of = [3, 3, 3, 2, 2, 1, 3, 3, 3]
+    check(shared, [w / n for w, n in zip(want, steps_of, strict=True)])
+
+
+def test_trajectories_by_key_in_any_order() -> None:
+    data = rollout().reshape(9)
+    data["run"] = NonTensorStack(*"aaabbcddd")
+    data["at"] = torch.tensor([0, 1, 2, 0, 1, 0, 0, 1, 2]).unsqueeze(-1)
+    order = torch.tensor([2, 8, 0, 5, 4, 1, 7, 3, 6])
+    want = Advantage("step_wise_grpo")(data.clone())["advantage"][order]
+    shuffled = data[order].exclude(("next", "done"))
+    got = Advantage("step_wise_grpo", keys={"run": "run", "step": "at"})(shuffled)["advantage"]
+    assert_close(got, want)
+
+
+def test_trajectories_of_consecutive_envs() -> None:
+    data = rollout()[[0, 2]]
+    data["next", "reward"][1, 2] = 4.0
+    unit = 0.5**0.5
+    check(Advantage("step_wise_grpo", group_size=2, epsilon=0.0)(data), [-unit] * 3 + [unit] * 3)
+    with pytest.raises(ValueError, match="found 3 trajectories, which do not divide into groups of group_size=2"):
+        Advantage("step_wise_grpo", group_size=2)(rollout().exclude(("next", "done")))
+    with pytest.raises(ValueError, match="one trajectory for each env, found some that end before the last step"):
+        Advantage("step_wise_grpo", group_size=3)(rollout())
+    with pytest.raises(ValueError, match=r"found batch size \(9,\): give group_key="):
+        Advantage("step_wise_grpo", group_size=3)(rollout().reshape(9))
+
+
+def test_gigpo_reads_states() -> None:
+    """Two runs of one task: rewards 0, 1 and 0, 0 from states s, t and s, u."""
+    data = TensorDict(
+        query=torch.zeros(2, 2, dtype=torch.long),
+        state=torch.tensor([[5, 6], [5, 7]]),
+        next=TensorDict(reward=torch.tensor([[[0.0], [1.0]], [[0.0], [0.0]]]), batch_size=[2, 2]),
+        batch_size=[2, 2],
+    )
+    check(Advantage("gigpo", gamma=0.8, omega=0.5)(data.clone()), [0.7, 0.5, -0.7, -0.5])
+    data["seen"] = NonTensorStack(NonTensorStack("s", "t"), NonTensorStack("s", "u"))
+    check(Advantage("gigpo", gamma=0.8, omega=0.5, keys={"state": "seen"})(data), [0.7, 0.5, -0.7, -0.5])
+
+
+# ------------------------------------------------------------------ replay buffers, envs, rollouts
+
+
+def stored(lazy: bool) -> tuple[ReplayBuffer, TensorDictBase]:
+    storage = LazyStackStorage(6) if lazy else LazyTensorStorage(6)
+    data = conversations("lazy" if lazy else "padded")
+    return ReplayBuffer(storage=storage, batch_size=3), data
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "gae"])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_on_extend(name: str, lazy: bool) -> None:
+    buffer, data = stored(lazy)
+    before = [leaves(step) for step in steps(data)]
+    want = Advantage(name)(conversations("lazy" if lazy else "padded"))
+    buffer.append_transform(Advantage(name), invert=True)
+    buffer.extend(data)
+    for kept, row in zip(steps(buffer[:]), steps(want), strict=True):
+        assert_close(kept["advantage"], row["advantage"])
+    for step, was in zip(steps(data), before, strict=True):
+        assert same_leaves(was, step), "extend must leave the caller's data as it was"
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_on_sample(lazy: bool) -> None:
+    buffer, data = stored(lazy)
+    buffer.extend(data)
+    buffer.append_transform(
+        Compose(Advantage("dr_grpo", layout="token"), Advantage("reinforce", keys={"advantage": "r"}))
+    )
+    for _ in range(2):
+        sample = buffer.sample()
+        assert_close(sample["r"], sample["next", "reward"])
+        for row in steps(sample):
+            assert row["advantage"].shape == (len(row["tokens", "full"]), 1)
+        for row in steps(buffer._storage[:]):
+            assert not {"advantage", "r"} & set(row.keys()), "what sampling wrote must not reach the storage"
+
+
+def test_in_an_env_it_says_where_it_belongs(tokenizer: Any, policy_model: Any) -> None:
+    policy = make_policy(policy_model, tokenizer, pad_output=False)
+    env = make_env(tokenizer, RewardSum(), Advantage("grpo"))
+    with pytest.raises(RuntimeError, match=r"Advantage\('grpo', group_key='query'.*append it to the replay buffer"):
+        env.rollout(1, policy)
+
+
+def test_rollouts_with_a_kl_in_the_reward(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
+    """The outcome is the sum of the token rewards; four envs ask the same two questions."""
+    policy = make_policy(policy_model, tokenizer, pad_output=padded)
+    data = flat(collect(tokenizer, policy, envs=4))
+    for row, name in zip(data.unbind(0), "abab", strict=True):
+        row.set("query", name)
+        row["log_probs"].full = None
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded)
+    data = KLRewardTransform(ref, coef=0.3)(data)
+    returns = torch.stack([row["next", "reward"].sum() for row in data.unbind(0)])
+    assert len({row["next", "reward"].shape for row in data.unbind(0)}) > 1 or padded
+    pairs = (returns - returns.roll(2)) / 2
+    whole = Advantage("dr_grpo")(data)
+    assert_close(whole["advantage"], pairs.unsqueeze(-1))
+    spread = Advantage("reinforce_plus_plus", keys={"advantage": "rpp"})(Advantage("dr_grpo", layout="token")(data))
+    everything = []
+    for row, value in zip(spread.unbind(0), pairs, strict=True):
+        inside = torch.zeros(len(row["tokens", "full"]), dtype=torch.bool)
+        inside[len(row["tokens", "prompt"]) :] = True
+        inside &= row["masks", "all_attention_mask"]
+        assert_close(row["advantage"].flatten(), torch.where(inside, value, 0.0))
+        assert (row["rpp"].flatten()[~inside] == 0).all()
+        everything.append(row["rpp"].flatten()[inside])
+    assert_close(torch.cat(everything).mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    assert_close(torch.cat(everything).std(), torch.tensor(1.0))
+    # A later token has fewer rewards ahead: the last one's return is its own reward.
+    first, second = (row["next", "reward"].flatten() for row in list(data.unbind(0))[:2])
+    keep = [row["masks", "all_attention_mask"].nonzero().max() for row in list(data.unbind(0))[:2]]
+    difference = first[keep[0]] - second[keep[1]]
+    rows = list(spread.unbind(0))
+    got = rows[0]["rpp"].flatten()[keep[0]] - rows[1]["rpp"].flatten()[keep[1]]
+    assert got.sign() == difference.sign()
+
+
+# ------------------------------------------------------------------ the object
+
+
+def test_keys_name_and_copies() -> None:
+    transform = Advantage("ppo", gamma=0.9, lmbda=0.8)
+    assert repr(transform) == "Advantage('gae', layout='token', gamma=0.9, lam=0.8)"
+    assert transform.in_keys == [("next", "reward"), ("next", "state_value")]
+    assert transform.out_keys == ["advantage", "value_target"]
+    grouped = Advantage("grpo", group_size=4, std_cal_level="batch", duplicate_experiences=False)
+    assert repr(grouped) == "Advantage('grpo', group_size=4, layout='sequence', std='batch')"
+    assert grouped.in_keys == [("next", "reward")]
+    assert Advantage("grpo").in_keys == [("next", "reward"), "query"]
+    for other in (copy.deepcopy(grouped), pickle.loads(pickle.dumps(grouped))):
+        assert_close(other(batch(NUMBERS)[:4])["advantage"], grouped(batch(NUMBERS)[:4])["advantage"])
+
+
+def test_nothing_else_is_written() -> None:
+    data = conversations("padded")
+    before = leaves(data)
+    result = Advantage("gae")(data)
+    assert result is data
+    assert same_leaves(before, result, except_for=["advantage", "value_target"])
+    assert not result["advantage"].requires_grad
+
+
+def test_functions_and_transform_agree() -> None:
+    data = conversations("padded")
+    mask = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 0]]) == 1
+    reward = torch.zeros(3, 5)
+    reward[[0, 1, 2], [2, 4, 3]] = torch.tensor([1.0, 2.0, 4.0])
+    want, target = gae(reward, data["next", "state_value"], mask, gamma=0.9, lam=0.4, whiten=True)
+    got = Advantage("gae", gamma=0.9, lam=0.4, whiten=True)(data)
+    assert_close(got["advantage"].squeeze(-1), want)
+    assert_close(got["value_target"].squeeze(-1), target)
+    log_probs = data["next", "log_probs", "full"], data["next", "ref_log_probs", "full"]
+    distilled = Advantage("on_policy_distill")(data)["advantage"].squeeze(-1)
+    assert_close(distilled, on_policy_distill(*log_probs, mask))
