@@ -10,40 +10,65 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrl_llm_kl.advantages import Advantage
+    from torchrl_llm_kl.algorithms import make_algorithm
     from torchrl_llm_kl.estimators import (
         AdaptiveKLCoefficient,
         FixedKLCoefficient,
         get_estimator,
     )
+    from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
-    from torchrl_llm_kl.scoring import LogProbScorer
-    from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+    from torchrl_llm_kl.scoring import LogProbScorer, TokenCritic
+    from torchrl_llm_kl.transforms import (
+        KLComputation,
+        KLRewardTransform,
+        RetrieveKL,
+        RetrieveLogProb,
+        RetrieveValue,
+    )
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AdaptiveKLCoefficient": "estimators",
+    "Advantage": "advantages",
     "FixedKLCoefficient": "estimators",
     "KLComputation": "transforms",
     "KLRewardTransform": "transforms",
     "LogProbScorer": "scoring",
+    "LossTerm": "losses",
+    "PolicyLoss": "losses",
     "Ragged": "ragged",
     "RetrieveKL": "transforms",
     "RetrieveLogProb": "transforms",
+    "RetrieveValue": "transforms",
+    "TokenCritic": "scoring",
+    "ValueLoss": "losses",
     "get_estimator": "estimators",
+    "get_objective": "losses",
+    "make_algorithm": "algorithms",
 }
-_LAYERS = ("ragged", "estimators", "masks", "scoring", "transforms")
+_LAYERS = ("ragged", "estimators", "masks", "scoring", "transforms", "advantages", "losses", "algorithms")
 
 __all__ = [
     "AdaptiveKLCoefficient",
+    "Advantage",
     "FixedKLCoefficient",
     "KLComputation",
     "KLRewardTransform",
     "LogProbScorer",
+    "LossTerm",
+    "PolicyLoss",
     "Ragged",
     "RetrieveKL",
     "RetrieveLogProb",
+    "RetrieveValue",
+    "TokenCritic",
+    "ValueLoss",
     "get_estimator",
+    "get_objective",
+    "make_algorithm",
 ]
 
 

@@ -1,0 +1,93 @@
+"""Batches of rollouts and of experts' answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
+
+__all__ = ["mix_buffers"]
+
+
+def mix_buffers(
+    rollouts: ReplayBuffer,
+    experts: ReplayBuffer,
+    *,
+    batch_size: int,
+    expert_data_ratio: float = 0.5,
+    expert_mask_key: NestedKey = "expert_mask",
+    tokens_key: NestedKey = ("tokens", "full"),
+) -> ReplayBufferEnsemble:
+    """A replay buffer whose batches are, in a fixed proportion, rollouts and experts' answers.
+
+    Experts' rows get 0 for each entry that rollouts have and they have not (rewards, advantages, log-probs): nothing reads
+    it, since objectives for mixed data tell the rows apart by ``expert_mask``.
+
+    Args:
+        rollouts: what the policy sampled, prepared (:meth:`AlgorithmParts.prepare`).
+        experts: answers of experts: tokens, and what tells prompt from response.
+
+    Keyword Args:
+        batch_size: rows of a batch.
+        expert_data_ratio: the experts' share.
+        expert_mask_key: where to say which rows are whose; ``[B]`` bool.
+        tokens_key: where the tokens are.
+
+    Returns:
+        A :class:`~torchrl.data.ReplayBufferEnsemble`; ``sample()`` gives a lazy stack ``[n, batch_size / n]`` for a share of
+        ``m / n``: rollouts first, then ``m`` times experts. The losses here take it as it is.
+
+    Raises:
+        ValueError: if the batch does not divide in that proportion.
+
+    Source: Trinity-RFT 0.6.0, sample strategy ``mix``.
+    """
+    if not 0 < expert_data_ratio < 1:
+        raise ValueError(f"expert_data_ratio must lie between 0 and 1, got {expert_data_ratio}")
+    share = Fraction(expert_data_ratio).limit_denominator(batch_size)
+    if batch_size % share.denominator or abs(float(share) - expert_data_ratio) > 1e-6:
+        raise ValueError(
+            f"a batch of {batch_size} cannot hold exactly {expert_data_ratio:g} of experts: use a ratio n / {batch_size}"
+        )
+    flags = [False] * (share.denominator - share.numerator) + [True] * share.numerator
+    return ReplayBufferEnsemble(
+        *(experts if flag else rollouts for flag in flags),
+        sample_from_all=True,
+        batch_size=batch_size,
+        collate_fn=_Mixed(flags, expert_mask_key, tokens_key),
+    )
+
+
+class _Mixed:
+    """Puts the samples of the members together, in one row of rows."""
+
+    def __init__(self, flags: Sequence[bool], mask_key: NestedKey, tokens_key: NestedKey) -> None:
+        self.flags, self.mask_key, self.tokens_key = list(flags), mask_key, tokens_key
+
+    def __call__(self, samples: Sequence[TensorDictBase]) -> TensorDictBase:
+        members = [[row.copy() for row in sample.reshape(-1).unbind(0)] for sample in samples]
+        example = members[self.flags.index(False)][0]
+        for flag, rows in zip(self.flags, members, strict=True):
+            for row in rows:
+                if flag:
+                    self._complete(row, example)
+                row.set(self.mask_key, torch.tensor(flag))
+        return lazy_stack([lazy_stack(rows) for rows in members])
+
+    def _complete(self, row: TensorDictBase, example: TensorDictBase) -> None:
+        length, tokens = len(example[self.tokens_key]), len(row[self.tokens_key])
+        known = set(row.keys(True, True))
+        for key, value in example.items(True, True):
+            if key in known or not isinstance(value, Tensor) or _is_inside(key, "tokens", "masks", self.mask_key):
+                continue
+            shape = [tokens if size == length and at == 0 else size for at, size in enumerate(value.shape)]
+            row.set(key, torch.zeros(shape, dtype=value.dtype, device=value.device))
+
+
+def _is_inside(key: Any, *roots: Any) -> bool:
+    return key in roots or (isinstance(key, tuple) and key[0] in roots)
