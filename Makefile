@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow bench bench-gpu lint types docs clean
+.PHONY: help setup demo test test-slow mutants bench bench-gpu lint types docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ test: $(READY)  ## Run the tests
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+mutants: $(READY)  ## Break the maths in one place at a time: does a test fail? Takes minutes
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
+
 # Waiting threads sleep: ones that spin keep those they wait for off the cores of a machine that others use.
 bench: $(READY)  ## Compare with torchrl on the same work, in turns; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks run $(ARGS)
@@ -42,6 +45,7 @@ types: $(READY)  ## Check types
 docs: $(READY)  ## Write the generated tables of docs/ again
 	$(BIN)/python docs/build_estimator_table.py
 	$(BIN)/python docs/build_chat_template_table.py
+	$(BIN)/python docs/build_algorithm_table.py
 
 clean:  ## Remove .venv and what runs have written
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,17 +23,16 @@ import tensordict
 import torch
 import typer
 from tensordict import TensorDictBase
-from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import EnvBase
 from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from countdown.algorithms import ON_POLICY, build, expert_buffer, label, make_teacher, with_experts
 from countdown.model import accuracy, build_model, build_tokenizer, load_checkpoint, warm_up
 from countdown.report import Metrics, MetricsFile, plot_curves, print_table, progress_bar, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
 from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
+from torchrl_llm_kl.algorithms import get_algorithm
 
 # torchrl's LLM components hold lists of strings as stacks; they refuse to start without this.
 tensordict.set_list_to_stack(True).set()
@@ -44,19 +43,24 @@ EPOCHS = 2  # passes over the answers of a step
 MINIBATCHES = 2  # updates in each pass
 WARMUP_STEPS = 300  # few enough to leave RL something to do
 MAX_NEW_TOKENS = 14  # the longest right answer has 8
-LOSS_KEYS = (  # what the loss reads of a batch
-    "advantage",
+LOSS_KEYS = (  # what the losses read of a batch
     ("tokens", "full"),
     ("tokens", "prompt"),
     ("masks", "all_attention_mask"),
     ("next", "log_probs", "full"),
+    ("next", "state_value"),
+    "advantage",
+    "value_target",
+    "loss_mask",
+    "expert_mask",
 )
+TEACHER_STEPS = 300  # of supervision on right answers, for the algorithms that learn from a teacher
 
 
-def wrap(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, sample: bool, max_new_tokens: int = MAX_NEW_TOKENS
+def as_policy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int = MAX_NEW_TOKENS
 ) -> TransformersWrapper:
-    """Show a model to torchrl: as a policy that answers (``sample=True``) or as one that scores given tokens."""
+    """Show a model to torchrl as a policy that answers."""
     generate_kwargs = {
         "max_new_tokens": max_new_tokens,
         "do_sample": True,
@@ -69,87 +73,82 @@ def wrap(
     return TransformersWrapper(
         model,
         tokenizer=tokenizer,
-        input_mode="text" if sample else "tokens",
-        generate=sample,
-        generate_kwargs=generate_kwargs if sample else None,
+        input_mode="text",
+        generate=True,
+        generate_kwargs=generate_kwargs,
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
     )
 
 
-def group_advantage(token_reward: Tensor, group_size: int) -> Tensor:
-    """How much better an answer did than the other answers to its problem.
-
-    Args:
-        token_reward: ``[B, T, 1]``; its sum over an answer is the task's reward minus coefficient times KL. Rows come in
-            groups of ``group_size`` answers to one problem.
-        group_size: answers to one problem.
-
-    Returns:
-        ``[B, T, 1]``, one number for all tokens of an answer.
-
-    Centred in the group, scaled over the batch: scaled in the group, as GRPO was first written down, answers that are all
-    right and differ in their KL alone would weigh as much as a right one beside a wrong one, whatever the coefficient.
-    """
-    outcome = token_reward.sum((-2, -1)).unflatten(0, (-1, group_size))
-    centred = outcome - outcome.mean(-1, keepdim=True)
-    scaled = centred / (centred.std() + 1e-6)
-    return scaled.reshape(-1, 1, 1).expand_as(token_reward).contiguous()
-
-
-def make_loss(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GRPOLoss:
-    """TorchRL's clipped policy-gradient loss, a mean over the tokens of the answers."""
-    loss_module = GRPOLoss(wrap(policy, tokenizer, sample=False), entropy_bonus=False, clip_epsilon=0.2)
-    # Compare with the log-probs that RetrieveKL wrote: those that torchrl stores while it samples hold 0 for first tokens.
-    loss_module.set_keys(sample_log_prob=("next", "log_probs", "full"))
-    return loss_module
-
-
 def train(
+    algorithm: str,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: EnvBase,
+    problems: list[Problem],
     *,
     steps: int,
     lr: float,
     kl_target: float,
+    num_prompts: int,
     group_size: int,
     max_new_tokens: int,
+    seed: int,
     metrics: MetricsFile,
+    teacher: PreTrainedModel | None = None,
 ) -> None:
     """Train ``policy`` in place; the model as it comes in is the reference."""
-    batch_size = env.batch_size[0]
+    batch_size = num_prompts * group_size
     reference = copy.deepcopy(policy).requires_grad_(False)
+
+    # An algorithm is a preset: which advantage, which objective, where the KL goes. Here the KL goes into the reward, times
+    # a coefficient of which each step may change 10 % (0.2 * n / horizon) so that the KL stays at its target.
+    coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
+    parts = build(
+        algorithm,
+        policy,
+        reference,
+        coefficient=coefficient,
+        group_size=group_size,
+        max_new_tokens=max_new_tokens,
+        teacher=teacher,
+    )
+    experts = expert_buffer(problems, tokenizer, seed=seed) if parts.algorithm.use_rollout else None
 
     # The transform scores each answer under the policy that the collector runs and under the reference, and writes both
     # log-probs, their difference per token ("kl_penalty") and the reward of each token: minus coefficient times KL, and on
-    # the last token the task's reward beside it. Each step may change the coefficient by up to 10 % (0.2 * n / horizon).
-    coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
-    env = env.append_transform(
-        RetrieveKL("from_collector", wrap(reference, tokenizer, sample=False), coeff=coefficient)
-    )
+    # the last token the task's reward beside it. An algorithm without a reference has none: then the KL is only watched.
+    kl = parts.kl_transform
+    if not isinstance(kl, RetrieveKL):
+        kl = RetrieveKL("from_collector", reference, add_to_reward=False)
+    env = make_env(problems, tokenizer, num_prompts=num_prompts, group_size=group_size, seed=seed)
     collector = LLMCollector(
-        env,
-        policy=wrap(policy, tokenizer, sample=True, max_new_tokens=max_new_tokens),
+        env.append_transform(kl),
+        policy=as_policy(policy, tokenizer, max_new_tokens=max_new_tokens),
         dialog_turns_per_batch=batch_size,
         total_dialog_turns=batch_size * steps,
         flatten_data=True,
     )
-    loss_module = make_loss(policy, tokenizer)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
+    losses = [loss for loss in (parts.loss, parts.critic_loss) if loss is not None]
+    optimizer = torch.optim.Adam([p for loss in losses for p in loss.parameters() if p.requires_grad], lr=lr)
     # Down to nothing: the noise of the updates moves the policy away from the reference as well, and earns no reward.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
     with progress_bar() as bar:
-        task = bar.add_task("RL", total=steps, status="")
+        task = bar.add_task(algorithm, total=steps, status="")
         start = time.perf_counter()
         for step, batch in enumerate(collector):
-            batch["advantage"] = group_advantage(batch["next", "reward"], group_size)
-            answers = batch.select(*LOSS_KEYS).contiguous()  # dense, and without the strings: quicker to index
+            batch = parts.prepare(label(batch, group_size), count=False)  # scores the critic, writes advantages
+            answers = batch.select(
+                *LOSS_KEYS, strict=False
+            ).contiguous()  # dense, without the strings: quicker to index
+            if experts is not None:
+                answers = with_experts(answers, experts)
             for _ in range(EPOCHS):
-                for rows in torch.randperm(batch_size).chunk(MINIBATCHES):
-                    loss = loss_module(answers[rows]).loss_objective
+                for rows in torch.randperm(len(answers)).chunk(MINIBATCHES):
                     optimizer.zero_grad()
-                    loss.backward()
+                    for loss in losses:
+                        out = loss(answers[rows])
+                        sum(value for key, value in out.items() if key.startswith("loss_")).backward()
                     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
                     optimizer.step()
             schedule.step()
@@ -167,15 +166,17 @@ STATUS = "right {success:4.0%}  reward {reward:.2f}  KL {kl:5.2f}  coefficient {
 def summarise(batch: TensorDictBase, *, step: int, coefficient: float, seconds: float) -> Metrics:
     """Means over the answers of a step. KL is in nats per answer: the sum over its tokens."""
     kl = batch["next", "kl_penalty"].sum(-1).mean().item()
-    penalised = batch["next", "reward"].sum((-2, -1)).mean().item()
+    reward = batch["next", "reward"]
+    penalised = reward.flatten(1).sum(-1).mean().item()
+    in_reward = reward.shape[1] > 1  # by tokens: then the KL is in it
     prompt_width = batch["tokens", "prompt"].shape[-1]
     return {
         "step": step,
         "success": batch["next", "success"].float().mean().item(),
-        "reward": penalised + coefficient * kl,
+        "reward": penalised + coefficient * kl * in_reward,
         "penalised_reward": penalised,
         "kl": kl,
-        "coefficient": coefficient,
+        "coefficient": coefficient * in_reward,
         "answer_tokens": batch["masks", "all_attention_mask"][:, prompt_width:].sum().item(),
         "tokens": batch["masks", "all_attention_mask"].sum().item(),
         "seconds": seconds,
@@ -187,6 +188,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command()
 def main(
+    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ON_POLICY)}.")] = "grpo",
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the weights, the order of the problems and the sampling.")
     ] = 0,
@@ -210,7 +212,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for metrics.jsonl and curves.png.")] = Path("runs/demo"),
 ) -> None:
     """Teach a language model to play Countdown, with a KL penalty that holds it near where it started."""
-    check_options(kl_target=kl_target, lr=lr, out=out)
+    check_options(algorithm=algorithm, kl_target=kl_target, lr=lr, out=out)
     silence_dependencies()
     start = time.perf_counter()
     torch.manual_seed(seed)
@@ -227,26 +229,33 @@ def main(
 
     before = accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens)
     metrics = MetricsFile(out / "metrics.jsonl")
+    teacher = None
+    if get_algorithm(algorithm).schema == "distill":
+        teacher = make_teacher(policy, tokenizer, train_problems, steps=TEACHER_STEPS, seed=seed)
     train(
+        algorithm,
         policy,
         tokenizer,
-        make_env(train_problems, tokenizer, num_prompts=num_prompts, group_size=group_size, seed=seed),
+        train_problems,
         steps=steps,
         lr=lr,
         kl_target=kl_target,
+        num_prompts=num_prompts,
         group_size=group_size,
         max_new_tokens=max_new_tokens,
+        seed=seed,
         metrics=metrics,
+        teacher=teacher,
     )
     after = accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens)
 
     if save_model is not None:
         policy.save_pretrained(save_model)
         tokenizer.save_pretrained(save_model)
-    plot_curves(metrics.rows, out / "curves.png", kl_target=kl_target, held_out=(before, after))
+    plot_curves(metrics.rows, out / "curves.png", kl_target=kl_target, held_out=(before, after), algorithm=algorithm)
     results = {"greedy accuracy before RL": f"{before:.1%}", "greedy accuracy after RL": f"{after:.1%}"}
     results |= totals(metrics.rows, kl_target) | {"everything": f"{time.perf_counter() - start:.0f} s"}
-    print_table(f"Countdown, seed {seed}: {len(held_out)} problems held out of warm-up and RL", results)
+    print_table(f"Countdown, {algorithm}, seed {seed}: {len(held_out)} problems held out of warm-up and RL", results)
     typer.echo(f"wrote {metrics.path} and {out / 'curves.png'}")
 
 
@@ -265,7 +274,9 @@ def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise typer.BadParameter(f"cannot use {name!r}: {error}", param_hint="--model") from error
 
 
-def check_options(*, kl_target: float, lr: float, out: Path) -> None:
+def check_options(*, algorithm: str, kl_target: float, lr: float, out: Path) -> None:
+    if algorithm not in ON_POLICY:
+        raise typer.BadParameter(f"{algorithm!r} is none of {', '.join(ON_POLICY)}.", param_hint="--algorithm")
     for name, value in (("--kl-target", kl_target), ("--lr", lr)):
         if not value > 0:
             raise typer.BadParameter(f"{value:g} is not greater than 0.", param_hint=name)

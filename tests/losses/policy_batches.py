@@ -62,7 +62,7 @@ def responses(model: nn.Module, data: TensorDictBase, temperature: float = 1.0) 
         logits = model(input_ids=ids.unsqueeze(0)).logits[0, PROMPT - 1 : -1].float() / temperature
         all_log_probs = logits.log_softmax(-1)
         log_prob = all_log_probs.gather(-1, ids[PROMPT:].unsqueeze(-1)).squeeze(-1)
-        entry = {key: data["next", key, "full"][i][PROMPT:length] for key in NEXT if key in data["next"].keys()}
+        entry = {key: data["next", key, "full"][i][PROMPT:length] for key in NEXT if key in set(data["next"].keys())}
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
         advantage = data["advantage"][i].expand_as(log_prob)
         out.append({"log_prob": log_prob, "entropy": entropy, "all": all_log_probs, "advantage": advantage, **entry})
@@ -84,4 +84,4 @@ def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 
 def total(out: TensorDictBase) -> Tensor:
-    return sum(out[key] for key in out.keys() if key.startswith("loss_"))
+    return sum(out[key] for key in set(out.keys()) if key.startswith("loss_"))

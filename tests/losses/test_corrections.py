@@ -57,6 +57,8 @@ OLD = SAMPLER + RATIO.log() + f64([[0.0, 0.0, 0.0], [0.0, 0.0, 800.0]])
         ),
         ({"mode": "mask", "high": 3.0}, [[0.0, 0.125, 1.0], [2.0, 1.5, 0.0]], {"masked_fraction": 0.2}),
         ({"mode": "mask", "low": 0.5, "high": None}, [[4.0, 0.0, 1.0], [2.0, 1.5, 0.0]], {"masked_fraction": 0.2}),
+        ({"low": 0.0, "high": 0.75}, [[0.75, 0.125, 0.75], [0.75, 0.75, 0.0]], {"truncated_fraction": 0.8}),
+        ({"low": 1.5, "high": 1.5}, [[1.5, 1.5, 1.5], [1.5, 1.5, 0.0]], {"effective_sample_size": 1.0}),
         ({"high": None}, [[4.0, 0.125, 1.0], [2.0, 1.5, 0.0]], {"truncated_fraction": 0.0}),
         # Products 1/2 and 3; (2.5 / 2)**2 / (4.25 / 2)
         (
@@ -157,6 +159,8 @@ def test_bounds_of_weights(hyper: dict[str, Any], message: str) -> None:
 def test_shapes_and_kinds() -> None:
     with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but sampler_log_prob has shape \(2, 1\)"):
         importance_weights(OLD, SAMPLER[:, :1], MASK)
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but old_log_prob has shape \(2, 1\)"):
+        importance_weights(OLD[:, :1], SAMPLER, MASK)
     with pytest.raises(TypeError, match="mask must be boolean"):
         importance_weights(OLD, SAMPLER, MASK.float())
     with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but advantage has shape \(2, 1\)"):

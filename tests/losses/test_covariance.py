@@ -31,8 +31,10 @@ INPUTS = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE}
     ],
 )
 def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen: list[list[int]]) -> None:
-    got = select_clip_cov(LOG_PROB, MASK, **INPUTS, fraction=1.0, cov_low=bounds[0], cov_high=bounds[1])
-    assert got.int().tolist() == chosen
+    for shift in (0.0, 7.0):  # of all advantages: no covariance changes
+        inputs = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE + shift}
+        got = select_clip_cov(LOG_PROB, MASK, **inputs, fraction=1.0, cov_low=bounds[0], cov_high=bounds[1])
+        assert got.int().tolist() == chosen
 
 
 def test_clip_cov_passes_over_what_ppo_clips() -> None:
@@ -64,7 +66,7 @@ def test_kl_cov_chooses_the_highest(fraction: float, number: int) -> None:
     log_prob, advantage = LOG_PROB.clone(), ADVANTAGE.clone()
     log_prob[0, 0] = -0.8  # makes the order unique
     log_prob[0, 2] = -3.9
-    got = select_kl_cov(log_prob, MASK, advantage=advantage, fraction=fraction)
+    got = select_kl_cov(log_prob, MASK, advantage=advantage + 7.0, fraction=fraction)
     order = [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert got.sum() == number
     assert all(got[index] for index in order[:number])

@@ -80,6 +80,11 @@ def test_rewards_of_the_answers(name: str) -> None:
     assert found == {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reward_accuracy": 1.0}
 
 
+def test_a_tie_is_no_success() -> None:
+    (term,) = dpo(**rows([0.5, 0.5, 1.0, 0.5]))
+    assert term.metrics["reward_accuracy"] == 0.5
+
+
 def test_each_pair_has_its_own_loss() -> None:
     """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133."""
     (term,) = dpo(**rows([1.5, -0.5, -0.25, 0.75]), beta=1.0)

@@ -80,8 +80,11 @@ def test_default_bounds(divergence: str, near: float, far: float) -> None:
 
 def test_a_token_that_has_become_certain() -> None:
     """No room for another token: the KL is infinite, and there is none if there was no room before."""
-    result = evaluate_probabilities([1.0, 1.0], [0.5, 1.0], [1.0, 1.0], divergence="kl")
-    assert_result(result, value=[[0.0, 0.0]], gradient=[[0.0, -1.0]])
+    now, old = [1.0, 1.0, 0.5, 0.5], [0.5, 1.0, 1.0, 1.0]
+    result = evaluate_probabilities(now, old, [1.0, 1.0, -1.0, 1.0], divergence="kl")
+    # Infinite; 0; log 2, downwards and back.
+    gradient = [0.0, -1.0, 0.0, -0.5]
+    assert_result(result, value=weighted(now, gradient), gradient=[gradient])
 
 
 @pytest.mark.parametrize(

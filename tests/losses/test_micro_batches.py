@@ -132,5 +132,5 @@ def test_two_ranks_have_the_gradient_of_the_whole(mode: str, average: bool) -> N
 
 
 def test_all_ranks_without_a_group_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised"):
         make_loss("token-mean").count(batch(), all_ranks=True)

@@ -49,6 +49,7 @@ def test_trinitys_and_torchrls_names() -> None:
     assert_close(values_and_gradient(clip_range_low=0.3, clip_range_high=0.2)[0], expected)
     assert_close(values_and_gradient(clip_range=0.3, clip_range_high=0.2)[0], expected)
     assert_close(values_and_gradient(clip_epsilon=0.25)[0], values_and_gradient(clip_low=0.25, clip_high=0.25)[0])
+    assert_close(values_and_gradient(clip_ratio_low=0.3, clip_ratio_high=0.2)[0], expected)  # verl's
     with pytest.raises(TypeError, match="are the same hyper-parameter"):
         values_and_gradient(clip_low=0.3, clip_range_low=0.3)
 

@@ -13,15 +13,15 @@ from torch.testing import assert_close
 from torchrl_llm_kl.losses import rec
 
 E, LOG = math.exp, math.log
-RATIO = [[2.0, 0.5, 2.0, 0.5, 1.1, 1.1, 0.3, 3.0, 0.3, 3.0]]
-ADVANTAGE = [[1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0]]
+RATIO = [[2.0, 0.5, 2.0, 0.5, 1.1, 1.1, 0.3, 3.0, 0.3, 3.0, 1.25, 0.75]]
+ADVANTAGE = [[1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0]]
 # In range: 0.7 to 1.2; of the ring also up to 0.4 and from 2.5.
 EPSILON = {"epsilon_low": 0.3, "epsilon_high": 0.2, "epsilon_low_prime": 0.6, "epsilon_high_prime": 1.5}
 IN_RANGE = {
-    "none": [1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-    "one-side": [0, 1, 1, 0, 1, 1, 1, 1, 0, 0],
-    "two-side": [0, 0, 0, 0, 1, 1, 0, 0, 0, 0],
-    "ring": [0, 0, 0, 0, 1, 1, 1, 1, 0, 0],
+    "none": [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "one-side": [0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0, 1],
+    "two-side": [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1],
+    "ring": [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1],
 }
 
 

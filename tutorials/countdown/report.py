@@ -52,7 +52,13 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def plot_curves(
-    rows: Sequence[Metrics], path: Path, *, kl_target: float, held_out: tuple[float, float], window: int = 10
+    rows: Sequence[Metrics],
+    path: Path,
+    *,
+    kl_target: float,
+    held_out: tuple[float, float],
+    algorithm: str = "grpo",
+    window: int = 10,
 ) -> None:
     """Reward, KL with its target, and coefficient, over the steps; and held-out accuracy before and after."""
     figure, axes = plt.subplots(3, 1, figsize=(8, 8.5), sharex=True, layout="constrained", height_ratios=[3, 3, 2])
@@ -71,7 +77,9 @@ def plot_curves(
     for step, value in zip(ends, held_out, strict=True):
         reward.annotate(f"{value:.1%}", (step, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
     reward.set(
-        ylabel="mean per answer (dimensionless)", ylim=(0, 1), title="GRPO on Countdown with an adaptive KL penalty"
+        ylabel="mean per answer (dimensionless)",
+        ylim=(0, 1),
+        title=f"{algorithm} on Countdown with an adaptive KL penalty",
     )
     reward.legend(loc="lower right")
     draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchrl_llm_kl.advantages._checks import check_range, clean_rows
+from torchrl_llm_kl._checks import check_range
 from torchrl_llm_kl.advantages._groups import Groups
+from torchrl_llm_kl.advantages._inputs import clean_rows
 
 __all__ = ["informative_groups", "overlong_penalty"]
 

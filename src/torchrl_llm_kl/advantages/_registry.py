@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from torchrl_llm_kl.advantages._checks import clean_rows, clean_tokens
 from torchrl_llm_kl.advantages._hyper import translate
+from torchrl_llm_kl.advantages._inputs import clean_rows, clean_tokens
 from torchrl_llm_kl.advantages._spec import INPUTS, AdvantageSpec, Kind
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torchrl_llm_kl.losses._checks import check_choice
+from torchrl_llm_kl._checks import check_choice
 
 __all__ = ["Algorithm"]
 

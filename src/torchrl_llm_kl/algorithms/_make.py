@@ -118,6 +118,12 @@ def make_algorithm(
         terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=preset.leave_out_experts))
     if preset.entropy_coeff != 0:
         terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=preset.leave_out_experts))
+    if isinstance(actor, LogProbScorer):
+        if temperature not in (1.0, actor.temperature):
+            raise ValueError(
+                f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there"
+            )
+        temperature = actor.temperature  # one temperature for old and current log-probs, and the reference's
     scored = None if reference is None or isinstance(reference, str) else reference
     settings: dict[str, Any] = {} if isinstance(actor, LogProbScorer) else {"temperature": temperature}
     loss = PolicyLoss(
@@ -135,8 +141,14 @@ def make_algorithm(
     grouping: dict[str, Any] = {"group_key": group_key, "group_size": group_size}
     advantage = None
     if preset.advantage is not None:
-        compares = "group" in advantage_spec(get_advantage(preset.advantage)).needs
-        advantage = Advantage(preset.advantage, **(grouping if compares else {}), **preset.advantage_args)
+        spec = advantage_spec(get_advantage(preset.advantage))
+        whole = spec.kind == "token" and masking_strategy == "rlhf"
+        advantage = Advantage(
+            preset.advantage,
+            **(grouping if "group" in spec.needs else {}),
+            keys={"mask": ("masks", "all_assistant_mask")} if whole else None,
+            **preset.advantage_args,
+        )
     selection = None
     if preset.keep_best:
         selection = Advantage("best_of_group", **grouping, keys={"advantage": "loss_mask"})
@@ -186,6 +198,11 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any, needs_referenc
         )
     if isinstance(reference, str) and reference not in ("base", "data"):
         raise ValueError(f"reference must be a model, 'base' or 'data', got {reference!r}")
+    if isinstance(reference, str) and reference == "data" and preset.kl_reward != "none":
+        raise ValueError(
+            f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put the KL "
+            "into the reward before (KLRewardTransform) and say kl_reward='none'"
+        )
     if preset.use_critic != (critic is not None):
         missing = f"{preset.name} trains a critic: pass critic=TokenCritic(model)"
         raise ValueError(missing if preset.use_critic else f"{preset.name} has no critic: leave critic= out")

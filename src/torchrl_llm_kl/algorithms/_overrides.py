@@ -51,7 +51,10 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
         elif name in _RENAMED:
             changes[_RENAMED[name]] = value
         elif name in args or name in _ARGS:
-            args[_ARGS.get(name, name)] |= dict(value or {})
+            given = dict(value or {})
+            if "loss_agg_mode" in given and _ARGS.get(name, name) == "objective_args":
+                changes["aggregation"] = given.pop("loss_agg_mode")  # Trinity has it among the objective's
+            args[_ARGS.get(name, name)] |= given
         elif name in _KL_ARGS:
             changes[_KL_ARGS[name]] = _coefficient(value or {})
         elif name == "entropy_loss_fn":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.losses._checks import check_range
+from torchrl_llm_kl._checks import check_range
 from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean, probability_ratio
 from torchrl_llm_kl.losses._objective import objective
 from torchrl_llm_kl.losses._term import LossTerm
@@ -13,12 +13,15 @@ from torchrl_llm_kl.losses.corrections._sequence_mask import off_policy_sequence
 
 __all__ = ["CLIP_ALIASES", "clipped_surrogate", "ppo"]
 
-#: Trinity-RFT's names of the clip bounds, and torchrl's.
+#: Trinity-RFT's names of the clip bounds, torchrl's, and verl's.
 CLIP_ALIASES = {
     "clip_range": ("clip_low", "clip_high"),
     "clip_range_low": "clip_low",
     "clip_range_high": "clip_high",
     "clip_epsilon": ("clip_low", "clip_high"),
+    "clip_ratio": ("clip_low", "clip_high"),
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
 }
 
 

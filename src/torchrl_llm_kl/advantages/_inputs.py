@@ -1,37 +1,16 @@
-"""Checks of inputs and hyper-parameters. Hyper-parameters are numbers: reading a tensor would stall an accelerator."""
+"""Checked and cleaned inputs of advantages."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._checks import check_same_shape
 
-__all__ = ["check_choice", "check_range", "clean_rows", "clean_tokens"]
+__all__ = ["clean_rows", "clean_tokens"]
 
 #: Inputs that say what belongs together, or what comes after what; all others are amounts.
 _IDENTITIES = frozenset({"group", "run", "step", "state"})
-
-
-def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: Any) -> None:
-    """Raise a ValueError unless each number that is given lies in ``[low, high]`` and is greater than ``above``."""
-    for name, value in named.items():
-        if value is not None and not (low <= value <= high and value > above):
-            bounds = [f"at least {low:g}"] * (low > -math.inf)
-            bounds += [f"greater than {above:g}"] * (above > -math.inf)
-            bounds += [f"at most {high:g}"] * (high < math.inf)
-            raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}")
-
-
-def check_choice(choices: Sequence[str | None], **named: Any) -> None:
-    """Raise a ValueError unless each named value is one of ``choices``."""
-    for name, value in named.items():
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def clean_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

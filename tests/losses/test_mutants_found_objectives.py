@@ -1,0 +1,86 @@
+"""What `make mutants` found that no other test of an objective noticed: bounds that are met exactly, advantages of 0, counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from by_hand import assert_result, evaluate, tensor
+from torch.testing import assert_close
+
+from torchrl_llm_kl.losses import LossTerm, cispo, dppo, gmpo, select_clip_cov, select_kl_cov
+
+
+def metrics_of(term: LossTerm) -> dict[str, float]:
+    return {name: round(metric.item(), 6) for name, metric in term.metrics.items()}
+
+
+def test_cispo_counts_each_side_by_its_own_bound() -> None:
+    tokens = {"ratio": [[1.25, 0.75, 0.5, 2.0, 3.0]], "advantage": [[1.0] * 5]}
+    term, _ = evaluate(cispo, **tokens, clip_low=0.3, clip_high=0.2)
+    assert metrics_of(term) == {"clip_fraction": 0.8, "clip_fraction_low": 0.2, "clip_fraction_high": 0.6}
+    term, _ = evaluate(cispo, **tokens, clip_low=0.2, clip_high=0.3)
+    assert metrics_of(term) == {"clip_fraction": 0.8, "clip_fraction_low": 0.4, "clip_fraction_high": 0.4}
+
+
+def test_cispo_neither_counts_nor_drops_what_is_at_a_bound() -> None:
+    tokens: dict[str, Any] = {"ratio": [[1.0, 1.0]], "advantage": [[1.0, -1.0]]}
+    bounds = {"clip_low": 0.0, "clip_high": 0.0, "mask_clip_low": 0.0, "mask_clip_high": 0.0}
+    result = evaluate(cispo, **tokens, **bounds, enable_mask_clip=True)
+    assert_result(result, value=[[1.0, -1.0]], gradient=[[-1.0, 1.0]])
+    assert set(metrics_of(result[0]).values()) == {0.0}
+
+
+def test_cispo_drops_only_what_is_on_its_way_out() -> None:
+    tokens = {"ratio": [[2.0, 2.0, 2.0, 0.5, 0.5, 0.5]], "advantage": [[0.5, 0.0, -0.5, 0.5, 0.0, -0.5]]}
+    term, _ = evaluate(cispo, **tokens, enable_mask_clip=True, mask_clip_low=0.3, mask_clip_high=0.4)
+    assert_close(term.metrics["token_masked_fraction"].item(), 2 / 6)
+
+
+# Log-probs 4 and -4 from their mean, -5; the last token does not count.
+LOG_PROB = tensor([[-1.0, -9.0, -5.0, -5.0]])
+MASK = torch.tensor([[True, True, True, False]])
+
+
+def test_covariances_are_those_of_deviations_from_the_means() -> None:
+    """Advantages 1, -1 and 0 from their mean, wherever that is: covariances 4, 4 and 0."""
+    for shift in (-10.0, 0.0, 10.0):
+        advantage = tensor([[1.0, -1.0, 0.0, 99.0]]) + shift
+        inputs: dict[str, Any] = {"advantage": advantage, "old_log_prob": LOG_PROB, "fraction": 1.0}
+        between = select_clip_cov(LOG_PROB, MASK, **inputs, cov_low=3.0, cov_high=5.0)
+        assert between.tolist() == [[True, True, False, False]]
+        # A log-prob and an advantage of 0 behind the mask would have a covariance of -5 times the mean.
+        assert not select_clip_cov(LOG_PROB, MASK, **inputs, cov_low=40.0, cov_high=60.0).any()
+        highest = select_kl_cov(LOG_PROB, MASK, advantage=advantage, fraction=0.7)
+        assert highest.tolist() == [[True, True, False, False]]
+
+
+def test_fractions_are_of_the_tokens_that_count() -> None:
+    inputs = {"advantage": tensor([[1.0, -1.0, 0.0, 0.0]]), "old_log_prob": LOG_PROB}
+    assert select_clip_cov(LOG_PROB, MASK, **inputs, fraction=0.5, cov_low=3.0).sum() == 1
+
+
+def test_dppo_keeps_what_is_at_a_bound_and_takes_an_advantage_of_0_for_a_bad_one() -> None:
+    tokens: dict[str, Any] = {"log_prob": [[math.log(0.5), math.log(0.25)]], "ratio": [[2.0, 0.5]]}
+    term, _ = evaluate(dppo, **tokens, advantage=[[1.0, -1.0]], clip_low=0.25, clip_high=0.25)
+    assert metrics_of(term) == dict.fromkeys(term.metrics, 0.0)
+    term, _ = evaluate(dppo, **tokens, advantage=[[0.0, 0.0]], clip_low=0.1, clip_high=0.1)
+    assert metrics_of(term)["clip_fraction_low"] == 0.5
+    assert metrics_of(term)["clip_fraction_high"] == 0.0
+
+
+def test_dppos_kl_where_the_old_policy_left_no_other_token() -> None:
+    """KL(1 || 1/2) = log 2 = 0.69."""
+    tokens: dict[str, Any] = {"log_prob": [[math.log(0.5)]], "ratio": [[0.5]], "advantage": [[-1.0]], "divergence": "kl"}
+    for bound, dropped in ((0.6, 1.0), (0.8, 0.0)):
+        term, _ = evaluate(dppo, **tokens, clip_low=bound)
+        assert term.metrics["clip_fraction"] == dropped
+
+
+def test_gmpo_counts_each_side_and_takes_an_advantage_of_0_for_a_bad_one() -> None:
+    ratio, advantage = [[4.0, 1.0], [0.25, 0.25], [0.25, 4.0]], [[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]
+    term, _ = evaluate(gmpo, ratio=ratio, advantage=advantage, clip_low=0.2, clip_high=0.3)
+    assert_close(term.metrics["clip_fraction"].item(), 4 / 6)
+    assert_close(term.metrics["clip_fraction_low"].item(), 3 / 6)
+    assert_close(term.metrics["clip_fraction_high"].item(), 1 / 6)

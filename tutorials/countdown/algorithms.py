@@ -1,0 +1,105 @@
+"""What each algorithm needs beside a policy and a reference: a critic, a teacher, experts' answers; and its settings here."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import nn
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from countdown.model import render_prompt, warm_up
+from countdown.task import Problem
+from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
+from torchrl_llm_kl.scoring import TokenCritic
+
+ON_POLICY = tuple(sorted(name for name, preset in ALGORITHMS.items() if preset.on_policy))
+
+# Scaled over the batch: scaled in the group, as GRPO was first written down, answers that are all right and differ in their
+# KL alone would weigh as much as a right one beside a wrong one, whatever the coefficient.
+_BATCH_SCALE = {"advantage_args": {"std": "batch"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    name: _BATCH_SCALE for name in ("grpo", "dapo", "cispo", "gspo", "sapo", "mix", "mix_chord", "multi_step_grpo")
+}
+
+
+def build(
+    name: str,
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    *,
+    coefficient: nn.Module,
+    group_size: int,
+    max_new_tokens: int,
+    teacher: PreTrainedModel | None = None,
+) -> AlgorithmParts:
+    """An algorithm with its models. What keeps it near a reference is a KL in the reward, times ``coefficient``."""
+    preset = get_algorithm(name)
+    settings = dict(SETTINGS.get(name, {}))
+    if preset.use_reference:
+        settings |= {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": coefficient}
+    distils = preset.schema == "distill"
+    return make_algorithm(
+        name,
+        policy,
+        reference=teacher if distils else (reference if preset.use_reference else None),
+        critic=TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None,
+        gen_model="from_collector",  # scored in the env, where the policy that samples is
+        # A conversation of one turn is a trajectory of one step: those are told apart by where they end.
+        **({"group_key": "group"} if preset.schema == "trajectory" else {"group_size": group_size}),
+        max_len=max_new_tokens,
+        **settings,
+    )
+
+
+def label(batch: TensorDictBase, group_size: int) -> TensorDictBase:
+    """Say of rollouts which belong to one problem, and that they are nobody else's."""
+    group = torch.arange(len(batch)) // group_size
+    batch["group"] = group
+    batch["state"] = group.clone()  # of a task of one step: the problem
+    batch["expert_mask"] = torch.zeros(len(batch), dtype=torch.bool)
+    return batch
+
+
+def make_teacher(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], *, steps: int, seed: int
+) -> PreTrainedModel:
+    """A copy of the policy that has been shown right answers alone."""
+    teacher = copy.deepcopy(policy)
+    for _ in warm_up(teacher, tokenizer, problems, steps=steps, seed=seed, random_share=0.0):
+        pass
+    return teacher.requires_grad_(False)
+
+
+def expert_buffer(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, *, seed: int) -> ReplayBuffer:
+    """Right answers to the problems, as an expert would give them."""
+    rows = []
+    for problem in random.Random(seed).sample(list(problems), min(len(problems), 512)):
+        prompt = tokenizer(render_prompt(problem, tokenizer), add_special_tokens=False)["input_ids"]
+        answer = tokenizer(problem.answer(problem.operation), add_special_tokens=False)["input_ids"]
+        full = torch.tensor([*prompt, *answer, tokenizer.eos_token_id])
+        rows.append(
+            TensorDict(
+                tokens=TensorDict(full=full, prompt=torch.tensor(prompt)),
+                masks=TensorDict(all_attention_mask=torch.ones_like(full, dtype=torch.bool)),
+            )
+        )
+    buffer = ReplayBuffer(storage=LazyStackStorage(len(rows)), collate_fn=_as_it_is)
+    buffer.extend(lazy_stack(rows))
+    return buffer
+
+
+def with_experts(answers: TensorDictBase, experts: ReplayBuffer) -> TensorDictBase:
+    """As many experts' answers as the policy's own, in one batch."""
+    rollouts = ReplayBuffer(storage=LazyStackStorage(len(answers)), collate_fn=_as_it_is)
+    rollouts.extend(answers)
+    return mix_buffers(rollouts, experts, batch_size=2 * len(answers)).sample().reshape(-1)
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
