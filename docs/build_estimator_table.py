@@ -24,6 +24,10 @@ two different gradients. In a **loss**, autograd differentiates the estimate. In
 constant and the policy gradient multiplies it by the gradient of the log-prob. "Gradient" below is the mean over one
 token given its prefix. Every entry is checked by summing over a whole vocabulary.
 
+Per token is not per answer: a KL in the loss takes each prefix as given and misses that a token may lead to where the
+KL is large later; in the reward it is credited to all tokens before it. Only the latter has the optimum `pi_ref exp(r
+/ beta)` over whole answers ([algorithms](algorithms.md)).
+
 In short: `k1` in the reward, or `k2` / `k3+` / `exact` in the loss; `k3` to log; `corrected_k3` in the loss when
 another policy sampled.
 

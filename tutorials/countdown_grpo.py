@@ -108,7 +108,6 @@ def train(
         policy,
         reference,
         coefficient=coefficient,
-        group_size=group_size,
         max_new_tokens=max_new_tokens,
         teacher=teacher,
     )

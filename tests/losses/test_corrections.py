@@ -163,6 +163,11 @@ def test_shapes_and_kinds() -> None:
         importance_weights(OLD[:, :1], SAMPLER, MASK)
     with pytest.raises(TypeError, match="mask must be boolean"):
         importance_weights(OLD, SAMPLER, MASK.float())
+    for at, name in enumerate(("log_prob", "old_log_prob")):
+        inputs = [OLD, SAMPLER, OLD]
+        inputs[at] = OLD[:, :1]
+        with pytest.raises(ValueError, match=rf"mask has shape \(2, 3\) but {name} has shape \(2, 1\)"):
+            off_policy_sequence_mask(*inputs, MASK, delta=0.1)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but advantage has shape \(2, 1\)"):
         off_policy_sequence_mask(OLD, SAMPLER, OLD[:, :1], MASK, delta=0.1)
     with pytest.raises(TypeError, match="mask must be boolean"):
@@ -187,6 +192,14 @@ def test_off_policy_sequences_by_hand() -> None:
     assert off_policy_sequence_mask(log_prob, old, advantage, mask, delta=torch.tensor(0.04))[0].sum() == 3
     with pytest.raises(ValueError, match=r"delta must be at least 0, got -0\.1"):
         off_policy_sequence_mask(log_prob, old, advantage, mask, delta=-0.1)
+
+
+def test_only_what_is_worse_than_average_in_what_drifted_further_than_allowed() -> None:
+    old, mask = f64([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]), torch.ones(2, 3, dtype=torch.bool)
+    log_prob = f64([[-1.5, -1.5, -1.5], [-1.25, -1.25, -1.25]])
+    advantage = f64([[0.0, 0.5, -0.5], [-1.0, -1.0, -1.0]])
+    weights, _ = off_policy_sequence_mask(log_prob, old, advantage, mask, delta=0.25)
+    assert weights.tolist() == [[1, 1, 0], [1, 1, 1]]
 
 
 ENTROPY = f64([[0.1, 2.0, 0.3, 9.0], [0.7, 0.5, NAN, 1.5]])
@@ -283,6 +296,8 @@ def test_a_value_per_sequence_gets_the_mean_of_its_weights() -> None:
     # (2 + 1/8 + 1) / 3 and (2 + 3/2) / 2
     assert_close(apply_correction([term], token, MASK)[0].value, f64([[10 * 3.125 / 3], [35.0]]))
     assert_close(apply_correction([term], sequence, MASK)[0].value, f64([[5.0], [40.0]]))
+    nested = LossTerm("objective", f64([[[10.0], [20.0]]]), torch.ones(1, 2, 1, dtype=torch.bool))
+    assert_close(apply_correction([nested], sequence[None], MASK[None])[0].value, f64([[[5.0], [40.0]]]))
     with pytest.raises(ValueError, match="objective has one value per sequence: pass mask="):
         apply_correction([term], token)
 

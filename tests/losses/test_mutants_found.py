@@ -146,6 +146,7 @@ def test_ppos_sequence_masking_averages_over_tokens_that_count() -> None:
     assert_close(gradient, torch.tensor([[0.0, -1.8096748, 0.0]], dtype=torch.float64))
     assert term.metrics["sequence_masked_fraction"] == 0.5
 
+
 def test_importance_weights_at_the_ends_of_what_is_allowed() -> None:
     old, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -0.5]])  # ratios e and 0.607
     mask = torch.ones(1, 2, dtype=torch.bool)

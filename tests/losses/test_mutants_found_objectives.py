@@ -1,4 +1,4 @@
-"""What `make mutants` found that no other test of an objective noticed: bounds that are met exactly, advantages of 0, counts."""
+"""What `make mutants` found that no other test of an objective noticed: bounds met exactly, advantages of 0, counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ import torch
 from by_hand import assert_result, evaluate, tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import LossTerm, cispo, dppo, gmpo, select_clip_cov, select_kl_cov
+from torchrl_llm_kl.losses import (
+    LossTerm,
+    cispo,
+    dpo,
+    dppo,
+    gmpo,
+    rec,
+    sapo,
+    select_clip_cov,
+    select_kl_cov,
+    sppo,
+    vespo,
+)
 
 
 def metrics_of(term: LossTerm) -> dict[str, float]:
@@ -72,7 +84,12 @@ def test_dppo_keeps_what_is_at_a_bound_and_takes_an_advantage_of_0_for_a_bad_one
 
 def test_dppos_kl_where_the_old_policy_left_no_other_token() -> None:
     """KL(1 || 1/2) = log 2 = 0.69."""
-    tokens: dict[str, Any] = {"log_prob": [[math.log(0.5)]], "ratio": [[0.5]], "advantage": [[-1.0]], "divergence": "kl"}
+    tokens: dict[str, Any] = {
+        "log_prob": [[math.log(0.5)]],
+        "ratio": [[0.5]],
+        "advantage": [[-1.0]],
+        "divergence": "kl",
+    }
     for bound, dropped in ((0.6, 1.0), (0.8, 0.0)):
         term, _ = evaluate(dppo, **tokens, clip_low=bound)
         assert term.metrics["clip_fraction"] == dropped
@@ -84,3 +101,56 @@ def test_gmpo_counts_each_side_and_takes_an_advantage_of_0_for_a_bad_one() -> No
     assert_close(term.metrics["clip_fraction"].item(), 4 / 6)
     assert_close(term.metrics["clip_fraction_low"].item(), 3 / 6)
     assert_close(term.metrics["clip_fraction_high"].item(), 1 / 6)
+
+
+def test_rewards_of_preferences_are_means_over_pairs() -> None:
+    log_prob = tensor([[-1.0], [-3.0], [-1.0], [-4.0], [0.0], [0.0]])
+    ref = tensor([[-2.0], [-2.0], [-4.0], [-9.0], [0.0], [0.0]])
+    mask = torch.tensor([[True], [True], [True], [True], [True], [False]])  # the third pair is no pair
+    (term,) = dpo(log_prob, mask, ref_log_prob=ref, beta=0.5)
+    # Chosen 1 and 3, rejected -1 and 5 nats above the reference.
+    assert metrics_of(term) == {
+        "chosen_reward": 1.0,
+        "rejected_reward": 1.0,
+        "reward_margin": 0.0,
+        "reward_accuracy": 0.5,
+    }
+
+
+def test_rec_keeps_what_is_at_a_bound() -> None:
+    """With log-probs of 0 the ratios are exact."""
+    tokens: dict[str, Any] = {"ratio": [[2.0, 0.5]], "log_prob": [[0.0, 0.0]]}
+    term, _ = evaluate(rec, **tokens, advantage=[[1.0, -1.0]], clip_mode="two-side", epsilon_low=0.5, epsilon_high=1.0)
+    assert term.metrics["clip_fraction"] == 0
+    bounds = {"epsilon_low": 0.25, "epsilon_high": 0.25, "epsilon_low_prime": 0.5, "epsilon_high_prime": 1.0}
+    term, _ = evaluate(rec, **tokens, advantage=[[-1.0, 1.0]], clip_mode="ring", **bounds)
+    assert term.metrics["clip_fraction"] == 0
+    term, _ = evaluate(rec, **tokens, advantage=[[1.0, -1.0]], clip_mode="ring", **bounds)
+    assert term.metrics["clip_fraction"] == 1
+
+
+def test_recs_one_side_is_that_of_the_advantage() -> None:
+    tokens: dict[str, Any] = {"ratio": [[3.0, 0.1, 3.0, 0.1]], "advantage": [[0.0, 0.0, 0.5, 0.5]]}
+    term, _ = evaluate(rec, **tokens, clip_mode="one-side")
+    assert metrics_of(term) == {"clip_fraction": 0.25, "clip_fraction_low": 0.0, "clip_fraction_high": 0.25}
+
+
+def test_recs_weight_of_a_sequence_is_of_its_tokens_that_count() -> None:
+    tokens: dict[str, Any] = {"ratio": [[4.0, 1.0, 9.0]], "advantage": [[3.0, 3.0, 3.0]]}
+    mask = torch.tensor([[True, True, False]])
+    _, gradient = evaluate(rec, **tokens, mask=mask, weight="gspo_importance_sampling")
+    assert_close(gradient, tensor([[-6.0, -6.0, 0.0]]))
+
+
+def test_an_advantage_of_0_is_gated_by_sapo_as_a_bad_one_and_weighed_by_vespo_as_a_good_one() -> None:
+    tokens: dict[str, Any] = {"ratio": [[2.0]], "advantage": [[0.0]]}
+    term, _ = evaluate(sapo, **tokens, tau_pos=1.0, tau_neg=2.0)
+    assert metrics_of(term) == {"gate_mean": 0.419974}  # 4 p (1 - p) with p = sigmoid(2)
+    term, _ = evaluate(vespo, **tokens, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0)
+    assert metrics_of(term) == {"weight_mean": 0.199148}  # 2**2 exp(-3)
+
+
+def test_sppo_keeps_what_is_at_a_bound() -> None:
+    term, gradient = evaluate(sppo, ratio=[[1.0, 1.0]], advantage=[[3.0, -5.0]], epsilon=0.0)
+    assert_close(gradient, tensor([[-3.0, 5.0]]))
+    assert set(metrics_of(term).values()) == {0.0}

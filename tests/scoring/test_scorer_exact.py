@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -164,3 +165,27 @@ def test_with_grad_the_logits_are_not_held(monkeypatch):
     assert shapes
     activations = [shape for shape in shapes if shape[-1:] == (VOCAB_SIZE,) and shape != (VOCAB_SIZE, 32)]
     assert not activations
+
+
+def test_the_gradient_of_an_exact_kl_on_the_full_path() -> None:
+    """Where logits are computed again in the backward, what was saved may be looked at once only."""
+
+    class Table(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            values = torch.randn(5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            self.table = torch.nn.Parameter(values)
+
+        def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self.table[input_ids],)
+
+    ids = torch.tensor([0, 3, 1, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no separate body and head
+        model, other = LogProbScorer(Table(0)), LogProbScorer(Table(1))
+    kl = model.evaluate(Ragged.from_list([ids]), grad=True, reference=other).kl.values.sum()
+    p, q = (scorer.model.table[ids[:-1]].log_softmax(-1) for scorer in (model, other))
+    expected = (p.exp() * (p - q.detach())).sum()
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-6)
+    found, want = (torch.autograd.grad(x, model.model.table)[0] for x in (kl, expected))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from countdown.model import render_prompt, warm_up
 from countdown.task import Problem
-from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
+from torchrl_llm_kl.advantages import advantage_spec, get_advantage
+from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
 from torchrl_llm_kl.scoring import TokenCritic
 
 ON_POLICY = tuple(sorted(name for name, preset in ALGORITHMS.items() if preset.on_policy))
@@ -34,7 +35,6 @@ def build(
     reference: PreTrainedModel,
     *,
     coefficient: nn.Module,
-    group_size: int,
     max_new_tokens: int,
     teacher: PreTrainedModel | None = None,
 ) -> AlgorithmParts:
@@ -50,10 +50,16 @@ def build(
         reference=teacher if distils else (reference if preset.use_reference else None),
         critic=TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None,
         gen_model="from_collector",  # scored in the env, where the policy that samples is
-        # A conversation of one turn is a trajectory of one step: those are told apart by where they end.
-        **({"group_key": "group"} if preset.schema == "trajectory" else {"group_size": group_size}),
+        group_key="group" if compares_answers(preset) else None,
         max_len=max_new_tokens,
         **settings,
+    )
+
+
+def compares_answers(preset: Algorithm) -> bool:
+    """Whether an answer is judged by the others to its problem."""
+    return preset.keep_best or (
+        preset.advantage is not None and "group" in advantage_spec(get_advantage(preset.advantage)).needs
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from typing import Any
 
 from tensordict import NestedKey
@@ -14,7 +15,15 @@ from torchrl_llm_kl.algorithms._overrides import apply_overrides
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 from torchrl_llm_kl.algorithms.presets import ALGORITHMS
-from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, TermPart, ValueLoss, check_placement
+from torchrl_llm_kl.losses import (
+    EntropyBonus,
+    KLPlacementWarning,
+    KLToReference,
+    PolicyLoss,
+    TermPart,
+    ValueLoss,
+    check_placement,
+)
 from torchrl_llm_kl.losses._tokens import MaskingStrategy
 from torchrl_llm_kl.scoring import LogProbScorer
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -109,69 +118,40 @@ def make_algorithm(
     """
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
-    needs_reference = preset.use_reference or preset.schema == "distill"
-    _check_models(preset, reference, critic, needs_reference)
-    check_placement(preset.kl_reward, "reward", stacklevel=2)
-
-    terms: list[TermPart] = []
-    if preset.kl_loss != "none":
-        terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=preset.leave_out_experts))
-    if preset.entropy_coeff != 0:
-        terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=preset.leave_out_experts))
+    _check_models(preset, reference, critic)
+    grouping = _grouping(preset, group_key, group_size)
     if isinstance(actor, LogProbScorer):
         if temperature not in (1.0, actor.temperature):
             raise ValueError(
                 f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there"
             )
         temperature = actor.temperature  # one temperature for old and current log-probs, and the reference's
-    scored = None if reference is None or isinstance(reference, str) else reference
+    check_placement(preset.kl_reward, "reward", stacklevel=2)
+    check_placement(preset.kl_loss, "loss", stacklevel=2)
+
     settings: dict[str, Any] = {} if isinstance(actor, LogProbScorer) else {"temperature": temperature}
     loss = PolicyLoss(
         actor,
         preset.objective,
-        terms=terms,
+        terms=_terms(preset),
         aggregation=preset.aggregation,
         max_len=max_len,
         masking_strategy=masking_strategy,
-        reference=scored if preset.kl_loss == "exact" else None,
+        reference=reference if preset.kl_loss == "exact" and not isinstance(reference, str) else None,
         **{**settings, **(loss_args or {})},
         **preset.objective_args,
     )
-
-    grouping: dict[str, Any] = {"group_key": group_key, "group_size": group_size}
-    advantage = None
-    if preset.advantage is not None:
-        spec = advantage_spec(get_advantage(preset.advantage))
-        whole = spec.kind == "token" and masking_strategy == "rlhf"
-        advantage = Advantage(
-            preset.advantage,
-            **(grouping if "group" in spec.needs else {}),
-            keys={"mask": ("masks", "all_assistant_mask")} if whole else None,
-            **preset.advantage_args,
-        )
-    selection = None
-    if preset.keep_best:
-        selection = Advantage("best_of_group", **grouping, keys={"advantage": "loss_mask"})
-
+    advantage = _advantage(preset, masking_strategy, grouping)
     keys = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
-    scoring: dict[str, Any] = {"temperature": temperature, "scope": "full" if masking_strategy == "rlhf" else "turn"}
-    policy = _model_of(actor) if gen_model is None else gen_model
-    kl_transform: RetrieveKL | RetrieveLogProb | None = None
-    if needs_reference and reference != "data":
-        in_reward = preset.kl_reward != "none"
-        kl_transform = RetrieveKL(
-            policy,
-            _model_of(reference),
-            add_to_reward=in_reward,
-            coeff=preset.kl_reward_coeff if in_reward else 1.0,
-            estimator=preset.kl_reward if in_reward else "k1",
-            assistant_only=masking_strategy != "generic",
-            **scoring,
-        )
-    elif ("next", "log_probs", "full") in keys and reference != "data":
-        kl_transform = RetrieveLogProb(
-            policy, log_probs_full_key=("log_probs", "full"), assistant_only=masking_strategy != "generic", **scoring
-        )
+    kl_transform = _kl_transform(
+        preset,
+        _model_of(actor) if gen_model is None else gen_model,
+        _model_of(reference),
+        reads_old=("next", "log_probs", "full") in keys,
+        temperature=temperature,
+        masking_strategy=masking_strategy,
+    )
+    best = {"keys": {"advantage": "loss_mask"}, **grouping}
     return AlgorithmParts(
         preset,
         SCHEMAS[preset.schema],
@@ -179,12 +159,73 @@ def make_algorithm(
         kl_transform=kl_transform,
         value_transform=None if critic is None else RetrieveValue(critic),
         advantage=advantage,
-        selection=selection,
+        selection=Advantage("best_of_group", **best) if preset.keep_best else None,
         critic_loss=None if critic is None else ValueLoss(critic, masking_strategy=masking_strategy),
     )
 
 
-def _check_models(preset: Algorithm, reference: Any, critic: Any, needs_reference: bool) -> None:
+def _needs_reference(preset: Algorithm) -> bool:
+    return preset.use_reference or preset.schema == "distill"
+
+
+def _grouping(preset: Algorithm, key: NestedKey | None, size: int | None) -> dict[str, Any]:
+    """How groups are told, for an algorithm that has some."""
+    compares = preset.advantage is not None and "group" in advantage_spec(get_advantage(preset.advantage)).needs
+    if compares or preset.keep_best:
+        return {"group_key": key, "group_size": size}
+    if key is not None or size is not None:
+        raise ValueError(f"{preset.name} compares nothing within groups: leave out group_key and group_size")
+    return {}
+
+
+def _terms(preset: Algorithm) -> list[TermPart]:
+    terms: list[TermPart] = []
+    with warnings.catch_warnings():  # said where the caller is
+        warnings.simplefilter("ignore", KLPlacementWarning)
+        if preset.kl_loss != "none":
+            terms.append(
+                KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=preset.leave_out_experts)
+            )
+    if preset.entropy_coeff != 0:
+        terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=preset.leave_out_experts))
+    return terms
+
+
+def _advantage(preset: Algorithm, masking_strategy: str, grouping: dict[str, Any]) -> Advantage | None:
+    if preset.advantage is None:
+        return None
+    hyper = dict(preset.advantage_args)
+    keys = dict(hyper.pop("keys", {}))
+    if advantage_spec(get_advantage(preset.advantage)).kind == "token" and masking_strategy == "rlhf":
+        keys = {"mask": ("masks", "all_assistant_mask"), **keys}
+    return Advantage(preset.advantage, **grouping, keys=keys, **hyper)
+
+
+def _kl_transform(
+    preset: Algorithm, policy: Any, reference: Any, *, reads_old: bool, temperature: float, masking_strategy: str
+) -> RetrieveKL | RetrieveLogProb | None:
+    scoring: dict[str, Any] = {
+        "temperature": temperature,
+        "scope": "full" if masking_strategy == "rlhf" else "turn",
+        "assistant_only": masking_strategy != "generic",
+    }
+    if isinstance(reference, str) and reference == "data":
+        return None
+    if _needs_reference(preset):
+        in_reward = preset.kl_reward != "none"
+        return RetrieveKL(
+            policy,
+            reference,
+            add_to_reward=in_reward,
+            coeff=preset.kl_reward_coeff if in_reward else 1.0,
+            estimator=preset.kl_reward if in_reward else "k1",
+            **scoring,
+        )
+    return RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring) if reads_old else None
+
+
+def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
+    needs_reference = _needs_reference(preset)
     if needs_reference and reference is None:
         raise ValueError(
             f"{preset.name} compares with a {'teacher' if preset.schema == 'distill' else 'reference model'}: pass reference=, "
@@ -200,8 +241,8 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any, needs_referenc
         raise ValueError(f"reference must be a model, 'base' or 'data', got {reference!r}")
     if isinstance(reference, str) and reference == "data" and preset.kl_reward != "none":
         raise ValueError(
-            f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put the KL "
-            "into the reward before (KLRewardTransform) and say kl_reward='none'"
+            f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "
+            "the KL into the reward before (KLRewardTransform) and say kl_reward='none'"
         )
     if preset.use_critic != (critic is not None):
         missing = f"{preset.name} trains a critic: pass critic=TokenCritic(model)"

@@ -46,7 +46,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
     loose: dict[str, Any] = {}
     for name, value in overrides.items():
         if name == "algorithm_type":
-            if value != algorithm.name:
+            if str(value).replace("_", "") != algorithm.name.replace("_", ""):  # Trinity: reinforceplusplus
                 raise ValueError(f"algorithm_type={value!r} is another algorithm than {algorithm.name!r}")
         elif name in _RENAMED:
             changes[_RENAMED[name]] = value

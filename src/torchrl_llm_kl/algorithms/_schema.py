@@ -43,6 +43,7 @@ class Entry:
     required: bool = True
 
 
+_PLURAL = {"integer": "integers", "number": "numbers", "boolean": "booleans", "identity": "integers or strings"}
 _KINDS: dict[str, Callable[[Tensor], bool]] = {
     "integer": lambda x: not x.is_floating_point() and x.dtype != torch.bool,
     "number": lambda x: x.dtype != torch.bool,
@@ -107,10 +108,10 @@ def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
     if len(tensors) != len(rows):
         if entry.kind == "identity":
             return None
-        return f"{key!r}: expected tensors of {entry.kind}s {entry.shape}, found {type(rows[0]).__name__}"
+        return f"{key!r}: expected tensors of {_PLURAL[entry.kind]} {entry.shape}, found {type(rows[0]).__name__}"
     wrong = next((row for row in tensors if not _KINDS[entry.kind](row)), None)
     if wrong is not None:
-        return f"{key!r}: expected {entry.kind}s, found {wrong.dtype}"
+        return f"{key!r}: expected {_PLURAL[entry.kind]}, found {wrong.dtype}"
     count = td.batch_size.numel()
     one_each = not _is_ragged(value) and sum(row.numel() for row in tensors) == count
     if entry.per == "sequence" and not one_each:
@@ -227,9 +228,14 @@ SCHEMAS: MappingProxyType[str, Schema] = MappingProxyType(
                     _REWARD,
                     Entry("query", "[*B]", "identity", "the task; or give group_size", "either", required=False),
                     Entry(
-                        "run", "[*B]", "identity", "the trajectory; or rows [*envs, steps]", "either", required=False
+                        "run",
+                        "[*B]",
+                        "identity",
+                        "the trajectory, if keys say so; or rows [*envs, steps]",
+                        "either",
+                        required=False,
                     ),
-                    Entry("step", "[*B]", "integer", "the place in it", "sequence", required=False),
+                    Entry("step", "[*B]", "integer", "the place in it, if keys say so", "sequence", required=False),
                     Entry(
                         "state", "[*B]", "identity", "the env's state before the step (gigpo)", "either", required=False
                     ),

@@ -39,7 +39,8 @@ class _Sweep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        tensors, swept = ctx.saved_tensors[:7], Swept(*ctx.saved_tensors[7:])
+        saved = ctx.saved_tensors  # once: under checkpointing each look unpacks, and a second one is an error
+        tensors, swept = saved[:7], Swept(*saved[7:])
         needed = ctx.needs_input_grad[3:]
         return None, None, None, *run_backward(ctx.plan, ctx.maps, tensors, swept, grads, needed)
 

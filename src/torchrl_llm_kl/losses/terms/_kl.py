@@ -127,7 +127,7 @@ def kl_to_sampler(
         >>> kl_to_sampler(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old)[0].value
         tensor([[0.1250, 0.0000]])
 
-    Source: prime-rl has twice ``"k2"`` in its loss, with the same default coefficient.
+    Source: prime-rl has twice ``"k2"``, the squared log-ratio, in its loss.
     """
     mask = without_experts(mask, expert_mask, leave_out_experts)
     sampler = old_log_prob if sampler_log_prob is None else sampler_log_prob

@@ -1,0 +1,15 @@
+"""The page of the documentation is what the presets say now."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "build_algorithm_table.py"
+
+
+def test_the_page_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("build_algorithm_table", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text(encoding="utf-8") == script.render(), "run docs/build_algorithm_table.py"

@@ -1,0 +1,287 @@
+"""From a name, models and settings to parts: what is accepted, under which names, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learning_ppo import TabularCritic
+from toy_tasks import chain
+
+from torchrl_llm_kl import AdaptiveKLCoefficient, LogProbScorer
+from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, UnknownAlgorithmError, make_algorithm
+from torchrl_llm_kl.losses import KLPlacementWarning
+from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
+
+TASK = chain()
+
+
+def made(name: str | Algorithm = "grpo", **settings: Any) -> AlgorithmParts:
+    return make_algorithm(name, TASK.policy(), **{"reference": TASK.policy(), **settings})
+
+
+# ---------------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_parts_are_those_of_the_preset(name: str) -> None:
+    preset = ALGORITHMS[name]
+    needs_reference = preset.use_reference or preset.schema == "distill"
+    given: dict[str, Any] = {"reference": TASK.policy()} if needs_reference else {}
+    given |= {"critic": TabularCritic(TASK)} if preset.use_critic else {}
+    given |= {"max_len": 2} if name == "dr_grpo" else {}
+    parts = make_algorithm(name, TASK.policy(), **given)
+    assert parts.algorithm == preset
+    assert parts.schema.name == preset.schema
+    assert parts.loss.objective.function.__name__ == preset.objective
+    assert [term.function.__name__ for term in parts.loss.terms] == (["kl_to_ref"] if preset.kl_loss != "none" else [])
+    assert (parts.critic_loss is not None) == preset.use_critic
+    assert isinstance(parts.value_transform, RetrieveValue) == preset.use_critic
+    assert (parts.advantage is None) == (preset.advantage is None)
+    assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
+    assert (parts.selection is not None) == (name == "raft")
+    scoring = (
+        RetrieveKL if needs_reference else RetrieveLogProb if name not in ("sft", "raft", "asymre") else type(None)
+    )
+    assert type(parts.kl_transform) is scoring
+    order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]
+    assert parts.transforms == [part for part in order if part is not None]
+
+
+def test_fields_and_hyper_parameters_find_their_place() -> None:
+    parts = made("mix", mu=0.3, clip_high=0.4, std="batch", epsilon=0.01, kl_loss_coeff=0.2, entropy_coeff=0.05)
+    loss, advantage = parts.loss, parts.advantage
+    assert advantage is not None
+    assert {name: round(float(getattr(loss, name)), 6) for name in ("mu", "clip_low", "clip_high")} == {
+        "mu": 0.3, "clip_low": 0.2, "clip_high": 0.4
+    }  # fmt: skip
+    assert round(float(loss.kl_to_ref_coeff), 6) == 0.2
+    assert round(float(loss.entropy_coeff), 6) == 0.05
+    assert advantage.hyper == {"std": "batch", "epsilon": 0.01}
+    assert parts.algorithm.objective_args == {"mu": 0.3, "clip_high": 0.4}
+    assert ALGORITHMS["mix"].objective_args == {}
+
+
+def test_another_objective_or_advantage_leaves_the_old_ones_settings() -> None:
+    parts = made("ppo", advantage="rloo", use_critic=False)
+    assert parts.algorithm.advantage_args == {}
+    assert ALGORITHMS["ppo"].advantage_args == {"whiten": True}
+    parts = made("grpo", objective="gspo", advantage="dr_grpo", clip_low=0.1)
+    assert parts.loss.objective.function.__name__ == "gspo"
+    assert parts.loss.aggregation == "seq-mean-token-mean"
+    assert round(float(parts.loss.clip_low), 6) == 0.1
+
+
+def test_a_preset_of_ones_own() -> None:
+    mine = Algorithm(
+        "mine", "cispo", {"clip_high": 0.5}, "rloo", use_reference=True, kl_reward="k1", kl_reward_coeff=0.3
+    )
+    parts = made(mine, group_size=2, clip_high=0.6)
+    assert round(float(parts.loss.clip_high), 6) == 0.6
+    assert parts.algorithm.name == "mine"
+
+
+def test_arguments_for_the_loss_and_the_masks() -> None:
+    parts = made("dr_grpo", reference=None, max_len=7, loss_args={"log_entropy": True, "tokens_per_batch": 64})
+    assert parts.loss.max_len == 7
+    assert parts.loss.log_entropy
+    assert parts.loss.scorer.tokens_per_batch == 64
+    parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", temperature=0.5)
+    assert parts.critic_loss is not None
+    assert parts.loss.masking_strategy == parts.critic_loss.masking_strategy == "rlhf"
+    assert parts.loss.scorer.temperature == 0.5
+
+
+def test_an_exact_kl_is_given_the_reference_and_trains_it_not() -> None:
+    reference = TASK.policy()
+    parts = made(reference=reference, kl_loss="exact")
+    assert parts.loss.reference is reference
+    assert not any(p is reference.table for p in parts.loss.parameters())
+    assert made(kl_loss="k2").loss.reference is None
+
+
+def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> None:
+    actor = LogProbScorer(TASK.policy(), temperature=0.5)
+    parts = make_algorithm("rloo", actor, reference=TASK.policy(), group_key="query")
+    out = parts.loss(parts.prepare(TASK.sample(actor.model, 32, torch.Generator().manual_seed(0), 2)))
+    torch.testing.assert_close(out["ratio_min"], torch.tensor(1.0))
+    torch.testing.assert_close(out["ratio_max"], torch.tensor(1.0))
+    torch.testing.assert_close(out["kl_to_ref"], torch.tensor(0.0), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"temperature=0.7, but actor is a scorer with temperature 0.5: set it there"):
+        make_algorithm("rloo", actor, reference=TASK.policy(), temperature=0.7)
+
+
+def test_keys_of_an_advantage_beside_those_of_the_mask() -> None:
+    critic = TabularCritic(TASK)
+    parts = made(
+        "ppo", critic=critic, masking_strategy="rlhf", advantage_args={"keys": {"reward": "score"}, "lam": 0.5}
+    )
+    assert parts.advantage is not None
+    assert parts.advantage.keys["mask"] == ("masks", "all_assistant_mask")
+    assert parts.advantage.keys["reward"] == "score"
+    assert parts.advantage.hyper == {"lam": 0.5, "whiten": True}
+
+
+# ---------------------------------------------------------------------- Trinity-RFT's section
+
+
+def test_trinitys_keys() -> None:
+    parts = made(
+        algorithm_type="grpo",
+        repeat_times=5,
+        policy_loss_fn="cispo",
+        policy_loss_fn_args={"clip_range_high": 0.1, "clip_range_low": 0.9, "loss_agg_mode": "seq-mean-token-sum"},
+        advantage_fn="grpo",
+        advantage_fn_args={"std_cal_level": "batch", "epsilon": 1e-3},
+        kl_loss_fn="exact",
+        kl_loss_fn_args={"kl_coef": 0.2},
+        kl_penalty_fn="k1",
+        kl_penalty_fn_args={"kl_coef": 0.3},
+        entropy_loss_fn="mix",
+        entropy_loss_fn_args={"entropy_coef": 0.4},
+        sample_strategy_args={"expert_data_ratio": 0.25},
+    )
+    found = parts.algorithm
+    assert (found.objective, found.advantage, found.repeat_times) == ("cispo", "grpo", 5)
+    assert (found.kl_loss, found.kl_loss_coeff, found.kl_reward, found.kl_reward_coeff) == ("exact", 0.2, "k1", 0.3)
+    assert (found.entropy_coeff, found.leave_out_experts, found.expert_data_ratio) == (0.4, True, 0.25)
+    assert parts.loss.aggregation == "seq-mean-token-sum"
+    assert [round(float(x), 6) for x in (parts.loss.clip_low, parts.loss.clip_high)] == [0.9, 0.1]
+    assert parts.advantage is not None
+    assert parts.advantage.hyper == {"std": "batch", "epsilon": 1e-3}
+
+
+def test_trinitys_defaults_of_gigpo_and_its_spelling_of_reinforce_plus_plus() -> None:
+    args = {"clip_range_low": 0.2, "clip_range_high": 0.2, "loss_agg_mode": "token-mean"}
+    assert made("gigpo", policy_loss_fn_args=args).loss.aggregation == "token-mean"
+    parts = made("reinforce_plus_plus", algorithm_type="reinforceplusplus", advantage_fn="reinforceplusplus")
+    assert parts.advantage is not None
+    assert parts.advantage.spec.name == "reinforce_plus_plus"
+
+
+def test_one_clip_range_for_both_sides() -> None:
+    loss = made(policy_loss_fn_args={"clip_range": 0.1}).loss
+    assert [round(float(x), 6) for x in (loss.clip_low, loss.clip_high)] == [0.1, 0.1]
+
+
+def test_an_adaptive_coefficient() -> None:
+    args = {"adaptive": True, "kl_coef": 0.2, "target_kl": 0.05, "horizon": 100}
+    coeff = made(kl_loss_fn="k2", kl_loss_fn_args=args).loss.terms[0].coeff
+    assert isinstance(coeff, AdaptiveKLCoefficient)
+    coeff.update(1.0, 10)  # far above its target: up by 0.2 * 10 / 100
+    torch.testing.assert_close(coeff(), torch.tensor(0.2 * 1.02))
+    with pytest.raises(ValueError, match="an adaptive KL coefficient needs target_kl and horizon"):
+        made(kl_loss_fn_args={"adaptive": True, "kl_coef": 0.2})
+    with pytest.raises(TypeError, match="a KL has no argument 'kl_coeff'; it has adaptive, kl_coef"):
+        made(kl_loss_fn_args={"kl_coeff": 0.2})
+
+
+def test_entropy_functions() -> None:
+    assert made(entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.1}).algorithm.entropy_coeff == 0.1
+    assert len(made(entropy_coeff=0.1, entropy_loss_fn="none").loss.terms) == 1
+    with pytest.raises(ValueError, match="unknown entropy_loss_fn 'basic'; known: none, default, mix"):
+        made(entropy_loss_fn="basic")
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("grpo", {"reference": None}, r"grpo compares with a reference model: pass reference=.*kl_loss='none'"),
+        ("jsd", {"reference": None}, r"jsd compares with a teacher: pass reference=, or reference='data'"),
+        ("dapo", {}, r"dapo has no use for a reference model: leave it out, or say use_reference=True"),
+        ("grpo", {"reference": "actor"}, r"reference must be a model, 'base' or 'data', got 'actor'"),
+        ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),
+        ("ppo", {}, r"ppo trains a critic: pass critic=TokenCritic\(model\)"),
+        ("grpo", {"critic": TabularCritic(TASK)}, r"grpo has no critic: leave critic= out"),
+        ("grpo", {"algorithm_type": "ppo"}, r"algorithm_type='ppo' is another algorithm than 'grpo'"),
+        ("grpo", {"use_reference": False}, r"grpo has a KL \(kl_loss='k2'.*set use_reference=True"),
+        ("grpo", {"group_key": "query", "group_size": 2}, r"got both group_key='query' and group_size=2"),
+        ("grpo", {"clip_low": 1.5}, r"clip_low must .*got 1.5"),
+        ("grpo", {"objective": "pp"}, r"unknown objective 'pp'"),
+        ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
+        ("grpo", {"aggregation": "mean"}, r"unknown aggregation 'mean'"),
+        ("grpo", {"kl_loss": "k4"}, r"k4"),
+        ("dr_grpo", {"reference": None}, r"divides by the longest response that is sampled: pass max_len="),
+    ],
+)
+def test_impossible_settings(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(name, **settings)
+
+
+def test_unknown_algorithms() -> None:
+    with pytest.raises(UnknownAlgorithmError, match=r"unknown algorithm 'grop'.*Did you mean 'grpo'\?"):
+        made("grop")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"clip_hihg": 0.1},
+            r"grpo has no setting 'clip_hihg'\. .*of the objective: clip_low.*Did you mean 'clip_high'\?",
+        ),
+        ({"kl_los": "k2"}, r"grpo has no setting 'kl_los'.*Did you mean 'kl_loss'\?"),
+        ({"beta": 0.1}, r"grpo has no setting 'beta'.*of the advantage: epsilon, std"),
+        ({"old_log_prob": 1.0}, r"grpo has no setting 'old_log_prob'"),
+        ({"policy_loss_fn_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
+        ({"advantage_fn_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
+    ],
+)
+def test_unknown_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        made(**settings)
+
+
+def test_a_setting_that_two_parts_have() -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: say objective_args=",
+    ):
+        made("opmd", tau=0.5)
+    parts = made("opmd", objective_args={"tau": 0.5}, advantage_args={"tau": 2.0})
+    assert float(parts.loss.tau) == 0.5
+    assert parts.advantage is not None
+    assert parts.advantage.hyper["tau"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_loss": "k1"}, "'k1' in the loss: its mean gradient is zero"),
+        ({"kl_loss": "k3"}, "'k3' in the loss: its mean gradient is that of the forward KL"),
+        ({"kl_loss": "none", "kl_reward": "k2"}, "'k2' in the reward: detached"),
+    ],
+)
+def test_estimators_out_of_place_warn_when_the_algorithm_is_made(settings: dict[str, str], message: str) -> None:
+    with pytest.warns(KLPlacementWarning, match=message):
+        made(**settings)
+
+
+def test_estimators_in_their_place_do_not() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLPlacementWarning)
+        for name in ALGORITHMS:
+            given = {"critic": TabularCritic(TASK)} if name == "ppo" else {}
+            reference = ALGORITHMS[name].use_reference or ALGORITHMS[name].schema == "distill"
+            made(name, reference=TASK.policy() if reference else None, max_len=2, **given)
+        made(kl_loss="none", kl_reward="k1")
+        made(kl_loss="exact")
+
+
+def test_groups_where_nothing_is_compared_are_refused() -> None:
+    with pytest.raises(ValueError, match="topr compares nothing within groups: leave out group_key and group_size"):
+        make_algorithm("topr", TASK.policy(), reference=TASK.policy(), group_size=2)
+
+
+def test_the_placement_warning_points_at_the_caller() -> None:
+    with pytest.warns(KLPlacementWarning) as caught:
+        make_algorithm("grpo", TASK.policy(), reference=TASK.policy(), kl_loss="k1")
+    places = [Path(w.filename).name for w in caught if issubclass(w.category, KLPlacementWarning)]
+    assert places == [Path(__file__).name]

@@ -1,0 +1,219 @@
+"""``prepare``: what it writes, what it does not do twice, and what it says of data that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from test_learning_ppo import TabularCritic
+from toy_tasks import TabularPolicy, chain
+from toy_training import total
+
+from torchrl_llm_kl.algorithms import SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
+
+TASK = chain()
+
+
+class Counting(TabularPolicy):
+    """Counts its forwards."""
+
+    calls = 0
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        self.calls += 1
+        return super().forward(input_ids)
+
+
+def counting() -> Counting:
+    model = Counting(TASK.vocab, TASK.longest)
+    model.load_state_dict(TASK.policy().state_dict())
+    return model
+
+
+def rollouts(rows: int = 16) -> TensorDict:
+    return TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), 2)
+
+
+def grpo(**settings: Any) -> AlgorithmParts:
+    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    return make_algorithm("grpo", TASK.policy(), **{"reference": uniform, "group_key": "query", **settings})
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def test_log_probs_are_those_of_policy_and_reference() -> None:
+    prompts, answers = torch.tensor([0, 1, 1]), torch.tensor([TASK.answers.index(x) for x in ((1, 0), (3,), (2, 3))])
+    batch = grpo(group_size=3, group_key=None).prepare(TASK.batch(prompts, answers))
+    uniform = -torch.tensor(13.0, dtype=torch.float64).log()
+    for name, expected in (("log_probs", TASK.reference[prompts, answers]), ("ref_log_probs", uniform.expand(3))):
+        found = batch["next", name, "full"]
+        torch.testing.assert_close(found.double().sum(-1), expected, rtol=1e-5, atol=1e-5)
+        assert not found[:, 0].any()  # the prompt's
+        assert found[1, 1]
+        assert not found[1, 2]  # padding's
+
+
+def test_kl_in_the_reward_is_taken_off_once_and_only_where_it_belongs() -> None:
+    plain = rollouts()["next", "reward"].squeeze(-1)
+    in_loss = grpo().prepare(rollouts())
+    assert torch.equal(in_loss["next", "reward"].squeeze(-1), plain)
+    parts = grpo(kl_loss="none", kl_reward="k1", kl_reward_coeff=0.5)
+    batch = parts.prepare(rollouts())
+    difference = batch["next", "log_probs", "full"] - batch["next", "ref_log_probs", "full"]
+    expected = plain - 0.5 * difference.sum(-1)
+    torch.testing.assert_close(batch["next", "reward"].squeeze(-1).sum(-1), expected)
+    again = parts.prepare(batch)
+    torch.testing.assert_close(again["next", "reward"].squeeze(-1).sum(-1), expected)
+
+
+def test_what_is_scored_is_not_scored_again() -> None:
+    actor, reference = counting(), counting()
+    parts = make_algorithm("grpo", actor, reference=reference, group_key="query")
+    batch = parts.prepare(rollouts())
+    assert actor.calls
+    assert reference.calls
+    actor.calls = reference.calls = 0
+    advantage = batch["advantage"].clone()
+    batch["next", "reward"] *= -1
+    batch = parts.prepare(batch)
+    assert actor.calls == reference.calls == 0
+    torch.testing.assert_close(batch["advantage"], -advantage)  # but advantages are of the rewards that are there now
+
+
+def test_without_a_reference_the_policy_alone_is_scored() -> None:
+    actor = counting()
+    parts = make_algorithm("dapo", actor, group_key="query")
+    batch = parts.prepare(rollouts())
+    assert ("next", "ref_log_probs") not in batch.keys(True)
+    actor.calls = 0
+    parts.prepare(batch)
+    assert actor.calls == 0
+    root = rollouts()
+    root["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])  # as torchrl's wrappers store them
+    torch.testing.assert_close(
+        parts.prepare(root)["next", "log_probs", "full"], parts.prepare(rollouts())["next", "log_probs", "full"]
+    )
+
+
+def test_the_reference_may_be_in_the_data() -> None:
+    scored = grpo().prepare(rollouts())
+    parts = grpo(reference="data")
+    assert parts.kl_transform is None
+    kept = scored.exclude("advantage", "denominators")
+    torch.testing.assert_close(total(parts.loss(parts.prepare(kept))), total(grpo().loss(scored)))
+
+
+def test_micro_batches_add_up_critic_too() -> None:
+    parts = make_algorithm("ppo", TASK.policy(), reference=TASK.policy(), critic=TabularCritic(TASK))
+    batch = parts.prepare(rollouts())
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    for loss in (parts.loss, parts.critic_loss):
+        assert loss is not None
+        pieces = [total(loss(batch[rows])) for rows in order.split([3, 1, 12])]
+        torch.testing.assert_close(sum(pieces), total(loss(batch)))
+
+
+def test_raft_trains_the_best_of_each_group_alone() -> None:
+    parts = make_algorithm("raft", TASK.policy(), group_size=4)
+    batch = parts.prepare(rollouts())
+    rewards = batch["next", "reward"].reshape(4, 4)
+    assert torch.equal(batch["loss_mask"].reshape(4, 4).bool(), rewards == rewards.amax(-1, keepdim=True))
+    best = batch[batch["loss_mask"].flatten().bool()].exclude("denominators", "loss_mask")
+    torch.testing.assert_close(parts.loss(batch)["loss_objective"], parts.loss(best)["loss_objective"])
+
+
+# ---------------------------------------------------------------------- schemas
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    data = rollouts()
+    data["tokens", "full"] = data["tokens", "full"].float()
+    del data["next", "reward"]
+    data["masks", "all_attention_mask"] = data["masks", "all_attention_mask"].long()
+    data["query"] = torch.rand(16)
+    data["next", "ref_log_probs"] = TensorDict(full=torch.zeros(16, 5), batch_size=[16])
+    with pytest.raises(SchemaError) as caught:
+        grpo().prepare(data)
+    message = str(caught.value)
+    for part in (
+        "does not fit the schema 'experience'",
+        r"('tokens', 'full'): expected integers, found torch.float32",
+        r"('next', 'reward') [*B, 1] or [*B, T, 1] is missing: the outcome",
+        r"('masks', 'all_attention_mask'): expected booleans, found torch.int64",
+        r"'query': expected integers or strings, found torch.float32",
+        r"('next', 'ref_log_probs', 'full'): sequence 0 has 5 values and 3 tokens",
+    ):
+        assert part in message
+    assert message.count("\n  - ") == 5
+
+
+def without(*keys: Any) -> TensorDictBase:
+    return rollouts().exclude(*keys)
+
+
+def changed(key: Any, value: Any) -> TensorDictBase:
+    data = rollouts()
+    data[key] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("schema", "data", "message"),
+    [
+        ("sft", without(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: prompt and response"),
+        ("mix", rollouts(), r"'expert_mask' \[\*B\] is missing: True for the answers of experts"),
+        ("mix", changed("expert_mask", torch.zeros(16)), r"'expert_mask': expected booleans, found torch.float32"),
+        (
+            "mix",
+            changed("expert_mask", torch.zeros(16, 3) > 0),
+            r"'expert_mask': expected one value for each of the 16",
+        ),
+        ("dpo", rollouts()[:7], r"found 7 sequences, expected pairs: chosen, rejected"),
+        ("dpo", changed("chosen", torch.ones(16)), r"'chosen': expected booleans, found torch.float32"),
+        ("experience", changed(("next", "reward"), torch.ones(16, 1) > 0), r"expected numbers, found torch.bool"),
+        ("experience", changed("loss_mask", torch.ones(16)), r"'loss_mask': expected booleans, found torch.float32"),
+        ("trajectory", changed("step", torch.zeros(16)), r"'step': expected integers, found torch.float32"),
+        ("trajectory", changed("step", torch.zeros(16, 2).long()), r"'step': expected one value for each of the 16"),
+        ("trajectory", changed("state", torch.zeros(16)), r"'state': expected .*found torch.float32"),
+        ("distill", changed("loss_mask", torch.ones(16, 4) > 0), r"'loss_mask': sequence 0 has 4 values and 3 tokens"),
+    ],
+)
+def test_what_schemas_refuse(schema: str, data: TensorDictBase, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        SCHEMAS[schema].check(data)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_what_schemas_take(schema: str) -> None:
+    data = rollouts()
+    data["expert_mask"] = torch.zeros(16, 1, dtype=torch.bool)
+    data["step"] = torch.arange(16)
+    for layout in (data, data.reshape(4, 4), torch.stack(list(data.unbind(0)))):
+        SCHEMAS[schema].check(layout)
+    reward = data.pop(("next", "reward"))
+    data["reward"] = reward  # without "next"
+    SCHEMAS[schema].check(data)
+
+
+def test_pairs_may_be_named() -> None:
+    data = rollouts()[:7]
+    data["pair_id"] = torch.tensor([0, 1, 2, 0, 1, 2, 3])
+    SCHEMAS["dpo"].check(data)  # that one is alone is for the loss to say
+
+
+def test_optional_entries_can_be_demanded() -> None:
+    stricter: Schema = SCHEMAS["experience"].require("query")
+    stricter.check(rollouts())
+    with pytest.raises(SchemaError, match=r"'query' \[\*B\] is missing"):
+        stricter.check(without("query"))
+    SCHEMAS["experience"].check(without("query"))
+
+
+def test_the_table_of_a_schema() -> None:
+    lines = SCHEMAS["mix"].table().splitlines()
+    assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |"
+    assert "| `expert_mask` | `[*B]` | boolean | True for the answers of experts |" in lines
+    assert sum("(optional)" in line for line in lines) == 7

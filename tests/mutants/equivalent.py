@@ -1,0 +1,268 @@
+"""Changes that no test can notice, with the reason."""
+
+from __future__ import annotations
+
+#: (file below ``src/torchrl_llm_kl``, function, the line with the change) -> why it is the same.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+
+def _same(file: str, function: str, reason: str, *lines: str) -> None:
+    EQUIVALENT.update({(file, function, line): reason for line in lines})
+
+
+_same(
+    "losses/_aggregate.py",
+    "aggregate",
+    "a count of 0 goes with a sum of 0",
+    "return value.sum() / torch.where(denominator == 0, 2, denominator)",
+)
+_same("losses/_numerics.py", "clean", "booleans have no graph", "return (value & mask).detach()")
+_same(
+    "losses/_value_loss.py",
+    "value_error",
+    "any tiny number will do: it only keeps 0 / 0 away",
+    "- masked_mean(left.square(), mask) / masked_mean(spread.square(), mask).clamp(min=2e-12),",
+)
+
+_same(
+    "losses/corrections/_apply.py",
+    "_corrected",
+    "multiplied by that weight of 0",
+    "return term.replace(value=torch.where(weights == 0, 1, term.value) * weights)",
+)
+_same(
+    "losses/corrections/_importance.py",
+    "_effective_sample_size",
+    "a common factor of all weights cancels",
+    "weight = weight / weight.amax().clamp(min=2.0) if weight.numel() else weight",
+)
+_same(
+    "losses/corrections/_importance.py",
+    "_effective_sample_size",
+    "0 divided by anything",
+    "return masked_mean(weight, mask).square() / torch.where(square == 0, 2, square)",
+)
+_same(
+    "losses/corrections/_sequence_mask.py",
+    "off_policy_sequence_mask",
+    "what is behind the mask is dropped again further on",
+    "drift = sequence_mean(clean(old_log_prob, (mask | True)) - clean(log_prob, mask), mask)",
+    "drift = sequence_mean(clean(old_log_prob, mask) - clean(log_prob, (mask | True)), mask)",
+    "dropped = (drift > delta) & (clean(advantage, (mask | True)) < 0)",
+)
+for _function in ("top_entropy_mask", "entropy_threshold"):
+    _same(
+        "losses/corrections/_top_entropy.py",
+        _function,
+        "what is behind the mask is dropped again further on",
+        "entropy = clean(entropy, (mask | True))",
+    )
+
+_same(
+    "losses/objectives/_ppo.py",
+    "clipped_surrogate",
+    "where the advantage is 0 the value is 0, and nothing is clipped",
+    '"clip_fraction_low": masked_mean((clipped & (advantage <= 0)).float(), mask),',
+    '"clip_fraction_high": masked_mean((clipped & (advantage >= 0)).float(), mask),',
+    'metrics["clip_fraction_dual"] = masked_mean(((value > ceiling) & (advantage <= 0)).float(), mask)',
+    "value = torch.where(advantage <= 0, torch.minimum(value, ceiling), value)",
+)
+
+_CHOICE = "a choice is boolean: it has no graph"
+_same(
+    "losses/objectives/_clip_cov.py",
+    "clip_cov",
+    _CHOICE,
+    "selected = (select_clip_cov( log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, fraction=fraction, "
+    "cov_low=cov_low, cov_high=cov_high, clip_low=clip_low, clip_high=clip_high, )).detach()",
+)
+_same(
+    "losses/objectives/_kl_cov.py",
+    "kl_cov",
+    _CHOICE,
+    "selected = (select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)).detach()",
+)
+_same(
+    "losses/objectives/_covariance.py",
+    "_clean",
+    _CHOICE,
+    "wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors.values())",
+)
+_same(
+    "losses/objectives/_covariance.py",
+    "_clean",
+    "what is behind the mask is never a candidate, and in no mean",
+    "return tuple(x for x in wide)",
+    "return tuple(torch.where((mask | True), x, 0) for x in wide)",
+    "return tuple(torch.where(mask, x, 1) for x in wide)",
+)
+_same(
+    "losses/objectives/_covariance.py",
+    "select_kl_cov",
+    "what is behind the mask is never a candidate, and in no mean",
+    "log_prob, advantage = _clean((mask | True), log_prob=log_prob, advantage=advantage)",
+)
+_same(
+    "losses/objectives/_covariance.py",
+    "select_clip_cov",
+    "the mask is for metrics, which are not used",
+    "surrogate, _ = clipped_surrogate(ratio, advantage, (mask | True), clip_low=clip_low, clip_high=clip_high)",
+)
+_same(
+    "losses/objectives/_covariance.py",
+    "_highest",
+    "of equal scores nobody says which goes first",
+    "order = torch.where(candidates, score, -torch.inf).flatten().argsort(descending=True, stable=False)",
+)
+_same(
+    "losses/objectives/_dppo.py",
+    "dppo",
+    "where both are equal the distance is 0, which is above no bound",
+    "up, (distance > clip_high) & (now >= old_log_prob), (distance > clip_low) & (now < old_log_prob)",
+    "up, (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now <= old_log_prob)",
+)
+_same(
+    "losses/objectives/_gmpo.py",
+    "gmpo",
+    "the bound is taken only where it is a constant",
+    "bound = (clamp(free, -clip_low, clip_high)).detach()",
+)
+_same(
+    "losses/objectives/_mix.py",
+    "mix",
+    "the expert mask is False behind the mask",
+    "(expert,) = sft(log_prob, expert_mask)",
+)
+_same(
+    "losses/objectives/_mix.py",
+    "mixture",
+    "both parts have the dtype of log_prob",
+    'metrics = {**expert.metrics, "expert_fraction": masked_mean(expert.mask.to(usual.value.dtype), mask)}',
+)
+_same(
+    "losses/objectives/_mix_chord.py",
+    "mix_chord",
+    "the expert mask is False behind the mask",
+    "(expert,) = (sft_phi if enable_phi_function else sft)(log_prob, expert_mask)",
+)
+_same(
+    "losses/objectives/_mix_chord.py",
+    "mu_schedule",
+    "a first and only step begins at 0",
+    "rising = mu_peak * (step / max(mu_warmup_steps, 2))",
+    "progress = (step - mu_warmup_steps) / max(mu_decay_steps, 2)",
+)
+_same(
+    "losses/objectives/_mix_chord.py",
+    "mu_schedule",
+    "the cosine of minus an angle is its cosine",
+    "progress = -((step - mu_warmup_steps) / max(mu_decay_steps, 1))",
+)
+_same(
+    "losses/objectives/_preference.py",
+    "_interleaving",
+    "the first one raises",
+    "for at in (found != 1).any(-1).nonzero().flatten().tolist()[:2]:",
+)
+_same(
+    "losses/objectives/_preference.py",
+    "_interleaving",
+    "on a CPU every sort is stable",
+    "first = (~chosen).long().argsort(stable=False)",
+    "return first[pair_id[first].argsort(stable=False)]",
+)
+_same(
+    "losses/objectives/_preference.py",
+    "preference",
+    "both have one dtype",
+    '"reward_accuracy": masked_mean((won > lost).to(lost.dtype), mask),',
+)
+_same(
+    "losses/objectives/_sapo.py",
+    "sapo",
+    "a product with 1 is a quotient by 1",
+    "tau = torch.where(advantage > 0, tau_pos / one, tau_neg * one)",
+    "tau = torch.where(advantage > 0, tau_pos * one, tau_neg / one)",
+)
+_same(
+    "losses/objectives/_sppo.py",
+    "sppo",
+    "the ratio is only compared",
+    "ratio = probability_ratio(log_prob, old_log_prob)",
+)
+_same(
+    "losses/objectives/_topr.py",
+    "topr",
+    "log-probs are 0 behind the mask",
+    "log_ratio = sequence_sum(log_ratio, (mask | True))",
+)
+_same(
+    "losses/objectives/_vespo.py",
+    "vespo",
+    "log-probs are 0 behind the mask",
+    "log_w = sequence_sum(log_prob.detach() - old_log_prob, (mask | True))",
+)
+
+_same(
+    "advantages/_gae.py",
+    "estimate",
+    "on a CPU every sort is stable",
+    "order = (~mask).byte().argsort(dim=-1, stable=False)",
+)
+_same(
+    "advantages/_gae.py",
+    "estimate",
+    "behind the last token there are only zeros",
+    "last = torch.arange(mask.shape[-1], device=mask.device) > mask.sum(-1, keepdim=True) - 1",
+    "last = torch.arange(mask.shape[-1], device=mask.device) >= mask.sum(-1, keepdim=True) + 1",
+)
+_same(
+    "advantages/_groups.py",
+    "Groups.centred",
+    "any number of a group will do to measure from",
+    "above = x - self.max(x)",
+)
+_same(
+    "advantages/_groups.py",
+    "Groups.rank",
+    "on a CPU every sort is stable",
+    "order = x.argsort(stable=False)",
+    "order = order[self.ids[order].argsort(stable=False)]",
+)
+_same(
+    "advantages/_groups.py",
+    "normalised",
+    "where nothing spreads all are 0",
+    "return centred / torch.where(std == 0, 2, std + epsilon)",
+)
+_same(
+    "advantages/_rec.py",
+    "rec",
+    "groups stay apart",
+    "groups = Groups(3 * groups.ids + dropped) # what is kept of a group is a group",
+)
+_same(
+    "advantages/_rec.py",
+    "_surplus",
+    "no more than the negative ones are surplus, and they come first",
+    "return (among_negative < surplus)",
+)
+_same(
+    "advantages/_trajectories.py",
+    "Trajectories.discounted",
+    "a table without rows",
+    "shape = (len(self.rows.sizes), int(self.rows.sizes.max()) if len(reward) else 1)",
+)
+_same(
+    "advantages/_trajectories.py",
+    "Trajectories.discounted",
+    "with values of 0 the target is the advantage",
+    "return estimate(table, torch.zeros_like(table), present, gamma, 1.0)[1][where]",
+)
+_same(
+    "advantages/_whiten.py",
+    "whitened",
+    "0 wherever fewer than two tokens count",
+    "centred = torch.where(mask, above - above.sum() / count, 0)",
+    "centred = torch.where(mask, above - above.sum() / count.clamp(min=2), 0)",
+)
