@@ -13,6 +13,7 @@ from policy_batches import batch, gradients, total
 from tensordict import TensorDictBase
 from torch import nn
 from torch.testing import assert_close
+from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, ValueLoss
 from torchrl_llm_kl.scoring import TokenCritic
@@ -65,9 +66,8 @@ def test_terms_have_denominators_of_their_own() -> None:
     loss = make_loss("token-mean", "mix", mu=0.25)
     whole = gradients(total(loss(data)), loss)
     loss.count(data)
-    assert {name: x.unique().item() for name, x in data["denominators"].items()} == {
-        "usual": 15, "expert": 5, "kl_to_ref": 20, "entropy": 20
-    }  # fmt: skip
+    counts = {name.split("/")[0]: x.unique().item() for name, x in data["denominators"].items()}
+    assert counts == {"usual": 15, "expert": 5, "kl_to_ref": 20, "entropy": 20}
     assert_same(sum_of_parts(loss, data, [[1, 4], [0, 2], [3, 5]]), whole)
 
 
@@ -77,9 +77,33 @@ def test_rows_of_batches_counted_apart_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rows of batches that were counted apart: found denominators \[8.0, 12.0\]"):
         loss(torch.cat([first, second]))
     other = PolicyLoss(tiny_model(seed=0), terms=[EntropyBonus(0.1)])
-    del first["denominators", "entropy"]
-    with pytest.raises(ValueError, match="was counted for objective but not for entropy"):
+    del first["denominators", "entropy/token-mean"]
+    with pytest.raises(ValueError, match=r"was counted for kl_to_ref/token-mean, .* but not for entropy/token-mean"):
         other(first)
+
+
+def test_counts_of_another_way_to_sum_are_refused() -> None:
+    data = make_loss("token-mean").count(batch())
+    with pytest.raises(ValueError, match="but not for objective/seq-mean-token-sum: count it with this loss"):
+        make_loss("seq-mean-token-sum")(data)
+    make_loss("seq-mean-token-sum").count(data)
+    assert total(make_loss("seq-mean-token-sum")(data)).isfinite()
+
+
+def test_counting_a_sample_does_not_write_into_the_buffer() -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(6), collate_fn=lambda x: x)
+    buffer.extend(batch(layout="lazy"))
+    sample = make_loss("token-mean").count(buffer[torch.arange(4)])
+    assert "denominators" in sample
+    assert "denominators" not in buffer[torch.arange(4)]
+
+
+def test_a_critic_of_nothing_has_gradient_0() -> None:
+    loss, data = ValueLoss(TokenCritic(tiny_model(seed=2).model)), batch()
+    data["value_target"], data["loss_mask"] = torch.ones(6, 9), torch.zeros(6, dtype=torch.bool)
+    with pytest.warns(UserWarning, match="no token counts"):
+        out = loss(data)
+    assert all((g == 0).all() for g in gradients(out["loss_critic"], loss).values())
 
 
 @pytest.mark.parametrize("mode", MODES)

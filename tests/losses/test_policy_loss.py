@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -134,6 +135,9 @@ def test_exact_kl_to_a_reference_model(model: nn.Module, reference: nn.Module) -
     assert_close(out["loss_kl_to_ref"], expected, **CLOSE)
     same_gradients(out["loss_kl_to_ref"], expected, model)
     assert not any(p is q for p in loss.parameters() for q in reference.parameters())
+    warm = LogProbScorer(reference, temperature=2.0)
+    with pytest.raises(ValueError, match="scored at temperature 1 and the reference at 2"):
+        PolicyLoss(model, terms=[KLToReference(0.5, "k2")], reference=warm)
     with pytest.raises(ValueError, match="pass the reference model as reference="):
         PolicyLoss(model, terms=[KLToReference(0.5, "exact")])
 
@@ -242,12 +246,40 @@ def test_defect_42_the_entropy_bonus_holds_no_logits(model: nn.Module) -> None:
 
 
 def test_first_tokens_that_the_sampler_never_scored_are_left_out(model: nn.Module) -> None:
+    """torchrl's wrappers leave 0 there, at the root; what a transform wrote under "next" is taken as it is."""
     data = batch()
     data["next", "log_probs", "full"][:, 4] = 0.0
-    with pytest.warns(UserWarning, match="holds exactly 0 for the first generated token of all 6 responses"):
-        assert PolicyLoss(model)(data)["num_tokens"] == 14
-    data["next", "log_probs", "full"][2, 4] = -0.3  # one was scored: the others were certain
     assert PolicyLoss(model)(data)["num_tokens"] == 20
+    data["log_probs"] = data.pop(("next", "log_probs"))
+    data["log_probs", "full"][2, 4] = -0.3
+    loss = PolicyLoss(model)
+    with pytest.warns(UserWarning, match="holds exactly 0 for the first generated token of 5 responses"):
+        assert loss(data)["num_tokens"] == 15  # row 2 was scored
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [loss(data[i : i + 1])["num_tokens"] for i in range(6)]
+    assert sum(parts) == 15, "what a row is does not depend on the other rows"
+    assert PolicyLoss(model, "sft")(data)["num_tokens"] == 20, "it does not read old log-probs"
+
+
+def test_masks_of_the_response_alone(model: nn.Module) -> None:
+    """Padded on the right as the responses of one block are, or nested; of any dtype."""
+    data = lazy_stack(list(batch(layout="lazy").unbind(0)))
+    expected = PolicyLoss(model, "gpg")(data)["loss_objective"]
+    for dtype in (torch.bool, torch.float32, torch.int64):
+        for step in data.tensordicts:
+            step["loss_mask"] = torch.ones(len(step["tokens", "full"]) - 4, dtype=dtype)
+        out = PolicyLoss(model, "gpg", masking_strategy="generic")(data)
+        assert out["num_tokens"] == 20
+        assert_close(out["loss_objective"], expected)
+
+
+def test_rows_of_a_response_that_cannot_be_placed_are_refused(model: nn.Module) -> None:
+    data = lazy_stack(list(batch(layout="lazy").unbind(0)))
+    for step in data.tensordicts:
+        step["advantage"] = torch.zeros(5)  # the longest response has 5 tokens, the others are padded: on which side?
+    with pytest.raises(ValueError, match=r"Rows of the response alone must begin with its first token"):
+        PolicyLoss(model, "gpg")(data)
 
 
 # ---------------------------------------------------------------------- as torchrl's losses
@@ -336,6 +368,21 @@ def test_hyper_parameters_are_buffers_that_change_in_place(model: nn.Module) -> 
     assert_close(out["loss_kl_to_ref"], 2 * first["loss_kl_to_ref"])
     with pytest.raises(AttributeError):
         _ = loss.clip_mid
+    with pytest.raises(ValueError, match="clip_low must be at least 0 and at most 1, got -5"):
+        loss.clip_low = -5.0
+    assert_close(loss.clip_low, torch.tensor(0.2))
+
+
+def test_bounds_that_come_and_go(model: nn.Module) -> None:
+    data = batch()
+    loss = PolicyLoss(model, clip_ratio_c=None)
+    free = loss(data)["loss_objective"]
+    loss.clip_ratio_c = 1.01
+    assert_close(loss(data)["loss_objective"], PolicyLoss(model, clip_ratio_c=1.01)(data)["loss_objective"])
+    loss.clip_ratio_c = None
+    assert_close(loss(data)["loss_objective"], free)
+    loss.clip_ratio_c = 1.5
+    assert_close(loss(data)["loss_objective"], PolicyLoss(model, clip_ratio_c=1.5)(data)["loss_objective"])
 
 
 def test_state_dict_and_dtype(model: nn.Module) -> None:
@@ -363,6 +410,8 @@ def test_an_adaptive_coefficient_is_read_at_every_step(model: nn.Module) -> None
     first = loss(data)["loss_kl_to_ref"]
     coefficient.update(5.0, n=10)
     assert_close(loss(data)["loss_kl_to_ref"], 1.2 * first)
+    with pytest.raises(TypeError, match="coeff is a AdaptiveKLCoefficient: change that"):
+        loss.kl_to_ref_coeff = 0.1
 
 
 def test_functional_keeps_the_parameters_apart(model: nn.Module) -> None:
@@ -401,6 +450,9 @@ def test_aggregations(model: nn.Module) -> None:
         )
     with pytest.raises(ValueError, match="pass max_len="):
         PolicyLoss(model, "gpg", aggregation="seq-mean-token-sum-norm")
+    pairs = PolicyLoss(model, "dpo", aggregation="none")(data)["loss_objective"]
+    assert_close(pairs.mean(), PolicyLoss(model, "dpo")(data)["loss_objective"])
+    assert pairs.shape == (3,)
     with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
         PolicyLoss(model, "gpg", aggregation="mean")
 
@@ -486,6 +538,62 @@ def test_a_function_of_ones_own(model: nn.Module) -> None:
     assert set(loss.out_keys) <= set(out.keys())
     loss.scale = 1.0
     assert_close(loss(data)["loss_mine"], out["loss_mine"] / 2)
+
+
+def test_functions_without_a_name(model: nn.Module) -> None:
+    def scaled(log_prob: Tensor, mask: Tensor, *, scale: float, **inputs: Tensor) -> tuple[LossTerm, ...]:
+        return (LossTerm("mine", -scale * inputs["advantage"] * log_prob, mask),)
+
+    class Scaled:
+        def __call__(self, log_prob: Tensor, mask: Tensor, *, advantage: Tensor, **_: Any) -> tuple[LossTerm, ...]:
+            return (LossTerm("mine", -2.0 * advantage * log_prob, mask),)
+
+    data = batch()
+    expected = 2 * PolicyLoss(model, "gpg")(data)["loss_objective"]
+    for objective in (functools.partial(scaled, scale=2.0), Scaled()):
+        loss = PolicyLoss(model, objective)
+        assert_close(loss(data)["loss_mine"], expected)
+        with pytest.raises(KeyError, match="needs advantage"):
+            loss(data.exclude("advantage"))
+        repr(loss)
+
+
+def test_entries_that_no_part_reads_may_be_anything(model: nn.Module) -> None:
+    data = batch()
+    expected = total(PolicyLoss(model)(data))
+    data["chosen"], data["selected"] = [f"answer {i}" for i in range(6)], torch.full((6, 9), float("nan"))
+    data["next", "ref_log_probs", "full"][:] = float("nan")
+    assert_close(total(PolicyLoss(model)(data)), expected)
+
+
+def test_log_probs_of_experts_may_be_missing(model: nn.Module) -> None:
+    data = batch()
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    loss = PolicyLoss(model, "mix", mu=0.25)
+    expected = total(loss(data))
+    data["next", "log_probs", "full"][1] = float("nan")
+    data["advantage"][4] = float("nan")
+    assert_close(total(loss(data)), expected)
+    data["advantage"][0] = float("nan")
+    with pytest.raises(ValueError, match=r"advantage .* is nan at sequence 0"):
+        loss(data)
+
+
+def test_a_frozen_actor_has_a_loss_all_the_same(model: nn.Module) -> None:
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    data = batch()
+    data["loss_mask"] = torch.zeros(6, dtype=torch.bool)
+    with pytest.warns(UserWarning, match="no token counts"):
+        assert total(PolicyLoss(frozen)(data)) == 0
+
+
+def test_metrics_stay_finite_and_the_sample_size_below_1(model: nn.Module) -> None:
+    data = batch()
+    data["next", "log_probs", "full"][:] = -1000.0
+    data["next", "ref_log_probs", "full"][:] = 1000.0
+    out = PolicyLoss(model)(data)
+    assert all(out[key].isfinite() for key in set(out.keys()) - {"loss_objective"})
+    assert 0 < out["ESS"] <= 1
 
 
 def test_refused_at_construction(model: nn.Module) -> None:

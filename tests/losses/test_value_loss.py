@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from policy_batches import LENGTHS, PROMPT, batch, gradients
@@ -123,5 +125,11 @@ def test_keys_buffers_and_errors() -> None:
     loss.coeff = 1.0
     assert loss.coeff is buffer
     assert_close(loss(data)["loss_critic"], 2 * out["loss_critic"])
+    loss.clip_value = None
+    assert_close(loss(data)["loss_critic"], 2 * out["loss_critic"])
+    loss.clip_value = 0.1
+    assert copy.deepcopy(loss).to(torch.bfloat16).clip_value == torch.tensor(0.1)
+    with pytest.raises(ValueError, match="clip_value must be at least 0, got -2"):
+        loss.clip_value = -2.0
     with pytest.raises(ValueError, match="clip_value must be at least 0, got -1"):
         ValueLoss(make_critic(), clip_value=-1.0)

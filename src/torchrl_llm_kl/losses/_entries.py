@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.ragged import Ragged, read_column, read_ragged, same_rows, segment_sum
+from torchrl_llm_kl.ragged import Dense, Ragged, read_column, read_ragged, same_rows, segment_sum
 from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 
 __all__ = ["Counted", "check_finite_inputs", "find_key", "per_sequence", "per_token", "require_key"]
@@ -48,10 +49,11 @@ class Counted:
     def spread(self, values: Tensor) -> Tensor | list[Tensor]:
         """``[S, T]`` back to where the tokens are, in the form that they were read in; 0 elsewhere.
 
-        One value per sequence ``[S, 1]`` comes back in the shape of the batch.
+        One value per sequence ``[S, 1]`` comes back in the shape of the batch, one per pair ``[P, 1]`` as ``[P]``.
         """
         if values.shape != self.mask.shape:
-            return values.reshape(self.tokens.container.batch_shape)
+            shape = self.tokens.container.batch_shape
+            return values.reshape(shape) if values.numel() == shape.numel() else values.squeeze(-1)
         flat = values.new_zeros(self.tokens.values.shape[0])
         flat = flat.index_put((self.elements,), values[self.rows, self.columns])
         return self.tokens.like(flat).restore()
@@ -95,14 +97,25 @@ def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
     return column.reshape(-1)
 
 
-def per_token(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> Tensor:
+def per_token(
+    td: TensorDictBase, key: NestedKey, tokens: Ragged, mask: Tensor | None, *, fill: float = math.nan
+) -> Tensor:
     """An entry at each token; ``[N]``.
 
-    One number for a sequence goes to all of its tokens. Rows shorter than their tokens are those of the response: they
-    end where the tokens end, and what comes before is NaN (False).
+    One number for a sequence goes to all of its tokens. Rows shorter than their tokens are those of the response: they begin
+    with its first token.
+
+    Args:
+        td: the data.
+        key: the entry.
+        tokens: all tokens; ``[N]``.
+        mask: True at those of responses; ``[N]``; None if nobody knows them.
+
+    Keyword Args:
+        fill: where such a row has nothing to say; 0 for masks.
 
     Raises:
-        ValueError: if a row is longer than its tokens, or holds more than one number for each.
+        ValueError: if a row is longer than its tokens, holds more than one number for each, or cannot be placed.
         TypeError: if it is no tensor.
     """
     whole = per_sequence(td, key)
@@ -124,32 +137,75 @@ def per_token(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> Tensor:
     widths = data.container.row_lengths
     if torch.equal(widths, tokens.lengths):
         return values
-    room = tokens.container.row_lengths - widths
-    if bool((room < 0).any()):
-        row = int((room < 0).nonzero()[0])
-        raise ValueError(
-            f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
-            f"{int(tokens.container.row_lengths[row])} tokens"
-        )
+    if not values.is_floating_point() and values.dtype != torch.bool:
+        values = values.float()
+    dense = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
+    return _at_responses(values, widths, key, tokens, mask, fill, slots_first=dense)
+
+
+def _at_responses(
+    values: Tensor,
+    widths: Tensor,
+    key: NestedKey,
+    tokens: Ragged,
+    mask: Tensor | None,
+    fill: float,
+    *,
+    slots_first: bool,
+) -> Tensor:
+    """Rows that end where their sequence ends: at its last token, or at the last slot of a padded block."""
     slots = Ragged(tokens.slots(), tokens.container.row_lengths, tokens.container)
-    behind = ~slots.first(room)
-    out = values.new_full(behind.shape, False if values.dtype == torch.bool else float("nan"))
-    out[behind] = values
-    return out if tokens.keep is None else out[tokens.keep]
+    for every, keep in sorted(
+        [(tokens, None), (slots, tokens.keep)], key=lambda pair: (pair[0] is tokens) == slots_first
+    ):
+        start = every.lengths - widths
+        if bool((start < 0).any()):
+            continue
+        if mask is not None:
+            where = mask if keep is None else torch.zeros_like(keep).index_put((keep,), mask)
+            first = _first(every, where)
+            shifted = bool((start == 1).all())  # log-probs of all tokens but the first
+            if not shifted and not bool(((first == every.lengths) | (start == first)).all()):
+                continue
+        behind = ~every.first(start)
+        out = values.new_full(behind.shape, fill).masked_scatter(behind, values)
+        return out if keep is None else out[keep]
+    too_long = widths > tokens.container.row_lengths
+    row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0
+    raise ValueError(
+        f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
+        f"{int(tokens.container.row_lengths[row])} tokens. Rows of the response alone must begin with its first token: give "
+        "nested rows of exactly its length, or one value for each token of the sequence"
+    )
 
 
-def check_finite_inputs(inputs: Mapping[str, Tensor], keys: Mapping[str, NestedKey], counted: Counted) -> None:
+def _first(tokens: Ragged, mask: Tensor) -> Tensor:
+    """The position of the first True of each sequence, its length if there is none; ``[S]``."""
+    position = torch.where(mask, tokens.positions, tokens.lengths[tokens.sequence_ids])
+    return tokens.lengths.scatter_reduce(0, tokens.sequence_ids, position, "amin")
+
+
+def check_finite_inputs(
+    inputs: Mapping[str, Tensor], keys: Mapping[str, NestedKey], counted: Counted, *, unread: Tensor | None = None
+) -> None:
     """Raise a ValueError that names the entry, the sequence and the token if a number that counts is not finite.
 
     One look at an accelerator, however many inputs there are.
+
+    Args:
+        inputs: by name; ``[S, T]`` each.
+        keys: where they are from.
+        counted: the tokens that count.
+        unread: True at tokens of which nobody reads what the data says (those of experts).
     """
     floats = {name: x for name, x in inputs.items() if x.is_floating_point() and x.shape == counted.mask.shape}
     if not floats:
         return
-    bad = torch.stack([(~x.detach().isfinite() & counted.mask).any() for x in floats.values()]).tolist()
+    read = counted.mask if unread is None else counted.mask & ~unread
+    bad = torch.stack([(~x.detach().isfinite() & read).any() for x in floats.values()]).tolist()
     for (name, value), is_bad in zip(floats.items(), bad, strict=True):
         if is_bad:
-            row, column = (int(i) for i in (~value.isfinite() & counted.mask).nonzero()[0])
+            row, column = (int(i) for i in (~value.isfinite() & read).nonzero()[0])
             at = int(counted.elements[(counted.rows == row) & (counted.columns == column)][0])
             position = int(counted.tokens.positions[at])
             raise ValueError(

@@ -36,12 +36,17 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     sampler = inputs.get("sampler_log_prob", old)
     if sampler is not None:
         # Sampled by the sampler: k3 of its own KL to the policy, which is never negative.
-        metrics["kl_to_sampler"] = masked_mean(k3(torch.where(mask, sampler, 0), log_prob), mask)
+        metrics["kl_to_sampler"] = _k3(torch.where(mask, sampler, 0), log_prob, mask)
     if inputs.get("ref_log_prob") is not None:
-        metrics["kl_to_ref"] = masked_mean(k3(log_prob, torch.where(mask, inputs["ref_log_prob"], 0)), mask)
+        metrics["kl_to_ref"] = _k3(log_prob, torch.where(mask, inputs["ref_log_prob"], 0), mask)
     if inputs.get("entropy") is not None:
         metrics["entropy"] = masked_mean(inputs["entropy"], mask)
     return metrics
+
+
+def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    """Mean k3; a log-ratio counts as 80 nats at most, so that one token cannot make it infinite."""
+    return masked_mean(k3(torch.zeros_like(ref), (ref - log_prob).clamp(max=LARGEST_LOG_RATIO)), mask)
 
 
 def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -50,7 +55,7 @@ def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Ten
     weight = torch.where(mask, log_ratio, -torch.inf)
     count = mask.sum()
     size = (2 * weight.logsumexp((-2, -1)) - (2 * weight).logsumexp((-2, -1))).exp() / count
-    metrics = {"ESS": torch.where(count == 0, torch.zeros_like(size), size)}
+    metrics = {"ESS": torch.where(count == 0, 0, size).clamp(max=1)}
     ordered = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
     last = (count - 1).clamp(min=0)
     for name, share in RATIO_QUANTILES.items():

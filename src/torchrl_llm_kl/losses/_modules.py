@@ -25,6 +25,7 @@ __all__ = [
     "TermPart",
     "TopEntropyMask",
     "dummies",
+    "try_out",
 ]
 
 INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_ROW)
@@ -38,7 +39,7 @@ def dummies() -> dict[str, Tensor]:
     return inputs | {"pair_id": torch.zeros(2, dtype=torch.long), "chosen": torch.tensor([True, False])}
 
 
-def _try(part: Part, hyper: Mapping[str, Any]) -> None:
+def try_out(part: Part, hyper: Mapping[str, Any]) -> None:
     """Let a function check its hyper-parameters, which it does for numbers, not for buffers."""
     values = {name: value() if isinstance(value, nn.Module) else value for name, value in hyper.items()}
     inputs = dummies()
@@ -51,7 +52,7 @@ class TermPart(Part):
 
     def __init__(self, function: Callable[..., Any], **hyper: Any) -> None:
         super().__init__(function, INPUTS, hyper)
-        _try(self, hyper)
+        try_out(self, hyper)
 
 
 class KLToReference(TermPart):
@@ -101,7 +102,7 @@ class Correction(Part):
 
     def __init__(self, function: Callable[..., tuple[Tensor, dict[str, Tensor]]], **hyper: Any) -> None:
         super().__init__(function, INPUTS, hyper)
-        _try(self, hyper)
+        try_out(self, hyper)
 
 
 class ImportanceWeights(Correction):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["COUNTED", "Part"]
+__all__ = ["COUNTED", "Part", "name_of"]
 
 #: Hyper-parameters that are whole numbers and change from step to step.
 COUNTED = frozenset({"step"})
@@ -40,17 +40,22 @@ class Part(nn.Module):
             for name, parameter in signature.items()
             if name not in inputs and parameter.default is not parameter.empty
         }
+        self._floats = frozenset(name for name, value in defaults.items() if isinstance(value, float))
         for name, value in {**defaults, **hyper}.items():
-            if type(value) is int and isinstance(defaults.get(name), float):
-                value = float(value)
-            if isinstance(value, nn.Module):
-                self.add_module(name, value)
-            elif name in COUNTED:
-                self.register_buffer(name, torch.as_tensor(value, dtype=torch.long))
-            elif isinstance(value, Tensor) or type(value) is float:
-                self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32).clone())
-            else:
-                self.settings[name] = value
+            self._put(name, value)
+
+    def _put(self, name: str, value: Any) -> None:
+        """Where a hyper-parameter of this kind is kept."""
+        if type(value) is int and name in self._floats:
+            value = float(value)
+        if isinstance(value, nn.Module):
+            self.add_module(name, value)
+        elif name in COUNTED:
+            self.register_buffer(name, torch.as_tensor(value, dtype=torch.long))
+        elif isinstance(value, Tensor) or type(value) is float:
+            self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32).clone())
+        else:
+            self.settings[name] = value
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -59,9 +64,29 @@ class Part(nn.Module):
         return {**self.settings, **modules, **self._buffers}
 
     @property
-    def schedulable(self) -> tuple[str, ...]:
-        """Hyper-parameters that can be set to another number."""
-        return tuple(self._buffers)
+    def names(self) -> tuple[str, ...]:
+        """Of the hyper-parameters."""
+        return (*self.settings, *self._buffers, *self._modules)
+
+    def get(self, name: str) -> Any:
+        """A hyper-parameter: a buffer for a number, a module for a coefficient, else the value itself."""
+        return self.settings[name] if name in self.settings else getattr(self, name)
+
+    def put(self, name: str, value: Any) -> None:
+        """Set a hyper-parameter; a number that is a buffer already changes in place.
+
+        Raises:
+            TypeError: if a module stands there, which has its own way to change.
+        """
+        if name in self._modules:
+            raise TypeError(f"{name} is a {type(self._modules[name]).__name__}: change that, not {name}")
+        buffer = self._buffers.get(name)
+        if buffer is not None and isinstance(value, (int, float, Tensor)):
+            buffer.copy_(torch.as_tensor(value))
+            return
+        self._buffers.pop(name, None)
+        self.settings.pop(name, None)
+        self._put(name, value)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Any:
         """The function of those of ``inputs`` that it takes."""
@@ -69,9 +94,8 @@ class Part(nn.Module):
         return self.function(**taken, **self.hyper)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        buffer = self.__dict__.get("_buffers", {}).get(name)
-        if buffer is not None and isinstance(value, (int, float)):
-            buffer.fill_(value)
+        if name in self.__dict__.get("_buffers", {}) or name in self.__dict__.get("settings", {}):
+            self.put(name, value)
         else:
             super().__setattr__(name, value)
 
@@ -89,5 +113,10 @@ class Part(nn.Module):
         """Name and hyper-parameters."""
         numbers = {name: f"{float(value):g}" for name, value in self._buffers.items() if value is not None}
         shown = {**{name: repr(value) for name, value in self.settings.items()}, **numbers}
-        name = getattr(self.function, "__name__", type(self.function).__name__)
-        return ", ".join([name, *(f"{key}={value}" for key, value in shown.items())])
+        return ", ".join([name_of(self.function), *(f"{key}={value}" for key, value in shown.items())])
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called, also if it is a ``functools.partial`` or an object."""
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__name__", type(inner).__name__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_sequence, per_token, require_key
 from torchrl_llm_kl.losses._metrics import common_metrics
-from torchrl_llm_kl.losses._modules import INPUTS, Correction, TermPart, dummies
+from torchrl_llm_kl.losses._modules import INPUTS, Correction, TermPart, dummies, try_out
 from torchrl_llm_kl.losses._objective import PER_ROW, PER_TOKEN, get_objective, spec_of, translate
-from torchrl_llm_kl.losses._part import Part
+from torchrl_llm_kl.losses._part import Part, name_of
 from torchrl_llm_kl.losses._term import LossTerm
-from torchrl_llm_kl.losses._token_loss import TokenLoss, merged_metrics
+from torchrl_llm_kl.losses._token_loss import TokenLoss, merged_metrics, zero_of
 from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
 from torchrl_llm_kl.losses.corrections import apply_correction
 from torchrl_llm_kl.scoring import LogProbScorer, Scores
@@ -33,6 +34,8 @@ __all__ = ["PolicyLoss"]
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
 # What the actor's forward gives, not the data.
 _FROM_ACTOR = ("log_prob", "mask", "entropy", "kl")
+_FOR_METRICS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
+_MASKS = ("expert_mask", "selected")
 
 
 class PolicyLoss(TokenLoss):
@@ -161,7 +164,8 @@ class PolicyLoss(TokenLoss):
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
-        self._settings, self._slot = settings, ScorerSlot()
+        self._settings: dict[str, Any] = settings
+        self._slot = ScorerSlot()
         self.__dict__["_reference"] = reference  # no submodule: its parameters are not to be trained
         self._reference_slot = ScorerSlot()
 
@@ -172,10 +176,15 @@ class PolicyLoss(TokenLoss):
         self.corrections = nn.ModuleList(corrections)
         self.log_entropy = log_entropy
         self._needs = {name for part in self._parts for name in _needs(part)}
+        if isinstance(reference, LogProbScorer) and reference.temperature != self.scorer_temperature:
+            raise ValueError(
+                f"the policy is scored at temperature {self.scorer_temperature:g} and the reference at "
+                f"{reference.temperature:g}: a KL compares the two at one temperature, that of the sampler"
+            )
         if "kl" in self._needs and reference is None:
             raise ValueError("an exact KL is calculated from both models: pass the reference model as reference=")
-        self._schedulable = self._name_schedulables()
         self._names, self._metric_names = self._dry_names()
+        self._expose(self._exposed_names())
 
     # ------------------------------------------------------------------ what it is made of
 
@@ -200,37 +209,21 @@ class PolicyLoss(TokenLoss):
             raise TypeError(f"got an entry under two of its names: {', '.join(kwargs)}")
         super().set_keys(**renamed)
 
-    def _name_schedulables(self) -> dict[str, tuple[Part, str]]:
-        named: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.schedulable}
+    def _exposed_names(self) -> dict[str, tuple[Part, str]]:
+        named: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
         for part in (*self.terms, *self.corrections):
-            prefix = getattr(part.function, "__name__", "term").removesuffix("_bonus")
-            named |= {f"{prefix}_{name}": (part, name) for name in part.schedulable}
+            prefix = name_of(part.function).removesuffix("_bonus")
+            named |= {f"{prefix}_{name}": (part, name) for name in part.names}
         return named
 
-    def __getattr__(self, name: str) -> Any:
-        schedulable = self.__dict__.get("_schedulable", {})
-        if name in schedulable:
-            part, own = schedulable[name]
-            return getattr(part, own)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        schedulable = self.__dict__.get("_schedulable", {})
-        if name in schedulable:
-            part, own = schedulable[name]
-            setattr(part, own, value)
-        else:
-            super().__setattr__(name, value)
+    def _check_hyper(self, part: Part, hyper: Mapping[str, Any]) -> None:
+        try_out(part, hyper)
 
     # ------------------------------------------------------------------ keys
 
     @property
     def _data_keys(self) -> list[NestedKey]:
         return [getattr(self.tensor_keys, name) for name in (*PER_TOKEN, *PER_ROW) if name in self._data_needs]
-
-    @property
-    def _term_names(self) -> Sequence[str]:
-        return self._names
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -262,9 +255,16 @@ class PolicyLoss(TokenLoss):
         """
         td, counted, inputs = self._read(tensordict)
         inputs |= self._score(counted, inputs)
-        check_finite_inputs(inputs, vars(self.tensor_keys), counted)
+        # A sampler's log-prob that is NaN is one that it did not give: importance weights take it for no difference.
+        needed = {name for part in (self.objective, *self.terms) for name in part.inputs} & self._needs
+        read = {name: value for name, value in inputs.items() if name in needed or name == "log_prob"}
+        check_finite_inputs(read, vars(self.tensor_keys), counted, unread=self._of_experts(inputs))
         terms, metrics = self._terms(inputs)
         return self._output(td, counted, terms, {**common_metrics(inputs), **metrics})
+
+    def _of_experts(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Tokens at which the objective reads nothing but the policy's own log-probs."""
+        return inputs.get("expert_mask") if "expert_mask" in self._needs else None
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         return self._terms(self._read(td, only_masks=True)[2])[0]
@@ -278,11 +278,13 @@ class PolicyLoss(TokenLoss):
     ) -> tuple[TensorDictBase, Counted, dict[str, Tensor]]:
         """What the data holds for this loss: the tokens that count, and each input of one number per token or sequence."""
         td, tokens, mask = self._count_tokens(tensordict)
+        responses = self._responses(mask)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
-        who = self.objective.function.__name__
+        who = name_of(self.objective.function)
+        taken = {name for part in self._parts for name in part.inputs} | set(_FOR_METRICS)
         for name in (*PER_TOKEN, *PER_ROW):
-            if name in _FROM_ACTOR:
+            if name in _FROM_ACTOR or name not in taken:
                 continue
             key = getattr(self.tensor_keys, name)
             needed = name in self._data_needs
@@ -295,12 +297,13 @@ class PolicyLoss(TokenLoss):
                     raise ValueError(f"{name} must hold one value for each sequence, see {found!r}")
                 rows[name] = value
             else:
-                flat[name] = per_token(td, found, tokens).detach()
-        if "old_log_prob" in flat:
-            mask = self._reader.without_unscored(mask, flat["old_log_prob"], tokens, self.tensor_keys.old_log_prob)
+                fill = 0.0 if name in _MASKS else math.nan
+                flat[name] = per_token(td, found, tokens, responses, fill=fill).detach()
+            if name == "old_log_prob" and needed:
+                mask = self._reader.without_unscored(mask, flat[name], tokens, found)
         counted = Counted(tokens, mask)
         inputs = {name: counted.gather(value) for name, value in flat.items()}
-        inputs = {name: x.bool() if name in ("expert_mask", "selected") else x for name, x in inputs.items()}
+        inputs = {name: x.bool() if name in _MASKS else x for name, x in inputs.items()}
         if only_masks:
             zeros = torch.zeros(counted.mask.shape, device=counted.mask.device)
             dummies = {
@@ -331,7 +334,7 @@ class PolicyLoss(TokenLoss):
             found["ref_log_prob"] = ref
         out = {name: counted.gather(values.values) for name, values in found.items() if values is not None}
         if grad and not out["log_prob"].requires_grad:  # nothing counts: a loss of 0 that can be differentiated
-            out["log_prob"] = out["log_prob"] + self._zero()
+            out["log_prob"] = out["log_prob"] + zero_of(self._trained).to(out["log_prob"].device)
         return out
 
     def _terms(self, inputs: Mapping[str, Tensor]) -> tuple[list[LossTerm], dict[str, Tensor]]:
@@ -351,6 +354,11 @@ class PolicyLoss(TokenLoss):
         return self._given_scorer or self._slot.get(self.actor_network, **self._settings)
 
     @property
+    def scorer_temperature(self) -> float:
+        """What divides the logits."""
+        return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
+
+    @property
     def _reference_scorer(self) -> LogProbScorer | None:
         reference = self.reference
         if reference is None or isinstance(reference, LogProbScorer):
@@ -365,14 +373,9 @@ class PolicyLoss(TokenLoss):
         with self.actor_network_params.to_module(self.actor_network):
             yield
 
-    def _zero(self) -> Tensor:
-        parameters = (
-            self.actor_network_params.values(True, True) if self._functional else self.actor_network.parameters()
-        )
-        ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
-        return torch.stack(
-            [torch.where(torch.zeros_like(end, dtype=torch.bool), end, 0).sum().float() for end in ends]
-        ).sum()
+    @property
+    def _trained(self) -> Iterable[Tensor]:
+        return self.actor_network_params.values(True, True) if self._functional else self.actor_network.parameters()
 
     # ------------------------------------------------------------------ names before there is data
 
@@ -399,5 +402,5 @@ def _needs(part: Part) -> Iterator[str]:
                 continue
             try:
                 part({key: value for key, value in inputs.items() if key != name})
-            except (ValueError, TypeError):
+            except Exception:  # a function of one's own may fail in any way without it
                 yield name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from torchrl_llm_kl._checks import check_choice
 from torchrl_llm_kl.losses._aggregate import aggregate, check_aggregation
 from torchrl_llm_kl.losses._denominators import read_denominators, total_counts, write_denominators
 from torchrl_llm_kl.losses._entries import Counted, find_key, per_token
+from torchrl_llm_kl.losses._part import Part
 from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.losses._tokens import MASKING_STRATEGIES, MaskingStrategy, TokenReader
-from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.ragged import Ragged, own_leaves
+from torchrl_llm_kl.transforms._interface import sub_key
 
-__all__ = ["TokenLoss"]
+__all__ = ["TokenLoss", "merged_metrics", "zero_of"]
 
 _BY_LENGTH = "seq-mean-token-sum-norm"
 
@@ -38,17 +40,38 @@ class TokenLoss(LossModule):
             )
         self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
 
+    # ------------------------------------------------------------------ hyper-parameters
+
+    def _expose(self, named: Mapping[str, tuple[Part, str]]) -> None:
+        """Make hyper-parameters of parts attributes of the loss."""
+        self.__dict__["_exposed"] = dict(named)
+
+    def __getattr__(self, name: str) -> Any:
+        exposed = self.__dict__.get("_exposed", {})
+        if name in exposed:
+            part, own = exposed[name]
+            return part.get(own)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        exposed = self.__dict__.get("_exposed", {})
+        if name in exposed:
+            part, own = exposed[name]
+            if not isinstance(value, Tensor):
+                self._check_hyper(part, {**part.hyper, own: value})
+            part.put(own, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _check_hyper(self, part: Part, hyper: Mapping[str, Any]) -> None:
+        """Raise if a part cannot work with these hyper-parameters."""
+
     # ------------------------------------------------------------------ what subclasses say
 
     @property
     @abstractmethod
     def _reader(self) -> TokenReader:
         """Where tokens are."""
-
-    @property
-    @abstractmethod
-    def _term_names(self) -> Sequence[str]:
-        """Terms that :meth:`forward` returns."""
 
     @abstractmethod
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
@@ -91,8 +114,12 @@ class TokenLoss(LossModule):
         located = self._reader.locate(td)
         mask, key = located.mask, find_key(td, self.tensor_keys.loss_mask)
         if key is not None:
-            mask = mask & per_token(td, key, located.tokens).bool()
+            mask = mask & per_token(td, key, located.tokens, self._responses(mask), fill=0).bool()
         return td, located.tokens, mask
+
+    def _responses(self, mask: Tensor) -> Tensor | None:
+        """Where responses are, as far as the strategy tells."""
+        return None if self.masking_strategy == "generic" else mask
 
     # ------------------------------------------------------------------ sums
 
@@ -124,12 +151,13 @@ class TokenLoss(LossModule):
         with torch.no_grad():
             terms = self._mask_terms(td)
         counts = total_counts(
-            [(term.name, term.mask, term.aggregation or self.aggregation) for term in terms],
+            [(term.name, term.mask, self._mode(term)) for term in terms],
             max_len=self.max_len,
             process_group=process_group,
             all_ranks=all_ranks,
             ranks_average=ranks_average,
         )
+        own_leaves(tensordict, sub_key(self.tensor_keys.denominators, "any"))  # not into a replay buffer's storage
         write_denominators(tensordict, self.tensor_keys.denominators, counts, td.batch_size)
         return tensordict
 
@@ -137,14 +165,18 @@ class TokenLoss(LossModule):
         self, td: TensorDictBase, counted: Counted, terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]
     ) -> TensorDict:
         """Terms summed over tokens, and the metrics of all."""
-        denominators = read_denominators(td, self.tensor_keys.denominators, self._term_names)
+        summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
+        denominators = read_denominators(td, self.tensor_keys.denominators, summed)
         if counted.is_empty and denominators is None:
             warnings.warn("no token counts: the mask is False everywhere and the loss is 0", stacklevel=3)
         out = {f"loss_{term.name}": self._summed(term, counted, denominators) for term in terms}
         return TensorDict({**out, **{name: x.detach() for name, x in merged_metrics(terms, metrics).items()}})
 
+    def _mode(self, term: LossTerm) -> str:
+        return term.aggregation or self.aggregation
+
     def _summed(self, term: LossTerm, counted: Counted, denominators: Mapping[str, Tensor] | None) -> Any:
-        mode = term.aggregation or self.aggregation
+        mode = self._mode(term)
         if mode == "none":
             return counted.spread(term.weight * aggregate(term.value, term.mask, mode))
         denominator = None if denominators is None else denominators[term.name]
@@ -152,6 +184,13 @@ class TokenLoss(LossModule):
         with warnings.catch_warnings():  # said once for the batch, not for each term
             warnings.filterwarnings("ignore", message="no token counts")
             return term.weight * aggregate(term.value, term.mask, mode, denominator=denominator, max_len=max_len)
+
+
+def zero_of(parameters: Iterable[Tensor]) -> Tensor:
+    """0, with a gradient of 0 to each parameter that is trained."""
+    ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
+    zeros = [torch.where(torch.zeros_like(end, dtype=torch.bool), end, 0).sum().float() for end in ends]
+    return torch.stack(zeros).sum() if zeros else torch.zeros(())
 
 
 def merged_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

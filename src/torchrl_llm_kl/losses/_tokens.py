@@ -78,20 +78,22 @@ class TokenReader:
         )
 
     def without_unscored(self, mask: Tensor, old: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
-        """Leave out first generated tokens whose log-prob the sampler never calculated.
+        """Leave out first generated tokens whose log-prob the sampler never calculated; ``[N]``.
 
-        torchrl's wrappers store exactly 0 for the first token that they generate. One such token may be certain; when the
-        first token of *every* sequence is, and not every token, they were not calculated.
+        torchrl's wrappers store exactly 0 for the first token that they generate, at the root. So the first token of a row
+        that has other log-probs is left out if its own is exactly 0: if it was certain after all, it has no gradient either.
         """
+        if isinstance(key, tuple) and key[0] == "next":  # written by a transform, which scores every token
+            return mask
         before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
         first = mask & (~before | (tokens.positions == 0))
-        zero = old == 0
-        if bool((first & zero).any()) and bool((zero | ~first).all()) and not bool((zero | ~mask).all()):
+        scored = tokens.like((mask & (old != 0)).long()).sum() > 0
+        unscored = first & (old == 0) & scored[tokens.sequence_ids]
+        if bool(unscored.any()):
             warnings.warn(
-                f"{key!r} holds exactly 0 for the first generated token of all {int(first.sum())} responses: torchrl's "
+                f"{key!r} holds exactly 0 for the first generated token of {int(unscored.sum())} responses: torchrl's "
                 "wrappers never calculate it. Those tokens are left out of the loss; RetrieveKL and RetrieveLogProb score "
                 "every token.",
                 stacklevel=4,
             )
-            return mask & ~first
-        return mask
+        return mask & ~unscored

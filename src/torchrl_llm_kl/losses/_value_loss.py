@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -14,8 +15,9 @@ from torchrl.objectives.common import LossModule
 from torchrl_llm_kl._checks import check_range, check_same_shape
 from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_token, require_key
 from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean
+from torchrl_llm_kl.losses._part import Part
 from torchrl_llm_kl.losses._term import LossTerm
-from torchrl_llm_kl.losses._token_loss import TokenLoss
+from torchrl_llm_kl.losses._token_loss import TokenLoss, zero_of
 from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
 from torchrl_llm_kl.transforms._interface import TOKENS_FULL
 
@@ -29,6 +31,7 @@ def value_error(
     value_target: Tensor,
     old_value: Tensor | None = None,
     clip_value: Scalar | None = 0.2,
+    coeff: Scalar = 1.0,
 ) -> tuple[LossTerm, ...]:
     r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
 
@@ -43,6 +46,7 @@ def value_error(
         value_target: the return, without graph; same shape.
         old_value: what the critic said when the advantages were calculated, without graph; same shape. None: no clipping.
         clip_value: in the unit of the reward; None: no clipping.
+        coeff: weight of the term.
 
     Returns:
         One term, ``critic``; metrics ``value_clip_fraction`` and ``explained_variance``, 1 minus the variance of the error
@@ -76,7 +80,7 @@ def value_error(
             "explained_variance": 1
             - masked_mean(left.square(), mask) / masked_mean(spread.square(), mask).clamp(min=1e-12),
         }
-    return (LossTerm("critic", error / 2, mask, metrics=metrics),)
+    return (LossTerm("critic", error / 2, mask, weight=coeff, metrics=metrics),)
 
 
 class ValueLoss(TokenLoss):
@@ -119,7 +123,6 @@ class ValueLoss(TokenLoss):
         loss_mask: NestedKey = "loss_mask"
         denominators: NestedKey = "value_denominators"
 
-    _schedulable_buffers = frozenset({"clip_value", "coeff"})
     critic_network: nn.Module
 
     def __init__(
@@ -135,8 +138,9 @@ class ValueLoss(TokenLoss):
         super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
         check_range(low=0.0, clip_value=clip_value)
         self.critic_network = critic
-        self.register_buffer("clip_value", None if clip_value is None else torch.tensor(float(clip_value)))
-        self.register_buffer("coeff", torch.tensor(float(coeff)))
+        hyper = {"clip_value": clip_value, "coeff": coeff}
+        self.error = Part(value_error, ("value", "mask", "value_target", "old_value"), hyper)
+        self._expose({name: (self.error, name) for name in hyper})
         self.out_keys = ["loss_critic", "value_clip_fraction", "value_mean", "explained_variance"]
 
     @property
@@ -148,9 +152,8 @@ class ValueLoss(TokenLoss):
     def _data_keys(self) -> Sequence[NestedKey]:
         return [self.tensor_keys.value_target]
 
-    @property
-    def _term_names(self) -> Sequence[str]:
-        return ["critic"]
+    def _check_hyper(self, part: Part, hyper: Mapping[str, Any]) -> None:
+        check_range(low=0.0, clip_value=hyper["clip_value"])
 
     @property
     def _reader(self) -> TokenReader:
@@ -165,17 +168,19 @@ class ValueLoss(TokenLoss):
         old = find_key(td, self.tensor_keys.value)
         if old is not None:
             keys["value"] = old
-        inputs = {name: counted.gather(per_token(td, key, tokens).detach()) for name, key in keys.items()}
+        inputs = {
+            name: counted.gather(per_token(td, key, tokens, self._responses(mask)).detach())
+            for name, key in keys.items()
+        }
         check_finite_inputs(inputs, keys, counted)
         value = counted.gather(self.critic_network(tokens, mask).values)
-        (term,) = value_error(
-            value,
-            counted.mask,
-            value_target=inputs["value_target"],
-            old_value=inputs.get("value"),
-            clip_value=self.clip_value,
+        if torch.is_grad_enabled() and not value.requires_grad:  # nothing counts
+            value = value + zero_of(self.critic_network.parameters()).to(value.device)
+        old = inputs.get("value")
+        terms = self.error(
+            {"value": value, "mask": counted.mask, "value_target": inputs["value_target"], "old_value": old}
         )
-        return self._output(td, counted, [term.replace(weight=self.coeff)], {})
+        return self._output(td, counted, terms, {})
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         _, tokens, mask = self._count_tokens(td)

@@ -47,8 +47,8 @@ def gmpo(
         clip_high: nats: a log-ratio counts as at most ``clip_high``.
 
     Returns:
-        One term, ``objective``, per sequence: ``[*B, 1]``; metrics ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0) of the
-        tokens that count.
+        One term, ``objective``, per sequence: ``[*B, 1]``; metrics ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0)
+        of the tokens that count.
 
     Raises:
         ValueError: if shapes differ or a bound is negative.
