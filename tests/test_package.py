@@ -42,7 +42,18 @@ def test_every_exported_name_exists() -> None:
         _ = torchrl_llm_kl.RetrieveKLL
 
 
-LAYERS = ["ragged", "head", "estimators", "masks", "scoring", "transforms", "advantages", "losses", "algorithms"]
+LAYERS = [
+    "ragged",
+    "head",
+    "estimators",
+    "masks",
+    "scoring",
+    "transforms",
+    "advantages",
+    "losses",
+    "algorithms",
+    "service",
+]
 
 
 @pytest.mark.parametrize("layer", LAYERS)

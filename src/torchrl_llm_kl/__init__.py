@@ -49,7 +49,7 @@ _HOME = {
     "get_objective": "losses",
     "make_algorithm": "algorithms",
 }
-_LAYERS = ("ragged", "estimators", "masks", "scoring", "transforms", "advantages", "losses", "algorithms")
+_LAYERS = ("ragged", "estimators", "masks", "scoring", "transforms", "advantages", "losses", "algorithms", "service")
 
 __all__ = [
     "AdaptiveKLCoefficient",

@@ -121,6 +121,24 @@ def test_forms_of_the_reward(reward: Tensor, shape: tuple[int, ...]) -> None:
     check(Advantage("rloo")(batch(reward=reward)), RLOO, shape)
 
 
+def test_what_stands_at_padding_is_no_reward() -> None:
+    attention = torch.arange(5) < torch.tensor([5, 1, 3, 2, 4, 5]).unsqueeze(-1)
+    reward = torch.where(attention, torch.tensor(REWARD).unsqueeze(-1) / attention.sum(-1, keepdim=True), 7.0)
+    reward[1, 3] = torch.nan
+    padded = batch(reward=reward.unsqueeze(-1))
+    padded["masks"] = TensorDict(all_attention_mask=attention, batch_size=[6])
+    check(Advantage("rloo")(padded.clone()), RLOO)
+    padded["tokens"] = TensorDict(full=torch.ones(6, 5, dtype=torch.long), batch_size=[6])
+    check(Advantage("rloo")(padded), RLOO)
+
+
+def test_several_rewards_of_a_sequence_are_refused() -> None:
+    data = batch(reward=torch.ones(6, 2))
+    data["tokens"] = TensorDict(full=torch.ones(6, 5, dtype=torch.long), batch_size=[6])
+    with pytest.raises(ValueError, match=r"the reward has shape \(6, 2\): .*sequence 0 has 2 numbers and 5 tokens"):
+        Advantage("rloo")(data)
+
+
 def test_token_rewards_in_a_lazy_stack_without_next() -> None:
     rows = [
         TensorDict(query=name, reward=row)

@@ -186,6 +186,22 @@ def test_entropy_functions() -> None:
         made(entropy_loss_fn="basic")
 
 
+def test_the_entropy_does_not_depend_on_the_order_of_keys() -> None:
+    args = {"entropy_coef": 0.5}
+    for name, coeff, left_out in (("none", 0.0, False), ("default", 0.5, False), ("mix", 0.5, True)):
+        for algorithm in (
+            made(entropy_loss_fn=name, entropy_loss_fn_args=args).algorithm,
+            made(entropy_loss_fn_args=args, entropy_loss_fn=name).algorithm,
+        ):
+            assert (algorithm.entropy_coeff, algorithm.leave_out_experts) == (coeff, left_out)
+
+
+def test_the_name_of_a_data_set_has_no_effect() -> None:
+    with pytest.warns(UserWarning, match="sft_dataset_name has no effect here"):
+        found = made("mix", sample_strategy_args={"expert_data_ratio": 0.25, "sft_dataset_name": "sft"}).algorithm
+    assert found.expert_data_ratio == 0.25
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -207,6 +223,10 @@ def test_entropy_functions() -> None:
         ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
         ("grpo", {"aggregation": "mean"}, r"unknown aggregation 'mean'"),
         ("grpo", {"kl_loss": "k4"}, r"k4"),
+        ("grpo", {"schema": "experiences"}, r"schema must be one of 'sft', 'dpo', 'experience'.*got 'experiences'"),
+        ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
+        ("grpo", {"kl_reward_coeff": float("nan")}, r"kl_reward_coeff must be a finite number of at least 0, got nan"),
+        ("grpo", {"entropy_coeff": float("inf")}, r"entropy_coeff must be a finite number, got inf"),
         ("dr_grpo", {"reference": None}, r"divides by the longest response that is sampled: pass max_len="),
     ],
 )
@@ -232,6 +252,11 @@ def test_unknown_algorithms() -> None:
         ({"old_log_prob": 1.0}, r"grpo has no setting 'old_log_prob'"),
         ({"policy_loss_fn_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
         ({"advantage_fn_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
+        ({"entropy_loss_fn_args": {"entropy_coeff": 0.5}}, r"has no key 'entropy_coeff'; it has entropy_coef"),
+        ({"sample_strategy_args": {"ratio": 0.5}}, r"has no key 'ratio'; it has expert_data_ratio, sft_dataset_name"),
+        ({"kl_loss": "k2", "kl_loss_fn": "k3"}, r"'kl_loss_fn' and 'kl_loss' are the same setting"),
+        ({"kl_loss_coeff": None}, r"kl_loss_coeff must be a number, a tensor or a coefficient module, got None"),
+        ({"entropy_coeff": "0.1"}, r"entropy_coeff must be a number, a tensor or a coefficient module, got '0.1'"),
     ],
 )
 def test_unknown_settings(settings: dict[str, Any], message: str) -> None:

@@ -17,7 +17,7 @@ def prepared(rows: int = 32) -> TensorDict:
     data = TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), 4)
     data["expert_mask"] = torch.zeros(rows, dtype=torch.bool)
     parts = make_algorithm("mix", TASK.policy(), reference=TASK.policy(), group_key="query")
-    return parts.prepare(data).exclude("denominators")
+    return parts.prepare(data)
 
 
 def shown(rows: int = 20) -> list[TensorDict]:
@@ -65,7 +65,25 @@ def test_rows_of_experts_are_completed_with_zeros() -> None:
         assert expert["advantage"].shape == usual["advantage"].shape
         assert "masks" not in expert  # what tells the response is the experts' own
         known = {key for key in usual.keys(True, True) if key[0] != "masks"}
+        assert "denominators" not in known  # of another batch
         assert set(expert.keys(True, True)) == known
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_a_loss_mask_that_some_rows_have_is_true_for_the_others(of_experts: bool, per_token: bool) -> None:
+    rollouts, experts = (ReplayBuffer(storage=ListStorage(64), collate_fn=lazy_stack) for _ in range(2))
+    usual, shots = list(prepared().unbind(0)), shown()
+    for row in shots if of_experts else usual:
+        row["loss_mask"] = torch.ones(len(row["tokens", "full"]) if per_token else 1, dtype=torch.bool)
+    rollouts.extend(usual)
+    experts.extend(shots)
+    batch = mix_buffers(rollouts, experts, batch_size=8).sample()
+    for row in batch.reshape(-1).unbind(0):
+        assert row["loss_mask"].shape == ((len(row["tokens", "full"]),) if per_token else (1,))
+        assert row["loss_mask"].all()
+    loss = make_algorithm("mix", TASK.policy(), reference=TASK.policy(), group_key="query").loss
+    assert loss(batch)["num_sequences"] == 8
 
 
 def test_what_is_stored_is_left_alone() -> None:

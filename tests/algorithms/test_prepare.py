@@ -11,6 +11,7 @@ from test_learning_ppo import TabularCritic
 from toy_tasks import TabularPolicy, chain
 from toy_training import total
 
+from torchrl_llm_kl import RetrieveKL
 from torchrl_llm_kl.algorithms import SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
 
 TASK = chain()
@@ -123,6 +124,80 @@ def test_raft_trains_the_best_of_each_group_alone() -> None:
     assert torch.equal(batch["loss_mask"].reshape(4, 4).bool(), rewards == rewards.amax(-1, keepdim=True))
     best = batch[batch["loss_mask"].flatten().bool()].exclude("denominators", "loss_mask")
     torch.testing.assert_close(parts.loss(batch)["loss_objective"], parts.loss(best)["loss_objective"])
+
+
+def test_raft_leaves_out_what_was_out_already_and_prepares_twice() -> None:
+    parts = make_algorithm("raft", TASK.policy(), group_size=4)
+    rewards = rollouts()["next", "reward"].reshape(4, 4)
+    best = (rewards == rewards.amax(-1, keepdim=True)).flatten()
+    rows, tokens = torch.arange(16) % 5 > 0, torch.arange(48).reshape(16, 3) % 7 > 0
+    expected = {"rows": best & rows, "column": (best & rows).unsqueeze(-1), "tokens": best.unsqueeze(-1) & tokens}
+    assert any((best != x.reshape(16, -1).any(-1)).any() for x in expected.values())
+    for name, given in {"rows": rows, "column": rows.unsqueeze(-1), "tokens": tokens}.items():
+        data = rollouts()
+        data["loss_mask"] = given
+        for layout in (data, torch.stack(list(data.unbind(0)))):
+            batch = parts.prepare(parts.prepare(layout.clone()))
+            found = torch.stack([row["loss_mask"] for row in batch.unbind(0)])
+            assert found.dtype == torch.bool
+            assert torch.equal(found, expected[name])
+    nested, lengths = rollouts(), (rollouts()["masks", "all_attention_mask"].sum(-1) - 1).tolist()
+    responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    nested["loss_mask"] = torch.nested.as_nested_tensor(responses)
+    for row, given, keep in zip(parts.prepare(nested)["loss_mask"].unbind(), responses, best, strict=True):
+        assert torch.equal(row, given & keep)
+
+
+# ---------------------------------------------------------------------- once
+
+
+def test_a_kl_that_the_env_scored_but_did_not_charge_is_charged() -> None:
+    parts = grpo(kl_loss="none", kl_reward="k1", kl_reward_coeff=0.3)
+    expected = parts.prepare(rollouts())
+    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    scored = RetrieveKL(TASK.policy(), uniform, add_to_reward=False)(rollouts())
+    batch = parts.prepare(scored)
+    torch.testing.assert_close(batch["advantage"], expected["advantage"])
+    torch.testing.assert_close(parts.prepare(batch)["next", "reward"], expected["next", "reward"])
+
+
+def test_old_log_probs_of_data_without_next_are_kept() -> None:
+    actor = TASK.policy()
+    parts = make_algorithm("dapo", actor, group_key="query")
+    flat = rollouts()
+    flat["reward"] = flat.pop("next")["reward"]
+    flat["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])  # torchrl's
+    batch = parts.prepare(flat)
+    old = batch["log_probs", "full"].clone()
+    torch.testing.assert_close(old, parts.prepare(rollouts())["next", "log_probs", "full"])
+    with torch.no_grad():
+        actor.table.mul_(0.5)
+    assert torch.equal(parts.prepare(batch)["log_probs", "full"], old)
+    assert torch.equal(parts.prepare(batch[:5])["log_probs", "full"], old[:5])
+
+
+def test_old_values_are_kept() -> None:
+    critic = TabularCritic(TASK)
+    parts = make_algorithm("ppo", TASK.policy(), reference=TASK.policy(), critic=critic)
+    batch = parts.prepare(rollouts())
+    advantage, values = batch["advantage"].clone(), batch["next", "state_value"].clone()
+    with torch.no_grad():
+        critic.values.table.add_(1.0)
+    again = parts.prepare(batch)
+    assert torch.equal(again["next", "state_value"], values)
+    assert torch.equal(again["advantage"], advantage)
+    fresh = rollouts()
+    fresh["next", "state_value"] = torch.full((16, 3), 7.0)  # somebody else's
+    assert not torch.equal(parts.prepare(fresh)["next", "state_value"], torch.full((16, 3), 7.0))
+
+
+def test_missing_groups_are_noticed_before_models_run() -> None:
+    actor, reference = counting(), counting()
+    parts = make_algorithm("grpo", actor, reference=reference, group_key="task")
+    actor.calls = reference.calls = 0
+    with pytest.raises(KeyError, match="the group is missing: expected 'task'"):
+        parts.prepare(rollouts())
+    assert actor.calls == reference.calls == 0
 
 
 # ---------------------------------------------------------------------- schemas

@@ -34,7 +34,7 @@ def value_of(critic: TokenCritic, ids: Tensor) -> Tensor:
     return (hidden @ critic.head.weight.T + critic.head.bias).squeeze(-1)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "opt"])  # OPT-350m projects its hidden states
+@pytest.mark.parametrize("family", FAMILIES)  # OPT-350m projects its hidden states
 def test_values_are_those_of_prefixes(family: str) -> None:
     critic = make_critic(family, tokens_per_batch=12)  # several forwards
     rows = [torch.arange(1, 8), torch.tensor([5, 6]), torch.tensor([9]), torch.arange(3, 12)]
@@ -43,6 +43,44 @@ def test_values_are_those_of_prefixes(family: str) -> None:
         assert got[0] == 0
         if len(row) > 1:
             assert_close(got[1:], value_of(critic, row), **CLOSE)
+
+
+def test_a_critic_with_adapters_trains_them() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    critic = TokenCritic(peft.get_peft_model(tiny_model(seed=2), config))
+    nn.init.normal_(critic.head.weight)
+    row = torch.arange(1, 8)
+    values = critic(Ragged.from_list([row])).values
+    assert_close(values[1:], value_of(critic, row), **CLOSE)
+    values.sum().backward()
+    trained = {name for name, p in critic.named_parameters() if p.grad is not None and p.grad.any()}
+    assert any("lora_A" in name for name in trained)
+    assert all("lora" in name or name.startswith("head") for name in trained)
+    plain = TokenCritic(tiny_model(seed=2))
+    plain.head.load_state_dict(critic.head.state_dict())
+    assert (plain(Ragged.from_list([row])).values - values).abs().max() > 1e-3
+
+
+def test_tokens_that_the_critic_cannot_read() -> None:
+    critic = make_critic()
+    with pytest.raises(ValueError, match=r"token id 97 at sequence 1, position 2 is outside the vocabulary"):
+        critic(Ragged.from_list([torch.tensor([1, 2]), torch.tensor([1, 2, 97])]))
+    with pytest.raises(ValueError, match=r"sequence 0 has 65 tokens but .* allows 64 positions"):
+        critic(Ragged.from_list([torch.ones(65, dtype=torch.long)]))
+
+
+def test_values_are_read_without_dropout() -> None:
+    critic = make_critic("gpt2")
+    for module in critic.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    expected = RetrieveValue(critic.eval())(batch())["next", "state_value"]
+    critic.train()
+    critic.body.h[0].eval()
+    modes = [module.training for module in critic.modules()]
+    assert_close(RetrieveValue(critic)(batch())["next", "state_value"], expected)
+    assert [module.training for module in critic.modules()] == modes
 
 
 def test_an_untrained_critic_expects_nothing() -> None:

@@ -15,6 +15,7 @@ from torchrl_llm_kl.advantages._entries import amounts, check_finite_rows, find,
 from torchrl_llm_kl.advantages._hyper import translate
 from torchrl_llm_kl.advantages._keys import ADVICE, DEFAULT_KEYS, resolve_keys
 from torchrl_llm_kl.advantages._membership import groups_of_size, runs_along_time
+from torchrl_llm_kl.advantages._outcomes import outcomes
 from torchrl_llm_kl.advantages._registry import advantage_spec, get_advantage
 from torchrl_llm_kl.advantages._tokens import ResponseTokens
 from torchrl_llm_kl.ragged import own_leaves
@@ -47,8 +48,9 @@ class Advantage(Transform):
         hyper: hyper-parameters of the advantage; see its function. Trinity-RFT's names are accepted.
 
     Shapes:
-        A reward is one number for each sequence, or for each token (as ``KLRewardTransform`` writes it): then its sum is the
-        outcome, and for advantages of tokens an outcome sits on the last response token.
+        A reward is one number for each sequence, or for each token (as ``KLRewardTransform`` writes it): then its sum, without
+        padding (``("masks", "all_attention_mask")``), is the outcome, and for advantages of tokens an outcome sits on the
+        last response token.
         Response tokens are those of ``keys={"mask": ...}`` if it is given; else the response of each step, as for
         ``PolicyLoss(masking_strategy="sft")`` and ``RetrieveValue``.
         Trajectories lie along the last dimension of the batch and end at ``("next", "done")``, unless
@@ -56,7 +58,8 @@ class Advantage(Transform):
 
     Raises:
         TypeError: for a hyper-parameter that the advantage does not have.
-        ValueError: if a reward is NaN or infinite (says the row), or arguments contradict the advantage or each other.
+        ValueError: if a reward is NaN or infinite (says the row) or of another width than sequences and tokens, or arguments
+            contradict the advantage or each other.
         KeyError: if an entry is missing (says which, what was found, and what to do).
 
     Example:
@@ -109,12 +112,7 @@ class Advantage(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
-        if tensordict.batch_size.numel() == 0:
-            raise ValueError(
-                f"the batch is empty: a TensorDict of batch size {tuple(tensordict.batch_size)} has no advantage, drop it"
-            )
-        if tensordict.is_locked:
-            raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
+        self.check_writable(tensordict)
         tokens = ResponseTokens.of(tensordict, self.keys.get("mask")) if self._reads_tokens else None
         results = (
             self._of_tokens(tensordict, tokens) if self.spec.kind == "token" else self._of_rows(tensordict, tokens)
@@ -126,6 +124,26 @@ class Advantage(Transform):
             else:
                 tensordict.set(unravel_key(key), values)
         return tensordict
+
+    def check_writable(self, td: TensorDictBase) -> None:
+        """Raise unless there is something to calculate, and room to write it.
+
+        Raises:
+            ValueError: if the batch is empty.
+            RuntimeError: if it is locked.
+        """
+        if td.batch_size.numel() == 0:
+            raise ValueError(
+                f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)} has no advantage, drop it"
+            )
+        if td.is_locked:
+            raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
+
+    def check_groups(self, td: TensorDictBase) -> None:
+        """Raise as :meth:`forward` does if groups, trajectories or baselines are missing or wrong; runs nothing else."""
+        for name in ("group", "run", "step", "state", "baseline"):
+            if name in self.inputs:
+                self._row_input(td, name, None)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``.
@@ -191,7 +209,7 @@ class Advantage(Transform):
             return integers(value, rows, what)
         if name in ("group", "run", "state"):
             return identities(value, rows, what)
-        numbers = amounts(value, rows, what)
+        numbers = outcomes(td, value, what) if name == "reward" else amounts(value, rows, what)
         check_finite_rows(numbers, what)
         return numbers
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch import Tensor, nn
+
 from torchrl_llm_kl._checks import check_choice
+from torchrl_llm_kl.algorithms._schema import SCHEMAS
 
 __all__ = ["Algorithm"]
 
@@ -70,6 +74,9 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         check_choice(("default", "mix"), sample_strategy=self.sample_strategy)
+        check_choice(tuple(SCHEMAS), schema=self.schema)
+        for name in ("kl_loss_coeff", "kl_reward_coeff", "entropy_coeff"):
+            _check_coefficient(name, getattr(self, name), low=-math.inf if name == "entropy_coeff" else 0.0)
         if self.repeat_times < 1:
             raise ValueError(f"repeat_times must be at least 1, got {self.repeat_times}")
         if not 0 <= self.expert_data_ratio <= 1:
@@ -89,3 +96,13 @@ class Algorithm:
             for f in fields(self)
             if f.name not in ("name", "sources") and (value := getattr(self, f.name)) != getattr(plain, f.name)
         }
+
+
+def _check_coefficient(name: str, value: Any, *, low: float) -> None:
+    if isinstance(value, (Tensor, nn.Module)):  # reading one would stall an accelerator
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, a tensor or a coefficient module, got {value!r}")
+    if not math.isfinite(value) or value < low:
+        at_least = "" if low == -math.inf else f" of at least {low:g}"
+        raise ValueError(f"{name} must be a finite number{at_least}, got {value}")

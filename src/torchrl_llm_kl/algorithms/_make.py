@@ -11,9 +11,17 @@ from torch import nn
 
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
+from torchrl_llm_kl.algorithms._models import (
+    check_loss_args,
+    exact_reference,
+    reference_to_score,
+    scoring_settings,
+    to_score,
+)
 from torchrl_llm_kl.algorithms._overrides import apply_overrides
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
+from torchrl_llm_kl.algorithms._selection import KeepBest
 from torchrl_llm_kl.algorithms.presets import ALGORITHMS
 from torchrl_llm_kl.losses import (
     EntropyBonus,
@@ -27,6 +35,7 @@ from torchrl_llm_kl.losses import (
 from torchrl_llm_kl.losses._tokens import MaskingStrategy
 from torchrl_llm_kl.scoring import LogProbScorer
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
+from torchrl_llm_kl.transforms._located import Scope
 
 __all__ = ["UnknownAlgorithmError", "get_algorithm", "make_algorithm"]
 
@@ -71,11 +80,13 @@ def make_algorithm(
 
     Args:
         algorithm: a name in :data:`ALGORITHMS`, or a preset of one's own.
-        actor: what :class:`~torchrl_llm_kl.losses.PolicyLoss` takes.
+        actor: what :class:`~torchrl_llm_kl.losses.PolicyLoss` takes. Temperature and ``dtype`` of a scorer hold for the
+            reference too.
 
     Keyword Args:
-        reference: the frozen reference model, the teacher for distillation; ``"base"`` for the actor without its PEFT
-            adapters; ``"data"`` if the data holds ``("next", "ref_log_probs", "full")``.
+        reference: the frozen reference model, the teacher for distillation, or a scorer of it with the actor's temperature
+            and ``dtype``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
+            ``("next", "ref_log_probs", "full")``.
         critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, for algorithms that have one.
         gen_model: what scores the policy's own tokens: the actor by default; ``"from_collector"`` for a
             :attr:`~AlgorithmParts.kl_transform` in the env of a collector with another copy of the policy.
@@ -85,7 +96,7 @@ def make_algorithm(
         masking_strategy: which tokens count: ``"sft"``, ``"rlhf"`` or ``"generic"``.
         max_len: the longest response that is sampled, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.losses.PolicyLoss`: ``corrections``, ``tokens_per_batch``,
-            ``dtype``, ...
+            ``dtype`` (with which old log-probs and the reference's are scored too), ...
         overrides: fields of :class:`Algorithm`; hyper-parameters of its objective or its advantage; or keys of Trinity-RFT's
             ``algorithm`` section (``policy_loss_fn_args``, ``kl_loss_fn``, ...).
 
@@ -93,8 +104,9 @@ def make_algorithm(
         :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` is what to minimise.
 
     Raises:
-        ValueError: if a model is missing that the algorithm needs, or one is given that nothing needs.
-        TypeError: if there is no such setting.
+        ValueError: if a model is missing that the algorithm needs, or one is given that nothing needs; if a scorer has other
+            settings than the actor's.
+        TypeError: if there is no such setting, or ``loss_args`` holds what is said to this function itself.
 
     Warns:
         KLPlacementWarning: if an estimator stands where its gradient is not that of the reverse KL.
@@ -120,16 +132,20 @@ def make_algorithm(
     preset = apply_overrides(preset, overrides)
     _check_models(preset, reference, critic)
     grouping = _grouping(preset, group_key, group_size)
-    if isinstance(actor, LogProbScorer):
-        if temperature not in (1.0, actor.temperature):
-            raise ValueError(
-                f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there"
-            )
-        temperature = actor.temperature  # one temperature for old and current log-probs, and the reference's
+    if critic is not None and masking_strategy == "generic":
+        raise ValueError(
+            "masking_strategy='generic' with a critic: values and returns are of what the assistant said, and prompts would "
+            "be taught a return of 0. Use 'sft' or 'rlhf'"
+        )
+    loss_args = dict(loss_args or {})
+    check_loss_args(loss_args)
+    scoring = scoring_settings(actor, temperature, loss_args)  # one for old and current log-probs, and the reference's
+    scored_reference = reference_to_score(actor, reference, scoring)
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
 
     settings: dict[str, Any] = {} if isinstance(actor, LogProbScorer) else {"temperature": temperature}
+    scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     loss = PolicyLoss(
         actor,
         preset.objective,
@@ -137,29 +153,30 @@ def make_algorithm(
         aggregation=preset.aggregation,
         max_len=max_len,
         masking_strategy=masking_strategy,
-        reference=reference if preset.kl_loss == "exact" and not isinstance(reference, str) else None,
-        **{**settings, **(loss_args or {})},
+        reference=exact_reference(actor, reference, scoring) if preset.kl_loss == "exact" else None,
+        **settings,
+        **loss_args,
         **preset.objective_args,
     )
     advantage = _advantage(preset, masking_strategy, grouping)
     keys = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
     kl_transform = _kl_transform(
         preset,
-        _model_of(actor) if gen_model is None else gen_model,
-        _model_of(reference),
+        to_score(actor if gen_model is None else gen_model, scoring, "actor" if gen_model is None else "gen_model"),
+        scored_reference,
         reads_old=("next", "log_probs", "full") in keys,
-        temperature=temperature,
-        masking_strategy=masking_strategy,
+        scope=scope,
+        assistant_only=masking_strategy != "generic",
+        **scoring,
     )
-    best = {"keys": {"advantage": "loss_mask"}, **grouping}
     return AlgorithmParts(
         preset,
         SCHEMAS[preset.schema],
         loss,
         kl_transform=kl_transform,
-        value_transform=None if critic is None else RetrieveValue(critic),
+        value_transform=None if critic is None else RetrieveValue(critic, scope=scope),
         advantage=advantage,
-        selection=Advantage("best_of_group", **best) if preset.keep_best else None,
+        selection=KeepBest(**grouping) if preset.keep_best else None,
         critic_loss=None if critic is None else ValueLoss(critic, masking_strategy=masking_strategy),
     )
 
@@ -202,13 +219,8 @@ def _advantage(preset: Algorithm, masking_strategy: str, grouping: dict[str, Any
 
 
 def _kl_transform(
-    preset: Algorithm, policy: Any, reference: Any, *, reads_old: bool, temperature: float, masking_strategy: str
+    preset: Algorithm, policy: Any, reference: Any, *, reads_old: bool, **scoring: Any
 ) -> RetrieveKL | RetrieveLogProb | None:
-    scoring: dict[str, Any] = {
-        "temperature": temperature,
-        "scope": "full" if masking_strategy == "rlhf" else "turn",
-        "assistant_only": masking_strategy != "generic",
-    }
     if isinstance(reference, str) and reference == "data":
         return None
     if _needs_reference(preset):
@@ -247,7 +259,3 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
     if preset.use_critic != (critic is not None):
         missing = f"{preset.name} trains a critic: pass critic=TokenCritic(model)"
         raise ValueError(missing if preset.use_critic else f"{preset.name} has no critic: leave critic= out")
-
-
-def _model_of(actor: Any) -> Any:
-    return actor.model if isinstance(actor, LogProbScorer) else actor

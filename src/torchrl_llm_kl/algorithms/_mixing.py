@@ -11,7 +11,12 @@ from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 
+from torchrl_llm_kl.ragged import has_entry
+
 __all__ = ["mix_buffers"]
+
+_MASK = "loss_mask"
+_COUNTS = ("denominators", "value_denominators")
 
 
 def mix_buffers(
@@ -26,7 +31,9 @@ def mix_buffers(
     """A replay buffer whose batches are, in a fixed proportion, rollouts and experts' answers.
 
     Experts' rows get 0 for each entry that rollouts have and they have not (rewards, advantages, log-probs): nothing reads
-    it, since objectives for mixed data tell the rows apart by ``expert_mask``.
+    it, since objectives for mixed data tell the rows apart by ``expert_mask``. A ``loss_mask`` that some rows have is True
+    for the others. Denominators that :meth:`AlgorithmParts.prepare` wrote are of another batch and left out: a mixed batch
+    has its own mean, or its own :meth:`AlgorithmParts.count`.
 
     Args:
         rollouts: what the policy sampled, prepared (:meth:`AlgorithmParts.prepare`).
@@ -71,11 +78,17 @@ class _Mixed:
 
     def __call__(self, samples: Sequence[TensorDictBase]) -> TensorDictBase:
         members = [[row.copy() for row in sample.reshape(-1).unbind(0)] for sample in samples]
+        for row in (row for rows in members for row in rows):
+            for key in _COUNTS:
+                row.pop(key, None)
         example = members[self.flags.index(False)][0]
+        masks = [row[_MASK] for rows in members for row in rows if has_entry(row, _MASK)]
         for flag, rows in zip(self.flags, members, strict=True):
             for row in rows:
                 if flag:
                     self._complete(row, example)
+                if masks:
+                    self._fill_mask(row, masks[0])
                 row.set(self.mask_key, torch.tensor(flag))
         return lazy_stack([lazy_stack(rows) for rows in members])
 
@@ -83,10 +96,19 @@ class _Mixed:
         length, tokens = len(example[self.tokens_key]), len(row[self.tokens_key])
         known = set(row.keys(True, True))
         for key, value in example.items(True, True):
-            if key in known or not isinstance(value, Tensor) or _is_inside(key, "tokens", "masks", self.mask_key):
+            if (
+                key in known
+                or not isinstance(value, Tensor)
+                or _is_inside(key, "tokens", "masks", _MASK, self.mask_key)
+            ):
                 continue
             shape = [tokens if size == length and at == 0 else size for at, size in enumerate(value.shape)]
             row.set(key, torch.zeros(shape, dtype=value.dtype, device=value.device))
+
+    def _fill_mask(self, row: TensorDictBase, example: Tensor) -> None:
+        if not has_entry(row, _MASK):
+            shape = example.shape if example.numel() == 1 else (len(row[self.tokens_key]), *example.shape[1:])
+            row.set(_MASK, torch.ones(shape, dtype=torch.bool, device=example.device))
 
 
 def _is_inside(key: Any, *roots: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -41,6 +42,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
         TypeError: if there is no such name, or objective and advantage both have it.
         ValueError: if a value of Trinity's cannot be honoured.
     """
+    _check_said_once(overrides)
     changes: dict[str, Any] = {}
     args: dict[str, dict[str, Any]] = {"objective_args": {}, "advantage_args": {}}
     loose: dict[str, Any] = {}
@@ -57,16 +59,20 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
             args[_ARGS.get(name, name)] |= given
         elif name in _KL_ARGS:
             changes[_KL_ARGS[name]] = _coefficient(value or {})
-        elif name == "entropy_loss_fn":
-            changes |= _entropy(value)
-        elif name == "entropy_loss_fn_args":
-            changes["entropy_coeff"] = (value or {}).get("entropy_coef", 0.0)
+        elif name in ("entropy_loss_fn", "entropy_loss_fn_args"):
+            continue  # together below: whichever comes first
         elif name == "sample_strategy_args":
-            changes["expert_data_ratio"] = (value or {}).get("expert_data_ratio", algorithm.expert_data_ratio)
+            sampling = _known(name, value, "expert_data_ratio", "sft_dataset_name")
+            if "sft_dataset_name" in sampling:
+                warnings.warn(
+                    "sft_dataset_name has no effect here: mix_buffers takes the experts' buffer", stacklevel=3
+                )
+            changes["expert_data_ratio"] = sampling.get("expert_data_ratio", algorithm.expert_data_ratio)
         elif name in _FIELDS:
             changes[name] = value
         else:
             loose[name] = value
+    changes = _with_entropy(changes, overrides)
     if changes.get("objective") not in (None, algorithm.objective):
         changes.setdefault("objective_args", {})
     if "advantage" in changes and changes["advantage"] != algorithm.advantage:
@@ -91,15 +97,42 @@ def _coefficient(args: Mapping[str, Any]) -> Any:
     return AdaptiveKLCoefficient(value, target=args["target_kl"], horizon=args["horizon"])
 
 
-def _entropy(name: str) -> dict[str, Any]:
-    known: dict[str, dict[str, Any]] = {
-        "none": {"entropy_coeff": 0.0},
-        "default": {},
-        "mix": {"leave_out_experts": True},
+def _with_entropy(changes: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Trinity's two keys for the entropy; ``"none"`` is none, whatever the coefficient."""
+    changes = dict(changes)
+    if "entropy_loss_fn_args" in overrides:
+        given = _known("entropy_loss_fn_args", overrides["entropy_loss_fn_args"], "entropy_coef")
+        changes["entropy_coeff"] = given.get("entropy_coef", 0.0)
+    if "entropy_loss_fn" not in overrides:
+        return changes
+    name = overrides["entropy_loss_fn"]
+    if name not in ("none", "default", "mix"):
+        raise ValueError(f"unknown entropy_loss_fn {name!r}; known: none, default, mix")
+    if name == "none":
+        changes["entropy_coeff"] = 0.0
+    if name == "mix":
+        changes.setdefault("leave_out_experts", True)
+    return changes
+
+
+def _known(name: str, given: Mapping[str, Any] | None, *known: str) -> Mapping[str, Any]:
+    unknown = sorted(set(given or {}) - set(known))
+    if unknown:
+        raise TypeError(f"{name} has no key {unknown[0]!r}; it has {', '.join(known)}")
+    return given or {}
+
+
+def _check_said_once(overrides: Mapping[str, Any]) -> None:
+    """Of two names of one setting the last would win."""
+    same = {
+        **_RENAMED,
+        **_KL_ARGS,
+        "entropy_loss_fn_args": "entropy_coeff",
+        "sample_strategy_args": "expert_data_ratio",
     }
-    if name not in known:
-        raise ValueError(f"unknown entropy_loss_fn {name!r}; known: {', '.join(known)}")
-    return known[name]
+    for other, own in same.items():
+        if other in overrides and own in overrides:
+            raise TypeError(f"{other!r} and {own!r} are the same setting: pass one of them")
 
 
 def _home(algorithm: Algorithm, name: str) -> str:

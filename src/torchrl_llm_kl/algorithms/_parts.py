@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
+from torchrl_llm_kl.algorithms._selection import KeepBest
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
-from torchrl_llm_kl.losses._entries import find_key
+from torchrl_llm_kl.losses._entries import find_key, per_sequence
+from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 __all__ = ["AlgorithmParts"]
@@ -40,7 +43,7 @@ class AlgorithmParts:
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
     value_transform: RetrieveValue | None = None
     advantage: Advantage | None = None
-    selection: Advantage | None = None
+    selection: KeepBest | None = None
     critic_loss: ValueLoss | None = None
 
     @property
@@ -52,7 +55,9 @@ class AlgorithmParts:
     def prepare(self, batch: TensorDictBase, *, count: bool = True) -> TensorDictBase:
         """Check a batch, score it, and write its advantages and the denominators of its losses.
 
-        What was scored in the env already is not scored again.
+        What was scored in the env already is not scored again, nor is what an earlier call scored; advantages are of the
+        rewards that are there now. What it scored itself is marked under ``"prepared"``. A KL that was scored but not charged
+        yet (the reward is an outcome) is charged.
 
         Args:
             batch: the rollouts of one step, whole groups; changed in place where it can be.
@@ -68,9 +73,18 @@ class AlgorithmParts:
             SchemaError: if an entry is missing or wrong.
         """
         self.schema.check(batch)
-        for transform in self.transforms:
-            if transform is not self.kl_transform or not self._is_scored(batch):
-                batch = transform(batch)
+        for part in (self.advantage, self.selection):
+            if part is not None:
+                part.check_groups(batch)  # before models run
+        if self.kl_transform is not None:
+            batch = self._score(self.kl_transform, batch)
+        if self.value_transform is not None:
+            if not (_is_marked(batch, _VALUES) and find_key(batch, ("next", "state_value")) is not None):
+                batch = self.value_transform(batch)
+            _mark(batch, _VALUES)
+        for part in (self.advantage, self.selection):
+            if part is not None:
+                batch = part(batch)
         return self.count(batch) if count else batch
 
     def count(self, batch: TensorDictBase) -> TensorDictBase:
@@ -78,9 +92,34 @@ class AlgorithmParts:
         batch = self.loss.count(batch)
         return batch if self.critic_loss is None else self.critic_loss.count(batch)
 
-    def _is_scored(self, batch: TensorDictBase) -> bool:
-        if isinstance(self.kl_transform, RetrieveKL):
-            return find_key(batch, ("next", "kl_penalty")) is not None
-        # Log-probs at the root are those that torchrl's wrappers store, which miss first tokens.
+    def _score(self, transform: RetrieveKL | RetrieveLogProb, batch: TensorDictBase) -> TensorDictBase:
+        """What is not scored yet, by the env or by an earlier call."""
+        if isinstance(transform, RetrieveKL):
+            if find_key(batch, ("next", "kl_penalty")) is None:
+                return transform(batch)
+            # The penalised reward has a number for each token.
+            reward = find_key(batch, ("next", "reward"))
+            charged = reward is not None and per_sequence(batch, reward) is None
+            return batch if charged or not transform[2].add_to_reward else transform[2](batch)
+        # Log-probs at the root, unless written here, are those that torchrl's wrappers store, which miss first tokens.
         key = ("next", "log_probs", "full")
-        return find_key(batch, key) == key
+        found = find_key(batch, key)
+        if found != key and not (found is not None and _is_marked(batch, _LOG_PROBS)):
+            batch = transform(batch)
+        _mark(batch, _LOG_PROBS)
+        return batch
+
+
+# Beside the rows: what an earlier call of prepare wrote.
+_LOG_PROBS = ("prepared", "log_probs")
+_VALUES = ("prepared", "values")
+
+
+def _is_marked(batch: TensorDictBase, key: NestedKey) -> bool:
+    found = None if find_key(batch, key) is None else per_sequence(batch, key)
+    return found is not None and bool(found.all())
+
+
+def _mark(batch: TensorDictBase, key: NestedKey) -> None:
+    own_leaves(batch, key)
+    batch.set(key, torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device))

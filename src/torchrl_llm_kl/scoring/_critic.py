@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._model import find_head, position_limit, vocab_size
 from torchrl_llm_kl.scoring._plan import plan_micro_batches
+from torchrl_llm_kl.scoring._request import Request
 
 __all__ = ["TokenCritic"]
 
@@ -17,11 +19,11 @@ class TokenCritic(nn.Module):
     r"""The value of each token's prefix: what a critic expects of the rest of the episode before the token is drawn.
 
     Args:
-        model: a transformers model; its body is used as it is, in place, not copied. Give a critic a model of its own: a body
-            shared with the policy would be trained by both losses.
+        model: a transformers model, also with PEFT's adapters in it; its body is used as it is, in place, not copied. Give a
+            critic a model of its own: a body shared with the policy would be trained by both losses.
 
     Keyword Args:
-        hidden_size: width of what the body returns; read off the model's configuration by default.
+        hidden_size: width of what the body returns; by default what the model's own head reads, or its configuration says.
         tokens_per_batch: the most tokens, with padding, in one forward.
 
     Attributes:
@@ -39,14 +41,9 @@ class TokenCritic(nn.Module):
 
     def __init__(self, model: nn.Module, *, hidden_size: int | None = None, tokens_per_batch: int = 8192) -> None:
         super().__init__()
-        body = getattr(model, "base_model", model)
-        if hidden_size is None:
-            config: Any = getattr(model, "config", None)
-            hidden_size = getattr(config, "hidden_size", None)
-            if hidden_size is None:
-                raise ValueError(
-                    f"cannot tell the width of {type(model).__name__}: it has no config.hidden_size; pass hidden_size="
-                )
+        model = _without_peft(model)
+        body: Any = getattr(model, "base_model", model)
+        hidden_size = _width(model) if hidden_size is None else hidden_size
         if tokens_per_batch < 1:
             raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
         self.body = body
@@ -65,9 +62,16 @@ class TokenCritic(nn.Module):
 
         Returns:
             ``tokens.like(values)``: float32 ``[N]``, in the unit of the reward; 0 where the mask is False.
+
+        Raises:
+            ValueError: if a token id is outside the vocabulary, or a sequence too long for the model; names the sequence.
         """
         after_first = tokens.positions > 0
         mask = after_first if mask is None else mask & after_first
+        if tokens.num_sequences:
+            request = Request.build(tokens, mask)
+            request.check_ids(vocab_size(self.body))
+            request.check_lengths(position_limit(self.body))
         device = self.head.weight.device
         out = torch.zeros(tokens.values.shape[0], device=device)
         rows = tokens.to_list()
@@ -85,3 +89,33 @@ class TokenCritic(nn.Module):
             at = torch.cat([wanted[i].nonzero().squeeze(-1) + starts[i] for i in chosen]).to(device)
             out = out.index_copy(0, at, value[here])
         return tokens.like(out.to(tokens.values.device))
+
+
+def _without_peft(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT model, in which the adapters' layers stay."""
+    inner = getattr(model, "get_base_model", None)
+    if not callable(inner):
+        return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(model).__name__} learns a prompt, which is not in the body of the model: a critic can train LoRA's "
+            "adapters, or all weights"
+        )
+    return inner()
+
+
+def _width(model: nn.Module) -> int:
+    """What the head reads: bodies such as OPT-350m's project their hidden states before they return them."""
+    weight = getattr(find_head(model), "weight", None)
+    if isinstance(weight, Tensor) and weight.ndim == 2:
+        return weight.shape[1]
+    config: Any = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    config = text() if callable(text) else config
+    for name in ("word_embed_proj_dim", "hidden_size"):
+        width = getattr(config, name, None)
+        if isinstance(width, int):
+            return width
+    raise ValueError(
+        f"cannot tell the width of {type(model).__name__}: it has no head and no config.hidden_size; pass hidden_size="
+    )

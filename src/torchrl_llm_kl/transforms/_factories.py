@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-__all__ = ["refuse_ray", "resolve_factory"]
+__all__ = ["RayVariant", "resolve_factory"]
 
 
 def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *, default: Any) -> Any:
@@ -21,9 +22,11 @@ def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *,
     return factory()
 
 
-def refuse_ray(use_ray_service: bool) -> None:
-    """Say so, instead of ignoring the argument."""
-    if use_ray_service:
-        raise ValueError(
-            "use_ray_service=True: this version has no Ray service yet. Leave it out to score in the process of the env."
-        )
+class RayVariant:
+    """A mixin: ``use_ray_service=True`` makes the variant of the class whose models are behind a service."""
+
+    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
+        """An object of this class, or of its variant, which is one of its subclasses."""
+        if use_ray_service and not cls.__name__.startswith("Ray"):
+            cls = getattr(import_module("torchrl_llm_kl.service"), f"Ray{cls.__name__}")
+        return super().__new__(cls)

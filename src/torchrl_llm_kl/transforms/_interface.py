@@ -34,6 +34,9 @@ class ModelInterface:
     @classmethod
     def of(cls, model: Any) -> ModelInterface:
         """Read it off a TorchRL wrapper; a bare transformers model has the defaults."""
+        known = getattr(model, "interface", None)  # of a model in another process
+        if isinstance(known, cls):
+            return known
         if not hasattr(model, "input_mode"):
             return cls()
         # A policy that generates is scored on what it has produced: the "full" entry beside the prompt that it reads.

@@ -17,7 +17,7 @@ from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer
 from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
 from torchrl_llm_kl.transforms._container import in_env
 from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
-from torchrl_llm_kl.transforms._factories import refuse_ray, resolve_factory
+from torchrl_llm_kl.transforms._factories import RayVariant, resolve_factory
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
 from torchrl_llm_kl.transforms._pairs import check_finite, check_pair, estimate_kl
@@ -29,7 +29,7 @@ from torchrl_llm_kl.transforms._scorers import ScorerSlot
 __all__ = ["KLRewardTransform"]
 
 
-class KLRewardTransform(StepTransform):
+class KLRewardTransform(RayVariant, StepTransform):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
     Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
@@ -101,7 +101,6 @@ class KLRewardTransform(StepTransform):
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
     ) -> None:
-        refuse_ray(use_ray_service)
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if ref_model is None:
             raise ValueError("Must provide exactly one of 'ref_model' or 'ref_model_factory'.")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl.envs import Compose
 
 from torchrl_llm_kl.transforms._base import Output, StepPlaces
-from torchrl_llm_kl.transforms._factories import refuse_ray, resolve_factory
+from torchrl_llm_kl.transforms._factories import RayVariant, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._pairs import check_same_tokens
 from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb
@@ -23,7 +23,7 @@ __all__ = ["RetrieveKL"]
 _OF_BOTH = {"adapters", "dtype", "memory", "scope", "temperature"}
 
 
-class RetrieveKL(StepPlaces, Compose):
+class RetrieveKL(RayVariant, StepPlaces, Compose):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
     A composition of two :class:`RetrieveLogProb` and a :class:`KLComputation` that locates the tokens once for both
@@ -101,7 +101,6 @@ class RetrieveKL(StepPlaces, Compose):
             raise TypeError(
                 f"RetrieveKL() got unexpected keyword arguments {unknown}; beyond those named it takes {sorted(_OF_BOTH)}"
             )
-        refuse_ray(use_ray_service)
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         _check_models(gen_model, ref_model)

@@ -12,6 +12,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores
 from torchrl_llm_kl.transforms._base import Output, StepTransform
 from torchrl_llm_kl.transforms._container import collector_policy, in_env
+from torchrl_llm_kl.transforms._factories import RayVariant
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
 from torchrl_llm_kl.transforms._rendered import TokenisingOptions
@@ -20,7 +21,7 @@ from torchrl_llm_kl.transforms._scorers import ScorerSlot
 __all__ = ["RetrieveLogProb"]
 
 
-class RetrieveLogProb(StepTransform):
+class RetrieveLogProb(RayVariant, StepTransform):
     r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss to use.
 
     Scored are the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise the
@@ -54,6 +55,7 @@ class RetrieveLogProb(StepTransform):
         reference: another model, to which the exact KL over the whole vocabulary is written too, from the same pass.
         exact_kl_key: where that goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of each distribution that a token was drawn from, if anywhere.
+        use_ray_service: True makes a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Shapes:
         float32 nats ``[*B, T]``, in the form of the tokens, exactly 0 at padding and wherever nothing is scored.
@@ -97,6 +99,7 @@ class RetrieveLogProb(StepTransform):
         reference: Any = None,
         exact_kl_key: NestedKey | None = None,
         entropy_key: NestedKey | None = None,
+        use_ray_service: bool = False,
     ) -> None:
         if scope not in ("turn", "full"):
             raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}")

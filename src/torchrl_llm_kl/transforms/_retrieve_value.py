@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import nn
 
+from torchrl_llm_kl.scoring._model import evaluating
 from torchrl_llm_kl.transforms._base import Output, StepTransform
 from torchrl_llm_kl.transforms._interface import ModelInterface
 from torchrl_llm_kl.transforms._located import Scope, locate
@@ -17,6 +20,8 @@ __all__ = ["RetrieveValue"]
 
 class RetrieveValue(StepTransform):
     """Write the value of each response token's prefix, for advantages and for a clipped value loss.
+
+    A critic that is a module is evaluated without dropout, and its mode restored.
 
     Works wherever :class:`~torchrl_llm_kl.RetrieveLogProb` does.
 
@@ -72,4 +77,5 @@ class RetrieveValue(StepTransform):
             scope=self.scope,
             options=TokenisingOptions(),
         )
-        return [Output.of(self.value_key, self.critic(located.tokens, located.mask))]
+        with evaluating(self.critic) if isinstance(self.critic, nn.Module) else nullcontext():
+            return [Output.of(self.value_key, self.critic(located.tokens, located.mask))]

@@ -22,7 +22,8 @@ class ScorerSlot:
         sources = (model, getattr(model, "model", None))
         same = self._sources is not None and all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:
-            self._scorer = LogProbScorer(model, **settings)
+            make = getattr(model, "make_scorer", None)  # a model in another process
+            self._scorer = LogProbScorer(model, **settings) if make is None else make(**settings)
             self._sources, self._settings = sources, settings
         return self._scorer
 

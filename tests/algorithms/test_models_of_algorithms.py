@@ -1,0 +1,138 @@
+"""Actors, references and critics in all their forms: one temperature, one precision, one set of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.algorithms import make_algorithm
+from torchrl_llm_kl.scoring import TokenCritic
+from toy_models import VOCAB_SIZE, tiny_model
+from toy_rollouts import make_tokenizer
+
+PROMPT = 3
+
+
+def batch() -> TensorDict:
+    full = torch.randint(VOCAB_SIZE, (4, 7), generator=torch.Generator().manual_seed(0))
+    full[1::2, :PROMPT] = full[::2, :PROMPT]
+    reward = torch.tensor([[1.0], [0.0], [3.0], [-1.0]])
+    return TensorDict(
+        tokens=TensorDict(full=full, prompt=full[:, :PROMPT], batch_size=[4]),
+        next=TensorDict(reward=reward, batch_size=[4]),
+        batch_size=[4],
+    )
+
+
+def with_lora() -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(tiny_model(seed=0), config).eval()
+
+
+def outcome(actor: Any, **settings: Any) -> TensorDict:
+    parts = make_algorithm("grpo", actor, **{"group_size": 2, "kl_loss_coeff": 0.5, **settings})
+    return parts.loss(parts.prepare(batch()))
+
+
+def gradient(out: TensorDict, actor: nn.Module) -> Tensor:
+    loss = sum(out[key] for key in set(out.keys()) if key.startswith("loss_"))
+    found = torch.autograd.grad(loss, [p for p in actor.parameters() if p.requires_grad], allow_unused=True)
+    return torch.cat([x.flatten() for x in found if x is not None])
+
+
+@pytest.mark.parametrize("kl_loss", ["k2", "exact"])
+def test_the_base_model_under_all_its_names(kl_loss: str) -> None:
+    actor = with_lora()
+    expected = outcome(actor, reference=tiny_model(seed=0), kl_loss=kl_loss)
+    assert expected["kl_to_ref"].abs() > 0.01
+    wanted = gradient(expected, actor)
+    for reference in ("base", LogProbScorer(actor, adapters=False)):
+        found = outcome(actor, reference=reference, kl_loss=kl_loss)
+        torch.testing.assert_close(found["loss_kl_to_ref"], expected["loss_kl_to_ref"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient(found, actor), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_reference_without_adapters_is_the_actors_own() -> None:
+    with pytest.raises(
+        ValueError, match="reference is a scorer with adapters=False of a model that is not the actor's"
+    ):
+        outcome(tiny_model(seed=0), reference=LogProbScorer(with_lora(), adapters=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 2.0}, "reference is a scorer with temperature 2, and the actor is scored at 0.5"),
+        (
+            {"temperature": 0.5, "dtype": torch.bfloat16},
+            r"reference is a scorer with dtype=torch.bfloat16, and the actor has dtype=None",
+        ),
+    ],
+)
+def test_a_reference_with_other_settings_is_refused(settings: dict[str, Any], message: str) -> None:
+    reference = LogProbScorer(tiny_model(seed=1), **settings)
+    for kl_loss in ("k2", "exact"):
+        with pytest.raises(ValueError, match=message):
+            outcome(tiny_model(seed=0), reference=reference, temperature=0.5, kl_loss=kl_loss)
+
+
+@pytest.mark.parametrize("as_scorer", [False, True])
+def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
+    model, dtype = tiny_model(seed=0), torch.bfloat16
+    actor = LogProbScorer(model, dtype=dtype) if as_scorer else model
+    settings: dict[str, Any] = {} if as_scorer else {"loss_args": {"dtype": dtype}}
+    out = outcome(actor, reference=LogProbScorer(tiny_model(seed=1), dtype=dtype), **settings)
+    assert float(out["ratio_max"]) == pytest.approx(1, abs=1e-3)
+    plain = outcome(model, reference=tiny_model(seed=1))
+    assert (out["loss_kl_to_ref"] - plain["loss_kl_to_ref"]).abs() > 1e-3  # and it is that one
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("temperature", "pass temperature= to make_algorithm"),
+        ("aggregation", "pass aggregation= to make_algorithm"),
+        ("terms", "say kl_loss= and entropy_coeff="),
+        ("reference", "pass reference="),
+        ("masking_strategy", "pass masking_strategy="),
+        ("max_len", "pass max_len="),
+        ("clip_low", "hyper-parameters of the objective go to make_algorithm itself"),
+    ],
+)
+def test_what_loss_args_must_not_hold(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"loss_args must not hold '{name}'.*{hint}"):
+        outcome(tiny_model(), reference=tiny_model(), loss_args={name: None})
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_wrappers_are_scored_whether_they_generate_or_not(generate: bool) -> None:
+    def wrap(model: nn.Module) -> TransformersWrapper:
+        return TransformersWrapper(model, tokenizer=make_tokenizer(), input_mode="tokens", generate=generate)
+
+    actor, reference = tiny_model(seed=0), tiny_model(seed=1)
+    expected = gradient(outcome(actor, reference=reference), actor)
+    for given in (reference, wrap(reference)):
+        torch.testing.assert_close(gradient(outcome(wrap(actor), reference=given), actor), expected)
+
+
+def test_values_are_of_the_tokens_that_the_losses_count() -> None:
+    critic = TokenCritic(tiny_model(seed=2))
+    nn.init.constant_(critic.head.bias, 5.0)
+    data = batch()
+    mask = torch.ones(4, 7, dtype=torch.bool)
+    mask[:, [0, 2]] = False  # the assistant spoke at 1, inside the prompt, and in its response
+    data["masks"] = TensorDict(all_assistant_mask=mask, batch_size=[4])
+    for strategy, turns in (("sft", mask & (torch.arange(7) >= PROMPT)), ("rlhf", mask)):
+        parts = make_algorithm("ppo", tiny_model(), reference=tiny_model(), critic=critic, masking_strategy=strategy)
+        values = parts.prepare(data.clone())["next", "state_value"]
+        torch.testing.assert_close(values, 5.0 * turns)
+    with pytest.raises(ValueError, match="masking_strategy='generic' with a critic"):
+        make_algorithm("ppo", tiny_model(), reference=tiny_model(), critic=critic, masking_strategy="generic")
