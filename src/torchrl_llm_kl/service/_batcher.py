@@ -1,0 +1,184 @@
+"""Requests that wait together are scored in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceOverloaded
+from torchrl_llm_kl.service._wire import Reply, Request
+
+__all__ = ["BatchRecord", "Batcher"]
+
+Answers = list[Reply | Exception]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: Request
+    answer: asyncio.Future[Reply]
+    arrived: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """One batch, for statistics: requests, tokens, seconds in the model, and how long each request took in all."""
+
+    requests: int
+    tokens: int
+    seconds: float
+    latencies: tuple[float, ...]
+
+
+class Batcher:
+    """Collects requests on an event loop and scores them in one other thread.
+
+    A batch starts with the oldest request, waits a few milliseconds for others, and takes one request of each caller in turn,
+    the oldest first, up to a number of tokens. A request larger than that goes alone.
+
+    Args:
+        score: answers a batch; called in the thread.
+
+    Keyword Args:
+        max_tokens: of a batch.
+        max_wait: seconds that the oldest request waits for company.
+        max_queue: requests that may wait; more wait outside, until their time is up.
+        on_batch: told of each batch.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[Sequence[Request]], Answers],
+        *,
+        max_tokens: int = 65536,
+        max_wait: float = 0.003,
+        max_queue: int = 256,
+        on_batch: Callable[[BatchRecord], None] = lambda record: None,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_queue", max_queue)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not max_wait >= 0:
+            raise ValueError(f"max_wait must be a number of seconds, got {max_wait}")
+        self._score, self._on_batch = score, on_batch
+        self.max_tokens, self.max_wait, self.max_queue = max_tokens, max_wait, max_queue
+        self._waiting: deque[_Waiting] = deque()
+        self._changed = asyncio.Condition()
+        self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+        self._loop: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def submit(self, request: Request, *, timeout: float) -> Reply:
+        """Wait for a place in the queue, and for the answer.
+
+        Raises:
+            ServiceOverloaded: if there was no place within ``timeout`` seconds.
+            ServiceClosedError: if the service is closed meanwhile.
+            Exception: whatever scoring this request raised.
+        """
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop().create_task(self._run())
+        deadline = time.monotonic() + timeout
+        async with self._changed:
+            while len(self._waiting) >= self.max_queue and not self._closed:
+                left = deadline - time.monotonic()
+                try:
+                    await asyncio.wait_for(self._changed.wait(), max(left, 0))
+                except asyncio.TimeoutError:
+                    raise ServiceOverloaded(
+                        f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
+                        f"{timeout:g} s: add replicas, ask for less at a time, or wait longer (timeout=)"
+                    ) from None
+            if self._closed:
+                raise ServiceClosedError("the service is closed")
+            waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+            self._waiting.append(waiting)
+            self._changed.notify_all()
+        return await waiting.answer
+
+    async def in_thread(self, call: Callable[[], object]) -> object:
+        """Run something where the model runs, between two batches."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def close(self) -> None:
+        """Refuse what waits, and what comes."""
+        async with self._changed:
+            self._closed = True
+            for waiting in self._waiting:
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(ServiceClosedError("the service was closed before this was scored"))
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._loop is not None:
+            await self._loop
+        self._thread.shutdown(wait=False)
+
+    # ------------------------------------------------------------------ the loop
+
+    async def _run(self) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+            await self._company()
+            async with self._changed:
+                batch = self._take()
+                self._changed.notify_all()
+            if batch:
+                await self._answer(batch)
+
+    async def _company(self) -> None:
+        """Until the oldest has waited long enough or there is enough to do."""
+        while self._waiting:
+            left = self._waiting[0].arrived + self.max_wait - time.monotonic()
+            if left <= 0 or sum(w.request.num_tokens for w in self._waiting) >= self.max_tokens:
+                return
+            await asyncio.sleep(min(left, 0.001))
+
+    def _take(self) -> list[_Waiting]:
+        alive = [w for w in self._waiting if not w.answer.done()]  # a caller may have gone
+        turns: dict[str, itertools.count[int]] = {}
+        order = sorted(
+            ((next(turns.setdefault(w.request.caller, itertools.count())), w.arrived, i) for i, w in enumerate(alive)),
+        )
+        batch: list[_Waiting] = []
+        tokens = 0
+        for _, _, i in order:
+            size = alive[i].request.num_tokens
+            if batch and tokens + size > self.max_tokens:
+                break
+            batch.append(alive[i])
+            tokens += size
+        chosen = set(map(id, batch))
+        self._waiting = deque(w for w in alive if id(w) not in chosen)
+        return batch
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        start = time.monotonic()
+        requests = [w.request for w in batch]
+        try:
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, requests)
+        except Exception as error:  # the scorer itself: nobody's request is to blame, and nobody may wait for ever
+            answers = [error] * len(batch)
+        end = time.monotonic()
+        for waiting, answer in zip(batch, answers, strict=True):
+            if waiting.answer.done():
+                continue
+            if isinstance(answer, Exception):
+                waiting.answer.set_exception(answer)
+            else:
+                waiting.answer.set_result(answer)
+        self._on_batch(
+            BatchRecord(
+                len(batch), sum(r.num_tokens for r in requests), end - start, tuple(end - w.arrived for w in batch)
+            )
+        )

@@ -1,0 +1,173 @@
+"""The transforms with their models behind a service. What they compute is what the local classes compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchrl_llm_kl.service._client import RemoteModel
+from torchrl_llm_kl.service._service import ScoringService
+from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
+
+__all__ = ["RayKLRewardTransform", "RayRetrieveKL", "RayRetrieveLogProb", "serve_model"]
+
+#: Arguments of :class:`ScoringService` that the transforms hand on.
+SERVICE_ARGS = (
+    "num_replicas",
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "scheduling_strategy",
+    "runtime_env",
+    "max_restarts",
+    "detached",
+    "tokens_per_batch",
+    "max_tokens",
+    "max_wait",
+    "max_queue",
+    "timeout",
+    "namespace",
+)
+
+
+def _on_device(factory: Callable[[], Any], device: Any) -> Any:
+    """A factory's model, moved where the service is."""
+    return factory().to(device)
+
+
+def serve_model(
+    model: Any,
+    factory: Callable[[], Any] | None,
+    *,
+    name: str,
+    actor_name: str | None,
+    device: torch.device | str | None,
+    options: dict[str, Any],
+) -> Any:
+    """A model behind a service; what is there already, or is found later, stays as it is.
+
+    Raises:
+        ValueError: if both the model and a factory are given.
+    """
+    if factory is not None and model is not None and not isinstance(model, str):
+        raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
+    if factory is None and (model is None or isinstance(model, (str, RemoteModel))):
+        return model
+    if factory is None and device is not None:
+        model = model.to(device)
+    elif factory is not None:
+        model, factory = None, factory if device is None else partial(_on_device, factory, device)
+    return ScoringService(model, factory=factory, name=actor_name, **options).model
+
+
+def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the service, and of the transform."""
+    service = {name: kwargs.pop(name) for name in SERVICE_ARGS if kwargs.get(name) is not None or name in kwargs}
+    return {name: value for name, value in service.items() if value is not None}, kwargs
+
+
+class RayRetrieveLogProb(RetrieveLogProb):
+    """:class:`~torchrl_llm_kl.RetrieveLogProb` whose model is behind a service that other processes share.
+
+    Args:
+        model: the model, sent by value; or None with a factory.
+
+    Keyword Args:
+        model_factory: makes it, in the actor.
+        actor_name: of the service; processes that give the same one share it.
+        device: of the model, in the actor.
+        kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` (``num_replicas``, ``num_cpus``, ``timeout``, ...) and
+            of :class:`~torchrl_llm_kl.RetrieveLogProb`.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        model_factory: Callable[[], Any] | None = None,
+        actor_name: str | None = None,
+        device: torch.device | str | None = None,
+        use_ray_service: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        options, rest = _split(kwargs)
+        served = serve_model(model, model_factory, name="model", actor_name=actor_name, device=device, options=options)
+        super().__init__(served, **rest)
+
+
+class RayRetrieveKL(RetrieveKL):
+    """:class:`~torchrl_llm_kl.RetrieveKL` whose models are behind services that other processes share.
+
+    The policy is served too if it is given as a model or a factory; ``"from_collector"`` (the default) is scored where the
+    policy lives.
+
+    Args:
+        gen_model: as for :class:`~torchrl_llm_kl.RetrieveKL`.
+        ref_model: as for :class:`~torchrl_llm_kl.RetrieveKL`; sent by value, or None with a factory.
+
+    Keyword Args:
+        gen_model_factory: makes ``gen_model``, in its actor.
+        ref_model_factory: makes ``ref_model``, in its actor.
+        actor_name: of the reference's service; the policy's is ``ACTOR_NAME-gen``.
+        device: of the models, in the actors.
+        kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` and of :class:`~torchrl_llm_kl.RetrieveKL`.
+    """
+
+    def __init__(
+        self,
+        gen_model: Any = "from_collector",
+        ref_model: Any = None,
+        *,
+        gen_model_factory: Callable[[], Any] | None = None,
+        ref_model_factory: Callable[[], Any] | None = None,
+        actor_name: str | None = None,
+        device: torch.device | str | None = None,
+        use_ray_service: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        options, rest = _split(kwargs)
+        gen = serve_model(
+            gen_model,
+            gen_model_factory,
+            name="gen_model",
+            actor_name=None if actor_name is None else f"{actor_name}-gen",
+            device=device,
+            options=options,
+        )
+        ref = serve_model(
+            ref_model, ref_model_factory, name="ref_model", actor_name=actor_name, device=device, options=options
+        )
+        super().__init__(gen, ref, **rest)
+
+
+class RayKLRewardTransform(KLRewardTransform):
+    """:class:`~torchrl_llm_kl.KLRewardTransform` whose reference is behind a service that other processes share.
+
+    Args:
+        ref_model: the reference, sent by value; or None with a factory.
+
+    Keyword Args:
+        ref_model_factory: makes it, in the actor.
+        actor_name: of the service.
+        device: of the model, in the actor.
+        kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` and of :class:`~torchrl_llm_kl.KLRewardTransform`.
+    """
+
+    def __init__(
+        self,
+        ref_model: Any = None,
+        *,
+        ref_model_factory: Callable[[], Any] | None = None,
+        actor_name: str | None = None,
+        device: torch.device | str | None = None,
+        use_ray_service: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        options, rest = _split(kwargs)
+        served = serve_model(
+            ref_model, ref_model_factory, name="ref_model", actor_name=actor_name, device=device, options=options
+        )
+        super().__init__(served, **rest)

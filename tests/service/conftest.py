@@ -1,0 +1,48 @@
+"""Ray on this machine alone, started once, with resources that are said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensordict
+
+from toy_rollouts import make_model, make_tokenizer
+
+ray = pytest.importorskip("ray")
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cluster() -> Iterator[None]:
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "service")])
+    ray.init(
+        num_cpus=4,
+        num_gpus=0,
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _lists_become_stacks() -> Iterator[None]:
+    with tensordict.set_list_to_stack(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def policy_model(tokenizer: Any) -> Any:
+    return make_model(tokenizer, seed=0)

@@ -1,0 +1,35 @@
+"""Factories that actors can import."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from toy_models import tiny_model
+
+
+def broken() -> nn.Module:
+    raise OSError("no such checkpoint: /nowhere")
+
+
+class Slow(nn.Module):
+    """Takes its time, and returns uniform logits."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+        time.sleep(self.seconds)
+        return (torch.zeros(*input_ids.shape, 97) + self.weight,)
+
+
+def slow(seconds: float) -> nn.Module:
+    return Slow(seconds)
+
+
+def model(seed: int = 0) -> nn.Module:
+    return tiny_model(seed=seed)

@@ -1,0 +1,134 @@
+"""The queue before the model: what is scored together, in which order, and what happens when too much waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded
+from torchrl_llm_kl.service._batcher import Batcher
+from torchrl_llm_kl.service._wire import Reply, Request, Settings
+
+
+def request(tag: int, *, tokens: int = 3, caller: str = "a") -> Request:
+    ids = torch.full((tokens,), tag)
+    return Request.of(Ragged.from_list([ids]), None, Settings(), version=None, caller=caller)
+
+
+class Recorder:
+    """Answers each request with its tag, and keeps which ones came together."""
+
+    def __init__(self, seconds: float = 0.0, fails: Sequence[int] = ()) -> None:
+        self.seconds, self.fails, self.batches = seconds, set(fails), []
+        self.threads: set[str] = set()
+
+    def __call__(self, requests: Sequence[Request]) -> list[Reply | Exception]:
+        time.sleep(self.seconds)
+        self.threads.add(threading.current_thread().name)
+        tags = [int(r.tokens[0]) for r in requests]
+        self.batches.append(tags)
+        return [
+            ValueError(f"bad {tag}") if tag in self.fails else Reply(np.full(2, float(tag), np.float32), None, 0)
+            for tag in tags
+        ]
+
+
+async def ask(batcher: Batcher, *requests: Request, timeout: float = 10.0) -> list[object]:
+    return await asyncio.gather(*(batcher.submit(r, timeout=timeout) for r in requests), return_exceptions=True)
+
+
+def run(recorder: Recorder, *requests: Request, **settings: float) -> list[object]:
+    async def main() -> list[object]:
+        batcher = Batcher(recorder, **{"max_wait": 0.05, **settings})
+        answers = await ask(batcher, *requests)
+        await batcher.close()
+        return answers
+
+    return asyncio.run(main())
+
+
+def tags_of(answers: list[object]) -> list[float]:
+    return [float(answer.log_prob[0]) for answer in answers]
+
+
+def test_what_arrives_together_is_one_batch_and_each_gets_its_own() -> None:
+    recorder = Recorder()
+    answers = run(recorder, *(request(i, caller=str(i)) for i in range(8)))
+    assert tags_of(answers) == list(range(8))
+    assert [sorted(batch) for batch in recorder.batches] == [list(range(8))]
+    assert recorder.threads == {"scoring_0"}
+
+
+def test_a_bad_request_fails_alone() -> None:
+    answers = run(Recorder(fails=[1]), *(request(i) for i in range(3)))
+    assert tags_of([answers[0], answers[2]]) == [0, 2]
+    assert isinstance(answers[1], ValueError)
+    assert str(answers[1]) == "bad 1"
+
+
+def test_callers_take_turns_the_oldest_first() -> None:
+    recorder = Recorder()
+    greedy = [request(i, tokens=10, caller="greedy") for i in range(4)]
+    run(recorder, *greedy, request(9, tokens=10, caller="modest"), max_tokens=20)
+    assert recorder.batches == [[0, 9], [1, 2], [3]]
+
+
+def test_a_request_larger_than_the_budget_goes_alone() -> None:
+    recorder = Recorder()
+    answers = run(recorder, request(0, tokens=50), request(1), request(2), max_tokens=10)
+    assert tags_of(answers) == [0, 1, 2]
+    assert recorder.batches == [[0], [1, 2]]
+
+
+def test_a_full_queue_makes_callers_wait_and_then_says_so() -> None:
+    async def main() -> tuple[list[object], list[object]]:
+        batcher = Batcher(Recorder(seconds=0.3), max_wait=0.0, max_queue=2, max_tokens=3)
+        impatient = asyncio.gather(*(batcher.submit(request(i), timeout=0.1) for i in range(6)), return_exceptions=True)
+        first = await impatient
+        patient = await ask(batcher, *(request(i) for i in range(4)))
+        await batcher.close()
+        return first, patient
+
+    first, patient = asyncio.run(main())
+    refused = [answer for answer in first if isinstance(answer, ServiceOverloaded)]
+    assert 1 <= len(refused) < 6
+    assert "2 requests are waiting, as many as max_queue allows" in str(refused[0])
+    assert all(isinstance(answer, (Reply, ServiceOverloaded)) for answer in first)
+    assert tags_of(patient) == [0, 1, 2, 3]
+
+
+def test_a_scorer_that_dies_leaves_nobody_waiting() -> None:
+    def broken(requests: Sequence[Request]) -> list[Reply | Exception]:
+        raise MemoryError("no room")
+
+    async def main() -> list[object]:
+        return await ask(Batcher(broken), request(0), request(1))
+
+    assert [str(answer) for answer in asyncio.run(main())] == ["no room", "no room"]
+
+
+def test_closing_refuses_what_waits_and_what_comes() -> None:
+    async def main() -> list[object]:
+        batcher = Batcher(Recorder(seconds=0.2), max_wait=0.0, max_tokens=3)
+        waiting = asyncio.gather(*(batcher.submit(request(i), timeout=5) for i in range(3)), return_exceptions=True)
+        await asyncio.sleep(0.1)
+        await batcher.close()
+        late = await ask(batcher, request(7))
+        return [*await waiting, *late]
+
+    answers = asyncio.run(main())
+    assert isinstance(answers[0], Reply)
+    assert all(isinstance(answer, ServiceClosedError) for answer in answers[1:])
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_queue"])
+def test_limits_out_of_range(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        Batcher(Recorder(), **{name: 0})
