@@ -81,9 +81,9 @@ class ScoringActor:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
         return "ready", self._config
 
-    async def interface(self) -> Any:
-        """Keys and tokenizer of the model, for clients that tokenise."""
-        return ModelInterface.of(self._core.model)
+    async def interface(self) -> tuple[ModelInterface, bool]:
+        """Keys and tokenizer of the model, for clients that tokenise; and whether a wrapper named them."""
+        return ModelInterface.of(self._core.model), hasattr(self._core.model, "input_mode")
 
     async def score(self, request: Request, timeout: float) -> tuple[str, Any]:
         """``("ok", reply)`` or ``("error", exception)``: an error of the request is no failure of the actor."""

@@ -43,7 +43,7 @@ class RemoteModel:
         self.spec, self.timeout = spec, timeout
         self.version: int | None = None
         self._closed = False
-        self._interface: ModelInterface | None = None
+        self._interface: tuple[ModelInterface, bool] | None = None
         self._setup()
 
     def _setup(self) -> None:
@@ -63,19 +63,30 @@ class RemoteModel:
     @property
     def interface(self) -> ModelInterface:
         """Keys and tokenizer of the model, asked for once."""
+        return self._known[0]
+
+    @property
+    def _known(self) -> tuple[ModelInterface, bool]:
         if self._interface is None:
             self._interface = self.call(0, "interface")
+        assert self._interface is not None
         return self._interface
+
+    def _of_wrapper(self, name: str) -> Any:
+        interface, is_wrapper = self._known
+        if not is_wrapper:
+            raise AttributeError(f"the model of {self!r} is no TorchRL wrapper: it has no {name}")
+        return getattr(interface, name)
 
     @property
     def log_probs_key(self) -> Any:
-        """As of a TorchRL wrapper."""
-        return self.interface.log_probs_key
+        """As of a TorchRL wrapper, if the model is one."""
+        return self._of_wrapper("log_probs_key")
 
     @property
     def pad_output(self) -> bool:
-        """As of a TorchRL wrapper."""
-        return self.interface.pad_output
+        """As of a TorchRL wrapper, if the model is one."""
+        return self._of_wrapper("pad_output")
 
     def make_scorer(
         self,
