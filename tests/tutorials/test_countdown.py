@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
@@ -19,10 +20,11 @@ from typer.testing import CliRunner  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tutorials"))
 import countdown_grpo  # noqa: E402
+from countdown.algorithms import ON_POLICY, build, label  # noqa: E402
 from countdown.model import build_model, build_tokenizer, render_prompt, warm_up  # noqa: E402
 from countdown.report import MetricsFile, smooth  # noqa: E402
 from countdown.task import Problem, all_problems, make_env, split_problems  # noqa: E402
-from torchrl_llm_kl import RetrieveKL  # noqa: E402
+from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL  # noqa: E402
 
 PROBLEMS = all_problems(max_number=9)
 
@@ -102,7 +104,7 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
         marks = ("{% generation %}", "{% endgeneration %}")
         tokenizer.chat_template = tokenizer.chat_template.replace(marks[0], "").replace(marks[1], "")
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=3, group_size=2, seed=0)
-    batch = env.rollout(1, countdown_grpo.wrap(model, tokenizer, sample=True))
+    batch = env.rollout(1, countdown_grpo.as_policy(model, tokenizer))
     by_query = {p.query: p for p in PROBLEMS}
     for row in batch.reshape(-1).unbind(0):
         tokens = row["tokens", "prompt"]
@@ -113,32 +115,36 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
 # ------------------------------------------------------------------ the training step
 
 
-def test_group_advantage_by_hand():
+def make_parts(model, reference):
+    return build("grpo", model, reference, coefficient=FixedKLCoefficient(0.1), max_new_tokens=14)
+
+
+def test_group_advantage_by_hand(model):
+    """Centred in the group, scaled over the batch."""
     reward = torch.zeros(4, 3, 1)
     reward[:, 2, 0] = torch.tensor([1.0, 0.0, 1.0, 1.0])
     reward[3, 1, 0] = -0.5  # a penalty on an earlier token counts in the answer's sum
-    # Sums 1, 0 | 1, 0.5; centred 0.5, -0.5 | 0.25, -0.25; their standard deviation is sqrt(0.625 / 3).
-    want = torch.tensor([0.5, -0.5, 0.25, -0.25]) / math.sqrt(0.625 / 3)
-    got = countdown_grpo.group_advantage(reward, 2)
-    assert_close(got, want.reshape(4, 1, 1).expand(4, 3, 1), atol=1e-4, rtol=0)
+    # Sums 1, 0 | 1, 0.5; centred 0.5, -0.5 | 0.25, -0.25; the sums' own deviation is sqrt(0.6875 / 3).
+    want = torch.tensor([0.5, -0.5, 0.25, -0.25]) / math.sqrt(0.6875 / 3)
+    data = TensorDict(next=TensorDict(reward=reward, batch_size=[4]), batch_size=[4])
+    got = make_parts(model, model).advantage(label(data, 2))["advantage"]
+    assert_close(got.flatten(), want, atol=1e-4, rtol=0)
 
 
 @pytest.fixture
-def batch(tokenizer, model):
-    """Answers of a policy that has moved away from its reference, as the collector delivers them."""
-    reference = build_model(tokenizer)
+def parts(tokenizer, model):
+    return make_parts(model, build_model(tokenizer))
+
+
+@pytest.fixture
+def batch(tokenizer, model, parts):
+    """Answers of a policy that has moved away from its reference, as the collector delivers them, prepared."""
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
-    env = env.append_transform(
-        RetrieveKL(
-            countdown_grpo.wrap(model, tokenizer, sample=False).get_new_version(log_probs_key="policy_log_probs"),
-            countdown_grpo.wrap(reference, tokenizer, sample=False),
-            coeff=0.1,
-        )
-    )
+    reference = parts.kl_transform[1].model
+    env = env.append_transform(RetrieveKL(model, reference, coeff=0.1))
     torch.manual_seed(1)
-    batch = env.rollout(1, countdown_grpo.wrap(model, tokenizer, sample=True)).reshape(-1)
-    batch["advantage"] = countdown_grpo.group_advantage(batch["next", "reward"], 4)
-    return batch
+    batch = env.rollout(1, countdown_grpo.as_policy(model, tokenizer)).reshape(-1)
+    return parts.prepare(label(batch, 4), count=False)
 
 
 def log_probs(model, batch):
@@ -157,15 +163,15 @@ def test_batch_is_grouped_and_its_log_probs_are_the_models_own(batch, model):
     assert_close(batch["next", "log_probs", "full"][:, 1:], torch.where(mask, want, 0.0), atol=1e-4, rtol=0)
 
 
-def test_gradient_of_the_loss_is_the_policy_gradient_by_hand(batch, model, tokenizer):
+def test_gradient_of_the_loss_is_the_policy_gradient_by_hand(batch, model, parts):
     """With one update per batch the ratio is 1, and clipping plays no part."""
-    loss_module = countdown_grpo.make_loss(model, tokenizer)
-    loss_module(batch.select(*countdown_grpo.LOSS_KEYS).contiguous()).loss_objective.backward()
+    answers = batch.select(*countdown_grpo.LOSS_KEYS, strict=False).contiguous()
+    parts.loss(answers)["loss_objective"].backward()
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
 
     log_prob, mask = log_probs(model, batch)
-    (-(log_prob * batch["advantage"][:, 1:, 0])[mask].mean()).backward()
+    (-(log_prob * batch["advantage"])[mask].mean()).backward()
     want = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert want.norm() > 0
     assert_close(got, want, atol=1e-5, rtol=1e-3)
@@ -229,3 +235,22 @@ def test_smoothing_and_the_metrics_file(tmp_path):
     metrics = MetricsFile(tmp_path / "a" / "metrics.jsonl")
     metrics.append({"step": 0, "kl": random.Random(0).random()})
     assert json.loads(metrics.path.read_text()) == metrics.rows[0]
+
+
+@pytest.mark.parametrize("algorithm", ON_POLICY)
+def test_every_on_policy_algorithm_runs(tmp_path, monkeypatch, algorithm):
+    monkeypatch.setattr(countdown_grpo, "TEACHER_STEPS", 5)
+    run(
+        *("--algorithm", algorithm, "--steps", "2", "--warmup-steps", "25"),
+        *("--num-prompts", "2", "--group-size", "4", "--out", str(tmp_path)),
+    )
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[1]["kl"] != 0.0, "the first step has moved the policy"
+
+
+def test_other_algorithms_are_refused():
+    result = CliRunner().invoke(countdown_grpo.app, ["--algorithm", "dpo"])
+    assert result.exit_code == 2
+    assert "'dpo' is none of" in result.output
