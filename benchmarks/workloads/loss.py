@@ -31,7 +31,12 @@ def measure(full: ModelSize, settings: Settings) -> Outcome:
         THEIRS: _their_step(model, batch, advantage, settings.device),
         OURS: _our_step(model, batch, advantage, settings.device),
     }
-    difference, of_gradients = check_agreement(model, steps, settings.dtype)
+    return compare(size, settings, batch, model, steps)
+
+
+def compare(size: ModelSize, settings: Settings, batch: Batch, model: Any, steps: dict[str, Step]) -> Outcome:
+    """Check that both give the same numbers and gradients, then measure them in turn."""
+    difference, of_gradients = _check_agreement(model, steps, settings.dtype)
     found = settings.alternate(
         {
             name: Contender(lambda _, step=step: step(), prepare=partial(model.zero_grad, set_to_none=True))
@@ -45,7 +50,7 @@ def measure(full: ModelSize, settings: Settings) -> Outcome:
         difference,
         notes=(
             f"gradients of all parameters agree to {of_gradients:.1e} of their largest entry",
-            f"both peaks hold the gradients, {gradient_mib(model):.0f} MiB",
+            f"both peaks hold the gradients, {_mib(model):.0f} MiB",
         ),
     )
 
@@ -79,7 +84,7 @@ def _backward(log_prob: Tensor, advantage: Tensor, response: Tensor) -> None:
     (torch.where(response, surrogate, 0).sum() / response.sum()).backward()
 
 
-def check_agreement(model: Any, steps: dict[str, Step], dtype: torch.dtype) -> tuple[float, float]:
+def _check_agreement(model: Any, steps: dict[str, Step], dtype: torch.dtype) -> tuple[float, float]:
     """The largest difference of log-probs, and of gradients relative to the largest entry of each parameter's."""
     log_probs, gradients = {}, {}
     for name, step in steps.items():
@@ -101,7 +106,7 @@ def check_agreement(model: Any, steps: dict[str, Step], dtype: torch.dtype) -> t
     return difference, of_gradients
 
 
-def gradient_mib(model: Any) -> float:
+def _mib(model: Any) -> float:
     return sum(value.numel() * value.element_size() for value in model.parameters()) / 2**20
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from torchrl.objectives.llm import GRPOLoss
 
 from benchmarks.data import Batch, grouped
-from benchmarks.measure import Contender
 from benchmarks.models import ModelSize, qwen2, wrapper
 from benchmarks.results import Outcome, Targets
 from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
-from benchmarks.workloads.loss import check_agreement, gradient_mib
+from benchmarks.workloads.loss import compare
 from torchrl_llm_kl.losses import EntropyBonus, PolicyLoss
 
 ENTROPY_COEFF = 0.01
@@ -34,23 +33,7 @@ def measure(full: ModelSize, entropy: bool, settings: Settings) -> Outcome:
     terms = [EntropyBonus(ENTROPY_COEFF)] if entropy else []
     ours = PolicyLoss(model, clip_range=0.2, clip_ratio_c=None, terms=terms)
     steps = {THEIRS: partial(_step, theirs, data), OURS: partial(_step, ours, data)}
-    difference, of_gradients = check_agreement(model, steps, settings.dtype)
-    found = settings.alternate(
-        {
-            name: Contender(lambda _, step=step: step(), prepare=partial(model.zero_grad, set_to_none=True))
-            for name, step in steps.items()
-        }
-    )
-    return Outcome(
-        f"{len(batch.prompts)} sequences, {batch.tokens:,} tokens ({batch.source}); {size}",
-        found[THEIRS],
-        found[OURS],
-        difference,
-        notes=(
-            f"gradients of all parameters agree to {of_gradients:.1e} of their largest entry",
-            f"both peaks hold the gradients, {gradient_mib(model):.0f} MiB",
-        ),
-    )
+    return compare(size, settings, batch, model, steps)
 
 
 def _rollouts(batch: Batch, device: torch.device) -> TensorDictBase:

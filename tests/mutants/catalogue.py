@@ -22,7 +22,19 @@ _PATTERNS = (
 )
 #: They read and write TensorDicts, or names: no maths.
 _KEYS = frozenset(
-    f"_{name}.py" for name in ("entries", "hyper", "keys", "membership", "registry", "spec", "tokens", "transform")
+    f"_{name}.py"
+    for name in (
+        "entries",
+        "hyper",
+        "inputs",
+        "keys",
+        "membership",
+        "outcomes",
+        "registry",
+        "spec",
+        "tokens",
+        "transform",
+    )
 )
 #: Of a file with a module class, its pure function alone.
 _FUNCTIONS = {"losses/_value_loss.py": frozenset({"value_error"})}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tensordict
 
-from toy_rollouts import make_model, make_tokenizer
+from rollout_fixtures import _lists_become_stacks  # noqa: F401
 
 ray = pytest.importorskip("ray")
 TESTS = Path(__file__).parents[1]
@@ -30,19 +28,3 @@ def _cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def _lists_become_stacks() -> Iterator[None]:
-    with tensordict.set_list_to_stack(True):
-        yield
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def policy_model(tokenizer: Any) -> Any:
-    return make_model(tokenizer, seed=0)

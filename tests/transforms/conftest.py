@@ -1,34 +1,3 @@
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-import tensordict
-
-from toy_rollouts import make_model, make_tokenizer
-
-
-@pytest.fixture(autouse=True)
-def _lists_become_stacks():
-    with tensordict.set_list_to_stack(True):
-        yield
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def policy_model(tokenizer: Any) -> Any:
-    return make_model(tokenizer, seed=0)
-
-
-@pytest.fixture(scope="session")
-def ref_model(tokenizer: Any) -> Any:
-    return make_model(tokenizer, seed=1)
-
-
-@pytest.fixture(params=[False, True], ids=["nested", "padded"])
-def padded(request: pytest.FixtureRequest) -> bool:
-    return request.param
+from rollout_fixtures import _lists_become_stacks, padded, policy_model, ref_model, tokenizer  # noqa: F401
