@@ -170,3 +170,31 @@ def test_unequal_shapes_raise_with_both(case: str) -> None:
 def test_unknown_hyper_parameters_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} has no hyper-parameter 'clipp_low'"):
         get_objective(name)(**random_batch(19), clipp_low=0.1)
+
+
+def derivative_is_the_gradient(case: str) -> bool:
+    """Whether finite differences of the values, in float64, are what autograd says."""
+    batch = random_batch(21)
+    if "selected" in _inputs(case):
+        batch["selected"] = torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) < 0.3
+
+    def value(log_prob: Tensor) -> Tensor:
+        terms = terms_of(case, {**batch, "log_prob": log_prob})
+        return torch.cat([torch.where(term.mask, term.value, 0).flatten() for term in terms])
+
+    return torch.autograd.gradcheck(
+        value, batch["log_prob"].requires_grad_(), eps=1e-6, atol=1e-5, raise_exception=False
+    )
+
+
+#: Their values are multiplied by weights that pass no gradient: the derivative of the value is another one.
+WEIGHTED = {
+    *("ppo-pg", "gspo-token", "cispo", "cispo-masked", "topr-token", "topr-sequence", "vespo", "dppo-tv", "dppo-kl"),
+    *("rec-one-side", "rec-ring", "rec-gspo", "sft_is", "sft_phi", "sft_phi-cutoff", "mix_chord"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradcheck(case: str) -> None:
+    """Finite differences agree, except where a weight is detached: there they must not."""
+    assert derivative_is_the_gradient(case) == (case not in WEIGHTED)
