@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.advantages import asymre, dr_grpo, grpo, opmd, rec, reinforce, remax, rloo
+from torchrl_llm_kl.advantages import asymre, dr_grpo, get_advantage, grpo, opmd, rec, reinforce, remax, rloo
 
 # Group 7: rewards 1, 2, 6 (mean 3, variance 7 or 14/3); group -3: 4, 0 (mean 2, variance 8 or 4); 50: alone; 11: equal.
 GROUP = torch.tensor([7, -3, 7, 50, -3, 7, 11, 11, 11])
@@ -233,3 +233,12 @@ def test_no_graph_float32_or_wider_and_nothing_mutated(name: str) -> None:
 def test_hyper_parameters_out_of_range(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_defect_44_a_group_of_one_has_advantage_0() -> None:
+    for name in ("grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec"):
+        function = get_advantage(name)
+        alone = function(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([7, 1, 1]))
+        assert alone[0] == 0, name
+        assert alone[1:].isfinite().all(), name
+        assert (alone[1:] != 0).any(), name

@@ -629,3 +629,30 @@ def test_estimators_that_pull_to_the_reference_do_not_warn(estimator: str) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         KLToReference(0.1, estimator)
+
+
+# ---------------------------------------------------------------------- the other rows of the table of defects
+
+
+def test_defect_43_sft_and_distillation_are_means_of_responses(model: nn.Module, reference: nn.Module) -> None:
+    """Not diluted by prompts and padding; reference log-probs of another length are refused."""
+    data = batch()
+    loss = PolicyLoss(model, "sft", terms=[KLToReference(0.5, "k2")])
+    out = loss(data)
+    assert_close(out["loss_objective"], token_mean(model, data, lambda row: -row["log_prob"]), **CLOSE)
+    by_hand = token_mean(model, data, lambda row: 0.25 * (row["log_prob"] - row["ref_log_probs"]).square())
+    assert_close(out["loss_kl_to_ref"], by_hand, **CLOSE)
+    data["next", "ref_log_probs", "full"] = torch.zeros(6, 12)
+    with pytest.raises(
+        ValueError, match=r"ref_log_probs.* must have the length of the tokens: sequence 0 has 12 values"
+    ):
+        loss(data)
+
+
+def test_defect_44_the_papers_bounds_of_dapo_and_sums_that_are_honoured(model: nn.Module) -> None:
+    loss, data = PolicyLoss(model, "dapo"), batch()
+    assert_close(loss.clip_low, torch.tensor(0.2))
+    assert_close(loss.clip_high, torch.tensor(0.28))
+    whole = PolicyLoss(model, "gpg", aggregation="seq-mean-token-sum")(data)["loss_objective"]
+    rows = [(-row["advantage"] * row["log_prob"]).sum() for row in responses(model, data)]
+    assert_close(whole, torch.stack(rows).mean(), **CLOSE)
