@@ -20,7 +20,7 @@ CENTRED = [-2.0, 2.0, -1.0, 0.0, -2.0, 3.0, 0.0, 0.0, 0.0]
 ROOT_7, ROOT_8 = math.sqrt(7.0), math.sqrt(8.0)
 
 
-def check(got: Tensor, want: list[float]) -> None:
+def assert_values(got: Tensor, want: list[float]) -> None:
     assert got.dtype == torch.float64
     assert_close(got, torch.tensor(want, dtype=torch.float64))
 
@@ -28,7 +28,7 @@ def check(got: Tensor, want: list[float]) -> None:
 def test_grpo_divides_by_the_unbiased_deviation_and_epsilon() -> None:
     sigma = {7: ROOT_7 + 0.5, -3: ROOT_8 + 0.5, 50: 1.0, 11: 1.0}
     want = [x / sigma[int(g)] for x, g in zip(CENTRED, GROUP, strict=True)]
-    check(grpo(REWARD, GROUP, epsilon=0.5), want)
+    assert_values(grpo(REWARD, GROUP, epsilon=0.5), want)
 
 
 def test_grpo_epsilon_is_a_millionth() -> None:
@@ -37,25 +37,25 @@ def test_grpo_epsilon_is_a_millionth() -> None:
 
 def test_grpo_with_the_deviation_of_the_batch() -> None:
     sigma = statistics.stdev(REWARD.tolist()) + 0.25
-    check(grpo(REWARD, GROUP, epsilon=0.25, std="batch"), [x / sigma for x in CENTRED])
-    check(grpo(REWARD, GROUP, epsilon=0.25, std_cal_level="batch"), [x / sigma for x in CENTRED])
+    assert_values(grpo(REWARD, GROUP, epsilon=0.25, std="batch"), [x / sigma for x in CENTRED])
+    assert_values(grpo(REWARD, GROUP, epsilon=0.25, std_cal_level="batch"), [x / sigma for x in CENTRED])
 
 
 def test_grpo_leaves_groups_below_the_threshold_out() -> None:
     kept = grpo(REWARD, GROUP, epsilon=0.0, std_threshold=ROOT_7 + 0.01)
-    check(kept, [0, 2 / ROOT_8, 0, 0, -2 / ROOT_8, 0, 0, 0, 0])
+    assert_values(kept, [0, 2 / ROOT_8, 0, 0, -2 / ROOT_8, 0, 0, 0, 0])
     # A deviation of just the threshold counts as below it: 0, 2, 4 has 2.
     three = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
-    check(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=2.0), [0, 0, 0])
-    check(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=1.99), [-1, 0, 1])
+    assert_values(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=2.0), [0, 0, 0])
+    assert_values(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=1.99), [-1, 0, 1])
     # What the batch's deviation is does not matter.
     pair = torch.tensor([0.0, 2.0, 0.0, 4.0], dtype=torch.float64)
     group = torch.tensor([0, 0, 1, 1])
     sigma = statistics.stdev([0.0, 2.0, 0.0, 4.0])
-    check(
+    assert_values(
         grpo(pair, group, epsilon=0.0, std_threshold=math.sqrt(2.0) + 1e-12, std="batch"), [0, 0, -2 / sigma, 2 / sigma]
     )
-    check(grpo(pair * 1.0, group, epsilon=0.0, std_threshold=1.4)[:2], [-1 / math.sqrt(2), 1 / math.sqrt(2)])
+    assert_values(grpo(pair * 1.0, group, epsilon=0.0, std_threshold=1.4)[:2], [-1 / math.sqrt(2), 1 / math.sqrt(2)])
 
 
 def test_grpo_rank_penalty_takes_most_from_the_most_likely() -> None:
@@ -63,7 +63,7 @@ def test_grpo_rank_penalty_takes_most_from_the_most_likely() -> None:
     reward = torch.ones(3, dtype=torch.float64)
     log_prob = torch.tensor([-3.0, -1.0, -2.0], dtype=torch.float64)
     group = torch.zeros(3, dtype=torch.long)
-    check(grpo(reward, group, mean_log_prob=log_prob, rank_penalty=0.6, epsilon=0.0), [1.0, -1.0, 0.0])
+    assert_values(grpo(reward, group, mean_log_prob=log_prob, rank_penalty=0.6, epsilon=0.0), [1.0, -1.0, 0.0])
 
 
 def test_grpo_rank_penalty_is_of_the_group_and_ties_share_the_lower_rank() -> None:
@@ -75,15 +75,15 @@ def test_grpo_rank_penalty_is_of_the_group_and_ties_share_the_lower_rank() -> No
     deviation = 0.2 / math.sqrt(3.0)
     half = 0.7 / (0.7 * math.sqrt(2.0) + 1)
     third = 1 / 15 / (deviation + 1)
-    check(got, [-third, half, -third, 2 * third, -half])
+    assert_values(got, [-third, half, -third, 2 * third, -half])
 
 
 def test_dr_grpo() -> None:
-    check(dr_grpo(REWARD, GROUP), CENTRED)
+    assert_values(dr_grpo(REWARD, GROUP), CENTRED)
 
 
 def test_rloo() -> None:
-    check(rloo(REWARD, GROUP), [-3.0, 4.0, -1.5, 0.0, -4.0, 4.5, 0.0, 0.0, 0.0])
+    assert_values(rloo(REWARD, GROUP), [-3.0, 4.0, -1.5, 0.0, -4.0, 4.5, 0.0, 0.0, 0.0])
 
 
 def test_rloo_is_the_difference_from_the_mean_of_the_others() -> None:
@@ -95,17 +95,17 @@ def test_rloo_is_the_difference_from_the_mean_of_the_others() -> None:
 
 def test_reinforce_is_a_copy_of_the_reward() -> None:
     got = reinforce(REWARD)
-    check(got, REWARD.tolist())
+    assert_values(got, REWARD.tolist())
     got += 1
     assert REWARD[0] == 1
 
 
 def test_remax() -> None:
-    check(remax(REWARD[:3], torch.tensor([0.5, 5.0, -1.0], dtype=torch.float64)), [0.5, -1.0, 3.0])
+    assert_values(remax(REWARD[:3], torch.tensor([0.5, 5.0, -1.0], dtype=torch.float64)), [0.5, -1.0, 3.0])
 
 
 def test_opmd_with_the_mean() -> None:
-    check(opmd(REWARD, GROUP, tau=0.3), CENTRED)
+    assert_values(opmd(REWARD, GROUP, tau=0.3), CENTRED)
 
 
 def test_opmd_with_the_soft_maximum() -> None:
@@ -113,7 +113,7 @@ def test_opmd_with_the_soft_maximum() -> None:
     a = tau * math.log((math.exp(0.5) + math.exp(1.0) + math.exp(3.0)) / 3)
     b = tau * math.log((math.exp(2.0) + 1) / 2)
     want = [1 - a, 4 - b, 2 - a, 0, -b, 6 - a, 0, 0, 0]
-    check(opmd(REWARD, GROUP, opmd_baseline="logavgexp", tau=tau), want)
+    assert_values(opmd(REWARD, GROUP, opmd_baseline="logavgexp", tau=tau), want)
 
 
 def test_opmd_does_not_overflow() -> None:
@@ -124,15 +124,15 @@ def test_opmd_does_not_overflow() -> None:
 
 
 def test_asymre_lifts_whole_groups_but_not_a_row_alone() -> None:
-    check(asymre(REWARD, GROUP, baseline_shift=-0.25), [-1.75, 2.25, -0.75, 0.0, -1.75, 3.25, 0.25, 0.25, 0.25])
+    assert_values(asymre(REWARD, GROUP, baseline_shift=-0.25), [-1.75, 2.25, -0.75, 0.0, -1.75, 3.25, 0.25, 0.25, 0.25])
     assert_close(asymre(REWARD, GROUP)[0].item(), -1.9)
 
 
 def test_rec() -> None:
-    check(rec(REWARD, GROUP), CENTRED)
+    assert_values(rec(REWARD, GROUP), CENTRED)
     a, b = math.sqrt(14 / 3) + 0.5, 2.5
     want = [-2 / a, 2 / b, -1 / a, 0, -2 / b, 3 / a, 0, 0, 0]
-    check(rec(REWARD, GROUP, std_normalize=True, epsilon=0.5), want)
+    assert_values(rec(REWARD, GROUP, std_normalize=True, epsilon=0.5), want)
 
 
 def test_rec_balance_drops_one_of_two_failures() -> None:

@@ -28,7 +28,7 @@ REWARD = torch.tensor([row[3] for row in ROWS], dtype=torch.float64)
 STATE = torch.tensor([row[4] for row in ROWS])
 
 
-def check(got: Tensor, want: list[float]) -> None:
+def assert_values(got: Tensor, want: list[float]) -> None:
     assert_close(got, torch.tensor(want, dtype=torch.float64))
 
 
@@ -36,22 +36,22 @@ def test_step_wise_grpo_compares_last_rewards() -> None:
     """Task 0: 4, 1, 1 (mean 2, variance 3); task 1: 0 and 6 (mean 3, variance 18); task 2: alone."""
     a, b = math.sqrt(3.0) + 0.5, math.sqrt(18.0) + 0.5
     got = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.5)
-    check(got, [2 / a, 3 / b, -1 / a, 2 / a, -3 / b, 2 / a, -3 / b, 0, -1 / a])
+    assert_values(got, [2 / a, 3 / b, -1 / a, 2 / a, -3 / b, 2 / a, -3 / b, 0, -1 / a])
     shared = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.5, enable_step_norm=True)
-    check(shared, [2 / a / 3, 3 / b, -1 / a, 2 / a / 3, -3 / b / 2, 2 / a / 3, -3 / b / 2, 0, -1 / a])
+    assert_values(shared, [2 / a / 3, 3 / b, -1 / a, 2 / a / 3, -3 / b / 2, 2 / a / 3, -3 / b / 2, 0, -1 / a])
 
 
 def test_step_wise_grpo_over_the_batch_counts_each_trajectory_once() -> None:
     """Last rewards 4, 1, 1, 0, 6, 7: mean 19/6, variance (103 - 361/6) / 5."""
     sigma = math.sqrt((103 - 361 / 6) / 5) + 0.25
     got = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.25, std_cal_level="batch")
-    check(got, [x / sigma for x in (2, 3, -1, 2, -3, 2, -3, 0, -1)])
+    assert_values(got, [x / sigma for x in (2, 3, -1, 2, -3, 2, -3, 0, -1)])
 
 
 def test_step_wise_grpo_threshold() -> None:
     got = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.0, std_threshold=2.0)
     b = math.sqrt(18.0)
-    check(got, [0, 3 / b, 0, 0, -3 / b, 0, -3 / b, 0, 0])
+    assert_values(got, [0, 3 / b, 0, 0, -3 / b, 0, -3 / b, 0, 0])
 
 
 def test_gigpo_adds_steps_from_the_same_state() -> None:
@@ -62,7 +62,7 @@ def test_gigpo_adds_steps_from_the_same_state() -> None:
     episode = [26 / 3, 1.5, -13 / 3, 26 / 3, -1.5, 26 / 3, -1.5, 0, -13 / 3]
     anchored = [-1.0, 1.5, -4.0, 5.0, 0.0, 1.5, -1.5, 0.0, -1.5]
     got = gigpo(REWARD, TASK, RUN, STEP, STATE, omega=0.25, gamma=0.5)
-    check(got, [e + 0.25 * s for e, s in zip(episode, anchored, strict=True)])
+    assert_values(got, [e + 0.25 * s for e, s in zip(episode, anchored, strict=True)])
 
 
 def test_gigpo_with_deviations() -> None:
@@ -72,7 +72,7 @@ def test_gigpo_with_deviations() -> None:
     episode = [26 / 3 / a, 1.5 / b, -13 / 3 / a, 26 / 3 / a, -1.5 / b, 26 / 3 / a, -1.5 / b, 0, -13 / 3 / a]
     anchored = [-1.0 / c, 1.5 / b, -4.0 / c, 5.0 / c, 0.0, 1.5 / b, -1.5 / b, 0.0, -1.5 / b]
     got = gigpo(REWARD, TASK, RUN, STEP, STATE, omega=2.0, gamma=0.5, fnorm="std", epsilon=0.5)
-    check(got, [e + 2.0 * s for e, s in zip(episode, anchored, strict=True)])
+    assert_values(got, [e + 2.0 * s for e, s in zip(episode, anchored, strict=True)])
 
 
 def test_gigpo_without_steps_is_the_episode() -> None:

@@ -30,7 +30,7 @@ def batch(query: Any = None, reward: Any = None, size: tuple[int, ...] = (6,)) -
     return TensorDict(query=query, next=TensorDict(reward=reward, batch_size=size), batch_size=size)
 
 
-def check(td: TensorDictBase, want: list[float], shape: tuple[int, ...] | None = None) -> None:
+def assert_values(td: TensorDictBase, want: list[float], shape: tuple[int, ...] | None = None) -> None:
     got = td["advantage"]
     assert got.shape == ((*td.batch_size, 1) if shape is None else shape)
     assert_close(got.flatten(), torch.tensor(want))
@@ -56,9 +56,9 @@ PROMPTS = {7: [5, 6, 7], -1: [5, 6, 8], 30: [6, 7]}
     ids=["strings", "integers", "integers [B, 1]", "padded tokens", "nested tokens", "jagged tokens"],
 )
 def test_groups_are_told_apart_by(query: Any) -> None:
-    check(Advantage("rloo")(batch(query)), RLOO)
+    assert_values(Advantage("rloo")(batch(query)), RLOO)
     named = batch(query).rename_key_("query", "mine")
-    check(Advantage("rloo", group_key="mine")(named), RLOO)
+    assert_values(Advantage("rloo", group_key="mine")(named), RLOO)
 
 
 @pytest.mark.parametrize("key", ["query", ("tokens", "prompt")])
@@ -67,20 +67,20 @@ def test_groups_of_a_lazy_stack(key: Any) -> None:
     for name, number, reward in zip(NAMES, NUMBERS.tolist(), REWARD, strict=True):
         row = TensorDict(query=name, next=TensorDict(reward=torch.tensor([reward])))
         rows.append(row.set(("tokens", "prompt"), torch.tensor(PROMPTS[number])))
-    check(Advantage("rloo", group_key=key)(lazy_stack(rows)), RLOO)
+    assert_values(Advantage("rloo", group_key=key)(lazy_stack(rows)), RLOO)
 
 
 def test_tokens_are_not_confused_with_padding() -> None:
     """A prompt that ends on token 0 is not the shorter one."""
     rows = [torch.tensor([5, 0]), torch.tensor([5]), torch.tensor([5, 0])]
     data = batch(torch.nested.as_nested_tensor(rows), torch.tensor([[1.0], [9.0], [3.0]]), (3,))
-    check(Advantage("dr_grpo")(data), [-1.0, 0.0, 1.0])
+    assert_values(Advantage("dr_grpo")(data), [-1.0, 0.0, 1.0])
 
 
 def test_consecutive_groups() -> None:
-    check(Advantage("dr_grpo", group_size=3)(batch()), [-4 / 3, 5 / 3, -1 / 3, 4 / 3, -11 / 3, 7 / 3])
+    assert_values(Advantage("dr_grpo", group_size=3)(batch()), [-4 / 3, 5 / 3, -1 / 3, 4 / 3, -11 / 3, 7 / 3])
     two = batch(torch.zeros(2, 3), size=(2, 3))
-    check(Advantage("dr_grpo", group_size=3)(two), [-4 / 3, 5 / 3, -1 / 3, 4 / 3, -11 / 3, 7 / 3])
+    assert_values(Advantage("dr_grpo", group_size=3)(two), [-4 / 3, 5 / 3, -1 / 3, 4 / 3, -11 / 3, 7 / 3])
     with pytest.raises(ValueError, match="found 6 sequences, which do not divide into groups of group_size=4"):
         Advantage("grpo", group_size=4)(batch())
 
@@ -88,7 +88,7 @@ def test_consecutive_groups() -> None:
 def test_one_name_for_the_whole_batch() -> None:
     data = TensorDict(next=TensorDict(reward=torch.tensor([[1.0], [3.0]]), batch_size=[2]), batch_size=[2])
     data.set_non_tensor("query", "only")
-    check(Advantage("dr_grpo")(data), [-1.0, 1.0])
+    assert_values(Advantage("dr_grpo")(data), [-1.0, 1.0])
 
 
 # ------------------------------------------------------------------ forms of the reward, and of the batch
@@ -118,7 +118,7 @@ def token_rewards(layout: torch.layout) -> Tensor:
     ids=["[B]", "[B, 1]", "[B, 1, 1]", "padded", "nested", "jagged"],
 )
 def test_forms_of_the_reward(reward: Tensor, shape: tuple[int, ...]) -> None:
-    check(Advantage("rloo")(batch(reward=reward)), RLOO, shape)
+    assert_values(Advantage("rloo")(batch(reward=reward)), RLOO, shape)
 
 
 def test_what_stands_at_padding_is_no_reward() -> None:
@@ -127,9 +127,9 @@ def test_what_stands_at_padding_is_no_reward() -> None:
     reward[1, 3] = torch.nan
     padded = batch(reward=reward.unsqueeze(-1))
     padded["masks"] = TensorDict(all_attention_mask=attention, batch_size=[6])
-    check(Advantage("rloo")(padded.clone()), RLOO)
+    assert_values(Advantage("rloo")(padded.clone()), RLOO)
     padded["tokens"] = TensorDict(full=torch.ones(6, 5, dtype=torch.long), batch_size=[6])
-    check(Advantage("rloo")(padded), RLOO)
+    assert_values(Advantage("rloo")(padded), RLOO)
 
 
 def test_several_rewards_of_a_sequence_are_refused() -> None:
@@ -145,18 +145,18 @@ def test_token_rewards_in_a_lazy_stack_without_next() -> None:
         for name, row in zip(NAMES, token_rewards(torch.strided).unbind(), strict=True)
     ]
     result = Advantage("rloo")(lazy_stack(rows))
-    check(result, RLOO)
+    assert_values(result, RLOO)
     assert "next" not in result
 
 
 def test_batches_of_other_dimensions() -> None:
     numbers = NUMBERS.reshape(2, 3)
-    check(Advantage("rloo")(batch(numbers, size=(2, 3))), RLOO)
+    assert_values(Advantage("rloo")(batch(numbers, size=(2, 3))), RLOO)
     lazy = lazy_stack([lazy_stack(list(row.unbind(0))) for row in batch(numbers, size=(2, 3)).unbind(0)])
-    check(Advantage("rloo")(lazy), RLOO)
+    assert_values(Advantage("rloo")(lazy), RLOO)
     single = TensorDict(reward=torch.tensor([3.0]), query=torch.tensor(1))
-    check(Advantage("reinforce")(single), [3.0])
-    check(Advantage("rloo")(single), [0.0])
+    assert_values(Advantage("reinforce")(single), [3.0])
+    assert_values(Advantage("rloo")(single), [0.0])
 
 
 def test_other_inputs_and_outputs_by_key() -> None:
@@ -166,7 +166,7 @@ def test_other_inputs_and_outputs_by_key() -> None:
     assert_close(result["out", "a"].flatten(), torch.tensor([1.0, 3.0, 0.0, 2.0, -4.0, 1.0]))
     assert "advantage" not in result
     scored = batch().set("score", torch.tensor(REWARD) * 2)
-    check(Advantage("reinforce", keys={"reward": "score"})(scored), [2 * x for x in REWARD])
+    assert_values(Advantage("reinforce", keys={"reward": "score"})(scored), [2 * x for x in REWARD])
 
 
 # ------------------------------------------------------------------ layouts of tokens
@@ -282,11 +282,11 @@ def test_trajectories_lie_along_time_and_end_when_done() -> None:
     """Query 1: last rewards 2 and 6 of 3 and 2 steps; query 2: 4 and 0 of 1 and 3."""
     unit = 0.5**0.5
     want = [-unit, -unit, -unit, unit, unit, unit, -unit, -unit, -unit]
-    check(Advantage("step_wise_grpo", epsilon=0.0)(rollout()), want)
-    check(Advantage("step_wise_grpo", epsilon=0.0)(rollout().reshape(9)), want)
+    assert_values(Advantage("step_wise_grpo", epsilon=0.0)(rollout()), want)
+    assert_values(Advantage("step_wise_grpo", epsilon=0.0)(rollout().reshape(9)), want)
     shared = Advantage("step_wise_grpo", epsilon=0.0, enable_step_norm=True)(rollout())
     steps_of = [3, 3, 3, 2, 2, 1, 3, 3, 3]
-    check(shared, [w / n for w, n in zip(want, steps_of, strict=True)])
+    assert_values(shared, [w / n for w, n in zip(want, steps_of, strict=True)])
 
 
 def test_trajectories_by_key_in_any_order() -> None:
@@ -304,7 +304,7 @@ def test_trajectories_of_consecutive_envs() -> None:
     data = rollout()[[0, 2]]
     data["next", "reward"][1, 2] = 4.0
     unit = 0.5**0.5
-    check(Advantage("step_wise_grpo", group_size=2, epsilon=0.0)(data), [-unit] * 3 + [unit] * 3)
+    assert_values(Advantage("step_wise_grpo", group_size=2, epsilon=0.0)(data), [-unit] * 3 + [unit] * 3)
     with pytest.raises(ValueError, match="found 3 trajectories, which do not divide into groups of group_size=2"):
         Advantage("step_wise_grpo", group_size=2)(rollout().exclude(("next", "done")))
     with pytest.raises(ValueError, match="one trajectory for each env, found some that end before the last step"):
@@ -321,9 +321,9 @@ def test_gigpo_reads_states() -> None:
         next=TensorDict(reward=torch.tensor([[[0.0], [1.0]], [[0.0], [0.0]]]), batch_size=[2, 2]),
         batch_size=[2, 2],
     )
-    check(Advantage("gigpo", gamma=0.8, omega=0.5)(data.clone()), [0.7, 0.5, -0.7, -0.5])
+    assert_values(Advantage("gigpo", gamma=0.8, omega=0.5)(data.clone()), [0.7, 0.5, -0.7, -0.5])
     data["seen"] = NonTensorStack(NonTensorStack("s", "t"), NonTensorStack("s", "u"))
-    check(Advantage("gigpo", gamma=0.8, omega=0.5, keys={"state": "seen"})(data), [0.7, 0.5, -0.7, -0.5])
+    assert_values(Advantage("gigpo", gamma=0.8, omega=0.5, keys={"state": "seen"})(data), [0.7, 0.5, -0.7, -0.5])
 
 
 # ------------------------------------------------------------------ replay buffers, envs, rollouts
