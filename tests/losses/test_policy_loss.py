@@ -274,6 +274,21 @@ def test_masks_of_the_response_alone(model: nn.Module) -> None:
         assert_close(out["loss_objective"], expected)
 
 
+def test_a_loss_mask_does_not_move_where_responses_begin(model: nn.Module) -> None:
+    """Advantages of the response alone keep their tokens when the first of those is taken out of the loss."""
+    data = lazy_stack(list(batch(layout="lazy").unbind(0)))
+    for step in data.tensordicts:
+        length = len(step["tokens", "full"])
+        step["loss_mask"] = torch.arange(length) != 4
+        step["advantage"] = torch.linspace(-1, 1, length)
+    expected = PolicyLoss(model, "gpg")(data)
+    for step in data.tensordicts:
+        step["advantage"] = step["advantage"][4:]
+    out = PolicyLoss(model, "gpg")(data)
+    assert out["num_tokens"] == 14
+    assert_close(out["loss_objective"], expected["loss_objective"])
+
+
 def test_rows_of_a_response_that_cannot_be_placed_are_refused(model: nn.Module) -> None:
     data = lazy_stack(list(batch(layout="lazy").unbind(0)))
     for step in data.tensordicts:

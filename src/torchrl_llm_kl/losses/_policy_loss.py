@@ -277,8 +277,7 @@ class PolicyLoss(TokenLoss):
         self, tensordict: TensorDictBase, *, only_masks: bool = False
     ) -> tuple[TensorDictBase, Counted, dict[str, Tensor]]:
         """What the data holds for this loss: the tokens that count, and each input of one number per token or sequence."""
-        td, tokens, mask = self._count_tokens(tensordict)
-        responses = self._responses(mask)
+        td, tokens, mask, responses = self._count_tokens(tensordict)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         who = name_of(self.objective.function)

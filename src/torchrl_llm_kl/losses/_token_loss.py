@@ -108,18 +108,18 @@ class TokenLoss(LossModule):
 
     # ------------------------------------------------------------------ tokens
 
-    def _count_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor]:
-        """The data, its tokens, and which of them count: by the strategy, less ``loss_mask``."""
+    def _count_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor, Tensor | None]:
+        """The data, its tokens, which of them count (by the strategy, less ``loss_mask``), and where responses are.
+
+        Responses are None if the strategy does not tell; ``loss_mask`` does not move where they begin.
+        """
         td = self._reader.with_batch_dims(tensordict)
         located = self._reader.locate(td)
         mask, key = located.mask, find_key(td, self.tensor_keys.loss_mask)
+        responses = None if self.masking_strategy == "generic" else mask
         if key is not None:
-            mask = mask & per_token(td, key, located.tokens, self._responses(mask), fill=0).bool()
-        return td, located.tokens, mask
-
-    def _responses(self, mask: Tensor) -> Tensor | None:
-        """Where responses are, as far as the strategy tells."""
-        return None if self.masking_strategy == "generic" else mask
+            mask = mask & per_token(td, key, located.tokens, responses, fill=0).bool()
+        return td, located.tokens, mask, responses
 
     # ------------------------------------------------------------------ sums
 

@@ -162,16 +162,13 @@ class ValueLoss(TokenLoss):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch or a micro-batch; see the class."""
-        td, tokens, mask = self._count_tokens(tensordict)
+        td, tokens, mask, responses = self._count_tokens(tensordict)
         counted = Counted(tokens, mask)
         keys = {"value_target": require_key(td, self.tensor_keys.value_target, "value_target", "ValueLoss")}
         old = find_key(td, self.tensor_keys.value)
         if old is not None:
             keys["value"] = old
-        inputs = {
-            name: counted.gather(per_token(td, key, tokens, self._responses(mask)).detach())
-            for name, key in keys.items()
-        }
+        inputs = {name: counted.gather(per_token(td, key, tokens, responses).detach()) for name, key in keys.items()}
         check_finite_inputs(inputs, keys, counted)
         value = counted.gather(self.critic_network(tokens, mask).values)
         if torch.is_grad_enabled() and not value.requires_grad:  # nothing counts
@@ -183,6 +180,6 @@ class ValueLoss(TokenLoss):
         return self._output(td, counted, terms, {})
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        _, tokens, mask = self._count_tokens(td)
+        _, tokens, mask, _ = self._count_tokens(td)
         counted = Counted(tokens, mask)
         return [LossTerm("critic", counted.mask.float(), counted.mask)]
