@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded
 from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
@@ -19,7 +18,7 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 def request(tag: int, *, tokens: int = 3, caller: str = "a") -> Request:
     ids = torch.full((tokens,), tag)
-    return Request.of(Ragged.from_list([ids]), None, Settings(), version=None, caller=caller)
+    return Request.of(ids, torch.tensor([tokens]), None, Settings(), version=None, caller=caller)
 
 
 class Recorder:
@@ -78,6 +77,47 @@ def test_callers_take_turns_the_oldest_first() -> None:
     greedy = [request(i, tokens=10, caller="greedy") for i in range(4)]
     run(recorder, *greedy, request(9, tokens=10, caller="modest"), max_tokens=20)
     assert recorder.batches == [[0, 9], [1, 2], [3]]
+
+
+def test_nobody_is_waited_for_when_all_who_are_about_are_there() -> None:
+    async def main() -> tuple[float, float, list[list[int]]]:
+        recorder = Recorder()
+        batcher = Batcher(recorder, max_wait=0.4)
+        start = time.monotonic()
+        await ask(batcher, request(0, caller="a"))  # alone, as far as is known
+        alone = time.monotonic() - start
+        await ask(batcher, request(1, caller="b"))
+        together = time.monotonic()
+        await ask(batcher, request(2, caller="a"), request(3, caller="b"))
+        both = time.monotonic() - together
+        await batcher.close()
+        return alone, both, recorder.batches
+
+    alone, both, batches = asyncio.run(main())
+    assert alone < 0.2
+    assert both < 0.2
+    assert batches == [[0], [1], [2, 3]]
+
+
+def test_others_who_are_about_are_waited_for() -> None:
+    async def main() -> list[list[int]]:
+        recorder = Recorder()
+        batcher = Batcher(recorder, max_wait=0.3)
+        for caller in "abc":
+            batcher.expect(caller)
+        late = asyncio.get_running_loop().call_later
+        tasks: list[asyncio.Task[object]] = []
+        for i, caller in enumerate("abc"):
+            late(
+                0.05 * i,
+                lambda i=i, caller=caller: tasks.append(asyncio.ensure_future(ask(batcher, request(i, caller=caller)))),
+            )
+        await asyncio.sleep(0.25)
+        await asyncio.gather(*tasks)
+        await batcher.close()
+        return recorder.batches
+
+    assert asyncio.run(main()) == [[0, 1, 2]]
 
 
 def test_a_request_larger_than_the_budget_goes_alone() -> None:

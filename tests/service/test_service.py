@@ -184,6 +184,7 @@ def test_weights_have_a_version(local: LogProbScorer) -> None:
         service.model.version = 6
         with pytest.raises(WeightVersionError, match="version 6 of the weights was asked for, this replica holds 7"):
             remote.score(data)
+        service.model.version = None
         service.update_weights(ray.put(model().state_dict()), version=8)
         service.model.version = 8
         same(remote.score(data), local.score(data))
@@ -198,7 +199,7 @@ def test_a_slow_model_times_out_and_a_full_queue_says_so() -> None:
     with ScoringService(factory=partial(slow, 0.6), max_queue=1, max_tokens=1, max_wait=0.0, **CPUS) as service:
         impatient = pickle.loads(pickle.dumps(service.model))
         impatient.timeout = 0.3
-        impatient.handle(0, timeout=10)
+        impatient.replicas.handle(0, timeout=10)
         with pytest.raises(ServiceTimeout, match=r"took more than 0\.3 s"):
             impatient.make_scorer().score(sequences(count=1))
         errors: list[Exception] = []

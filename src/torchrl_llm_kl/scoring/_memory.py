@@ -70,10 +70,13 @@ class ConversationMemory:
 
     Attributes:
         num_bytes: held now.
+        tokens_seen: of all conversations that came with it, so far.
+        tokens_recalled: those of them that did not have to be forwarded.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.tokens_seen = self.tokens_recalled = 0
         self._owner: tuple[object, ...] = ()
         self.clear()
 

@@ -50,6 +50,8 @@ class Recall:
         self.asked[self.element] = False
         node, offset = tree.locate(*request.before(self.asked.nonzero().squeeze(-1)))
         self.known = torch.tensor(held).long().scatter_reduce(0, node, offset, "amin").tolist()
+        memory.tokens_seen += int(tree.length.sum())
+        memory.tokens_recalled += sum(self.known)
 
     def _begin(self, node: int) -> Cursor | None:
         parent = int(self.tree.parent[node])

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrl_llm_kl.service._batcher import Batcher, BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._errors import WeightVersionError, portable
+from torchrl_llm_kl.service._keeper import kept_weights
+from torchrl_llm_kl.service._leases import LEASE
+from torchrl_llm_kl.service._metrics import RayMetrics
 from torchrl_llm_kl.service._stats import ReplicaStats
-from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service._wire import Packed, Reply, Request
 from torchrl_llm_kl.transforms._interface import ModelInterface
 
 __all__ = ["ScoringActor"]
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
+_MAKER = "whoever made it"
 
 
 class ScoringActor:
@@ -26,12 +33,16 @@ class ScoringActor:
     Args:
         make_model: returns the model; called here.
         config: what the service was asked to be, for comparison.
+
+    Keyword Args:
+        service: its name.
+        namespace: of the names.
+        leased: whether it ends with its last client.
         tokens_per_batch: of one forward.
         memory: bytes of remembered keys and values.
         max_tokens: of one batch of requests.
         max_wait: seconds.
         max_queue: requests.
-        lease: seconds without a sign of any client after which the replica ends; None for never.
     """
 
     def __init__(
@@ -39,136 +50,184 @@ class ScoringActor:
         make_model: Callable[[], Any],
         config: Mapping[str, Any],
         *,
+        service: str,
+        namespace: str,
+        leased: bool,
         tokens_per_batch: int | None,
         memory: int,
         max_tokens: int,
         max_wait: float,
         max_queue: int,
-        lease: float | None,
     ) -> None:
+        import ray
+
+        _log_to_stderr()
         self._config = dict(config)
+        self._name = str(config["name"])
+        self._service, self._namespace = service, namespace
+        self._lives = {uuid.uuid4().hex[:8]}
+        self._clients = {_MAKER: time.monotonic()}
+        self._left = threading.Event()
+        if leased:
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self._failure: Exception | None = None
-        self._stats = ReplicaStats()
-        self._lease, self._clients = lease, {"the creator": time.monotonic()}
-        self._watching: asyncio.Task[None] | None = None
+        self._lost: Exception | None = None
         try:  # an error is handed to whoever asks, instead of a dead actor
             self._core = ScoringCore(make_model(), tokens_per_batch=tokens_per_batch, memory=memory)
         except Exception as error:
-            self._failure = error
+            self._failure = portable(error)
             return
+        self._stats = ReplicaStats()
+        self._new_weights = asyncio.Condition()
         self._batcher = Batcher(
             self._answer, max_tokens=max_tokens, max_wait=max_wait, max_queue=max_queue, on_batch=self._record
         )
-        self._gauges = _Gauges(str(config.get("name", "")))
-        _LOG.info("replica %s started, pid %d", config.get("name"), os.getpid())
+        self._metrics = RayMetrics(self._name)
+        self._restore()
+        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._metrics.started(again=again)
+        _LOG.info("replica %s %s, pid %d", self._name, "restarted" if again else "started", os.getpid())
+
+    def _restore(self) -> None:
+        """Take the weights that were pushed before it began."""
+        try:
+            kept = kept_weights(self._service, self._namespace)
+            if kept is not None:
+                self._core.update_weights(kept[1], kept[0])
+                _LOG.info("replica %s took version %d of the weights again", self._name, kept[0])
+        except Exception as error:  # better no answer than one of other weights
+            self._lost = portable(error)
+            _LOG.warning("replica %s answers nothing: %s", self._name, error)
 
     def _answer(self, requests: Sequence[Request]) -> list[Reply | Exception]:
+        if self._lost is not None:
+            return [self._lost] * len(requests)
         answers = self._core.score(requests)
         self._stats.failures += sum(isinstance(answer, Exception) for answer in answers)
         return answers
 
     def _record(self, record: BatchRecord) -> None:
         self._stats.add(record)
-        self._gauges.update(record, waiting=len(self._batcher))
+        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.tokens_recalled)
 
     # ------------------------------------------------------------------ what clients call
 
-    async def describe(self) -> tuple[str, Any]:
-        """``("ready", config)``, or ``("failed", error)`` if the model could not be made."""
-        if self._failure is not None:
-            return "failed", self._failure
-        if self._lease is not None and self._watching is None:
-            self._watching = asyncio.get_running_loop().create_task(self._watch())
-        return "ready", self._config
+    async def describe(self) -> tuple[Exception | None, dict[str, Any]]:
+        """Why the model could not be made, if it could not; and what was asked for."""
+        return self._failure, self._config
 
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether a wrapper named them."""
         return ModelInterface.of(self._core.model), hasattr(self._core.model, "input_mode")
 
-    async def score(self, request: Request, timeout: float) -> tuple[str, Any]:
-        """``("ok", reply)`` or ``("error", exception)``: an error of the request is no failure of the actor."""
+    async def score(self, packed: Packed, timeout: float) -> Packed | Exception:
+        """A reply, or an exception: an error of the request is no failure of the actor."""
+        deadline = time.monotonic() + timeout
         try:
-            return "ok", await self._batcher.submit(request, timeout=timeout)
+            request = Request.unpack(packed)
+            if request.version is not None and request.version > self._core.version:
+                await self._wait_for_version(request.version, timeout)
+            reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
+            return reply.pack()
         except Exception as error:
-            return "error", error
+            return portable(error)
 
-    async def update_weights(self, weights: Mapping[str, Any], version: int) -> tuple[str, Any]:
+    async def _wait_for_version(self, version: int, timeout: float) -> None:
+        async with self._new_weights:
+            try:
+                await asyncio.wait_for(self._new_weights.wait_for(lambda: self._core.version >= version), timeout)
+            except asyncio.TimeoutError:
+                raise WeightVersionError(
+                    f"version {version} of the weights was asked for, replica {self._name} holds {self._core.version} and got "
+                    f"no other within {timeout:.3g} s: push it with update_weights(), or ask for no version"
+                ) from None
+
+    async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
+        """Whether the weights fit; nothing is changed."""
+        try:
+            await self._batcher.in_thread(lambda: self._core.check_weights(weights))
+        except Exception as error:
+            return portable(error)
+        return None
+
+    async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
         """Copy weights into the model, between two batches."""
         try:
             await self._batcher.in_thread(lambda: self._core.update_weights(weights, version))
         except Exception as error:
-            return "error", error
-        _LOG.info("replica %s holds version %d of the weights", self._config.get("name"), version)
-        return "ok", self._core.version
+            return portable(error)
+        self._lost = None
+        async with self._new_weights:
+            self._new_weights.notify_all()
+        _LOG.info("replica %s holds version %d of the weights", self._name, version)
+        return None
 
     async def stats(self) -> dict[str, Any]:
         """Counters, queue length, version of the weights, clients."""
+        seen, recalled = self._core.tokens_seen, self._core.tokens_recalled
         return {
-            "name": self._config.get("name"),
+            "name": self._name,
             "pid": os.getpid(),
+            "restarts": len(self._lives) - 1,
             "queue": len(self._batcher),
             "version": self._core.version,
-            "clients": max(len(self._clients) - 1, 0),
+            "clients": len(self._clients.keys() - {_MAKER}),
+            "tokens_recalled": recalled,
+            "cache_hit_rate": recalled / seen if seen else 0.0,
             **self._stats.snapshot(),
         }
 
     async def health(self) -> bool:
-        """Whether the model is there; answers while it is at work."""
-        return self._failure is None
+        """Whether it scores; answers while it is at work."""
+        return self._failure is None and self._lost is None
 
-    async def hold(self, client: str) -> None:
-        """A client is there, and still is."""
+    # ------------------------------------------------------------------ clients come and go
+
+    async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
+        """A client is there, and still is.
+
+        Args:
+            client: its name.
+            lives: marks of this replica's lives that the client has seen: what a restart forgets, clients remember.
+        """
         self._clients[client] = time.monotonic()
+        self._clients.pop(_MAKER, None)
+        self._lives.update(lives)
+        return self._lives
 
     async def release(self, client: str) -> None:
         """A client has gone."""
         self._clients.pop(client, None)
-        self._clients.pop("the creator", None)
+        if not self._clients:
+            self._left.set()
 
-    async def close(self) -> None:
-        """Refuse what waits and what comes."""
-        _LOG.info("replica %s drains", self._config.get("name"))
-        await self._batcher.close()
+    async def shutdown(self) -> None:
+        """Refuse what waits and what comes, and end: an end that Ray knows was meant."""
+        import ray
 
-    async def _watch(self) -> None:
+        _LOG.info("replica %s drains", self._name)
+        if self._failure is None:
+            await self._batcher.close()
+            await asyncio.sleep(0.2)  # the refusals are on their way
+        ray.actor.exit_actor()
+
+    def _watch(self) -> None:
         """End with the last client."""
         import ray
 
-        assert self._lease is not None
-        while True:
-            await asyncio.sleep(self._lease / 4)
-            now = time.monotonic()
-            self._clients = {name: seen for name, seen in self._clients.items() if now - seen < self._lease}
-            if not self._clients:
-                _LOG.info("replica %s ends with its last client", self._config.get("name"))
-                await self._batcher.close()
-                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        while self._clients:
+            self._left.wait(LEASE / 4)
+            self._left.clear()
+            since = time.monotonic() - LEASE
+            self._clients = {name: seen for name, seen in tuple(self._clients.items()) if seen > since}
+        _LOG.info("replica %s ends with its last client", self._name)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-class _Gauges:
-    """Ray metrics, which a cluster's Prometheus collects."""
-
-    def __init__(self, name: str) -> None:
-        from ray.util import metrics
-
-        tags = {"tag_keys": ("replica",)}
-        self._tag = {"replica": name}
-        self._queue = metrics.Gauge("torchrl_llm_kl_queue_length", "requests that wait", **tags)
-        self._size = metrics.Histogram(
-            "torchrl_llm_kl_batch_requests", "requests of a batch", boundaries=[1, 2, 4, 8, 16, 32, 64], **tags
-        )
-        self._tokens = metrics.Counter("torchrl_llm_kl_tokens", "tokens of all requests", **tags)
-        self._latency = metrics.Histogram(
-            "torchrl_llm_kl_latency_seconds",
-            "from arrival to answer",
-            boundaries=[0.003, 0.01, 0.03, 0.1, 0.3, 1, 3],
-            **tags,
-        )
-
-    def update(self, record: BatchRecord, *, waiting: int) -> None:
-        self._queue.set(waiting, self._tag)
-        self._size.observe(record.requests, self._tag)
-        if record.tokens:
-            self._tokens.inc(record.tokens, self._tag)
-        for latency in record.latencies:
-            self._latency.observe(latency, self._tag)
+def _log_to_stderr() -> None:
+    """Ray shows what workers write there; it sets no level of ours."""
+    if not _LOG.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+        _LOG.addHandler(handler)
+        _LOG.setLevel(logging.INFO)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from torchrl_llm_kl.service._wire import Reply, Request
 __all__ = ["BatchRecord", "Batcher"]
 
 Answers = list[Reply | Exception]
+_ABOUT = 10.0  # seconds for which a caller is waited for
 
 
 @dataclass(eq=False)
@@ -38,15 +40,15 @@ class BatchRecord:
 class Batcher:
     """Collects requests on an event loop and scores them in one other thread.
 
-    A batch starts with the oldest request, waits a few milliseconds for others, and takes one request of each caller in turn,
-    the oldest first, up to a number of tokens. A request larger than that goes alone.
+    A batch starts with the oldest request, waits a few milliseconds for the other callers that are about, and takes one request
+    of each caller in turn, the oldest first, up to a number of tokens. A request larger than that goes alone.
 
     Args:
         score: answers a batch; called in the thread.
 
     Keyword Args:
         max_tokens: of a batch.
-        max_wait: seconds that the oldest request waits for company.
+        max_wait: seconds that the oldest request waits for company; not if all callers of the last ten seconds are there.
         max_queue: requests that may wait; more wait outside, until their time is up.
         on_batch: told of each batch.
     """
@@ -69,12 +71,17 @@ class Batcher:
         self.max_tokens, self.max_wait, self.max_queue = max_tokens, max_wait, max_queue
         self._waiting: deque[_Waiting] = deque()
         self._changed = asyncio.Condition()
+        self._callers: dict[str, float] = {}
         self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._loop: asyncio.Task[None] | None = None
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def expect(self, caller: str) -> None:
+        """Somebody is about to ask, or has asked: for a while, batches wait for more of it."""
+        self._callers[caller] = time.monotonic()
 
     async def submit(self, request: Request, *, timeout: float) -> Reply:
         """Wait for a place in the queue, and for the answer.
@@ -87,6 +94,7 @@ class Batcher:
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         deadline = time.monotonic() + timeout
+        self.expect(request.caller)
         async with self._changed:
             while len(self._waiting) >= self.max_queue and not self._closed:
                 left = deadline - time.monotonic()
@@ -137,12 +145,21 @@ class Batcher:
                 await self._answer(batch)
 
     async def _company(self) -> None:
-        """Until the oldest has waited long enough or there is enough to do."""
-        while self._waiting:
+        """Until all callers are there, the oldest request has waited long enough, or there is enough to do."""
+        while self._waiting and not self._closed and not self._complete():
             left = self._waiting[0].arrived + self.max_wait - time.monotonic()
-            if left <= 0 or sum(w.request.num_tokens for w in self._waiting) >= self.max_tokens:
+            if left <= 0:
                 return
-            await asyncio.sleep(min(left, 0.001))
+            async with self._changed:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), left)
+
+    def _complete(self) -> bool:
+        if sum(w.request.num_tokens for w in self._waiting) >= self.max_tokens:
+            return True
+        since = time.monotonic() - _ABOUT
+        self._callers = {caller: seen for caller, seen in self._callers.items() if seen > since}
+        return self._callers.keys() <= {w.request.caller for w in self._waiting}
 
     def _take(self) -> list[_Waiting]:
         alive = [w for w in self._waiting if not w.answer.done()]  # a caller may have gone

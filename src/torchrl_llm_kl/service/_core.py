@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer
 from torchrl_llm_kl.service._errors import WeightVersionError
+from torchrl_llm_kl.service._state_dict import state_dict_of
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 __all__ = ["ScoringCore"]
@@ -86,40 +88,90 @@ class ScoringCore:
             for log_prob, entropy, mask in zip(log_probs, entropies, masks, strict=True)
         ]
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy tensors into the model, in place.
+    # ------------------------------------------------------------------ weights
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Whether :meth:`update_weights` would take them.
 
         Args:
-            weights: as ``state_dict()`` names them; all of them or some.
-            version: a number that the weights are known by from now on.
+            weights: as ``state_dict()`` or a TorchRL wrapper names them; all of them or some.
 
         Raises:
             TypeError: if something is no tensor.
             KeyError: if the model has no weight of a name.
-            ValueError: if a shape differs. Nothing is changed in any of these cases.
+            ValueError: if a shape differs, or a value is not finite.
         """
-        model = self._module()
-        own = model.state_dict(keep_vars=True)
+        self._named(weights)
+
+    def _named(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own, weights = self._own(), state_dict_of(weights)
+        inside = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+        if len(inside) == len(weights) and inside.keys() <= own.keys() and not weights.keys() <= own.keys():
+            weights = inside  # a TorchRL wrapper's
         for name, value in weights.items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}")
             if name not in own:
-                raise KeyError(f"{type(model).__name__} has no weight {name!r}; it has {', '.join(list(own)[:3])}, ...")
+                raise KeyError(f"the model has no weight {name!r}; it has {', '.join(list(own)[:3])}, ...")
             if own[name].shape != value.shape:
                 raise ValueError(f"{name}: the model has shape {tuple(own[name].shape)}, got {tuple(value.shape)}")
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise ValueError(
+                    f"{name} holds values that are not finite: every score would be NaN. The model keeps version {self.version}"
+                )
+        return weights
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy tensors into the model, in place.
+
+        Args:
+            weights: as for :meth:`check_weights`, whose errors it raises; nothing is changed then.
+            version: a number that the weights are known by from now on; not below the one it holds.
+
+        Raises:
+            WeightVersionError: if it holds a later version.
+        """
+        if version < self.version:
+            raise WeightVersionError(
+                f"version {version} of the weights came after version {self.version}: versions grow"
+            )
+        own, named = self._own(), self._named(weights)
         with torch.no_grad():
-            for name, value in weights.items():
+            for name, value in named.items():
                 own[name].copy_(value)
         for scorer in self._scorers.values():
             scorer.forget()
         self.version = int(version)
 
-    def _module(self) -> nn.Module:
+    def _own(self) -> Mapping[str, Tensor]:
         inner = next(iter(self._scorers.values())).model
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(inner).__name__} holds no weights in this process: update them in its backend")
-        return inner
+        return inner.state_dict(keep_vars=True)
+
+    # ------------------------------------------------------------------ memory
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens of conversations that go on, so far."""
+        return sum(scorer.memory.tokens_seen for scorer in tuple(self._scorers.values()))
+
+    @property
+    def tokens_recalled(self) -> int:
+        """Those of them that were remembered, and not forwarded again."""
+        return sum(scorer.memory.tokens_recalled for scorer in tuple(self._scorers.values()))
 
 
-def _picked(values: Tensor, mask: Tensor) -> Any:
-    return values[mask.to(values.device)].float().cpu().numpy()
+def _picked(values: Tensor, mask: Tensor) -> np.ndarray:
+    """The values that were asked for, in float32 or wider.
+
+    Raises:
+        ValueError: if one of them is NaN.
+    """
+    chosen = values.detach()[mask.to(values.device)].cpu()
+    if bool(chosen.isnan().any()):
+        raise ValueError(
+            f"{int(chosen.isnan().sum())} of {chosen.numel()} scores are NaN: look at the weights and the dtype of the model"
+        )
+    found: np.ndarray = (chosen if chosen.dtype == torch.float64 else chosen.float()).numpy()
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 __all__ = [
     "ServiceClosedError",
     "ServiceConfigError",
@@ -9,6 +11,7 @@ __all__ = [
     "ServiceOverloaded",
     "ServiceTimeout",
     "WeightVersionError",
+    "portable",
 ]
 
 
@@ -34,3 +37,16 @@ class ServiceConfigError(ServiceError, ValueError):
 
 class WeightVersionError(ServiceError):
     """The replica does not hold the version of the weights that was asked for, and did not get it in time."""
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself if it can travel between processes, else one that says the same."""
+    try:
+        same = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return ServiceError(f"{type(error).__name__}: {error}")
+    return (
+        error
+        if type(same) is type(error) and str(same) == str(error)
+        else ServiceError(f"{type(error).__name__}: {error}")
+    )

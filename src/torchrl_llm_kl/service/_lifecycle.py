@@ -1,24 +1,20 @@
-"""Named replicas: made by whoever comes first, compared by whoever comes later, ended with the last client."""
+"""Named replicas: made by whoever comes first, compared by whoever comes later."""
 
 from __future__ import annotations
 
-import atexit
-import hashlib
-import threading
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from torch import nn
 
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceTimeout
 
-__all__ = ["NAMESPACE", "Leases", "ServiceSpec", "connect"]
+__all__ = ["NAMESPACE", "ReplicaGone", "ServiceSpec", "launch", "welcome"]
 
 NAMESPACE = "torchrl_llm_kl"
-LEASE = 30.0
+
+
+class ReplicaGone(Exception):
+    """The replica that was found is none; another one may be made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +31,7 @@ class ServiceSpec:
         num_replicas: how many.
         namespace: of the names.
         detached: whether the replicas outlive their clients.
+        address: of the Ray cluster, for processes that have not joined one.
     """
 
     name: str
@@ -45,6 +42,7 @@ class ServiceSpec:
     num_replicas: int = 1
     namespace: str = NAMESPACE
     detached: bool = False
+    address: str | None = None
 
     def config(self, replica: int) -> dict[str, Any]:
         """What two services of one name must agree on."""
@@ -54,34 +52,58 @@ class ServiceSpec:
             "num_replicas": self.num_replicas,
             "detached": self.detached,
             **self.settings,
-            **{key: value for key, value in self.options.items() if isinstance(value, (int, float, str))},
+            **{key: value for key, value in self.options.items() if isinstance(value, (int, float, str, dict))},
         }
 
     def replica_name(self, replica: int) -> str:
         """``NAME:i``."""
         return f"{self.name}:{replica}"
 
+    @property
+    def replica_names(self) -> list[str]:
+        """Of all of them."""
+        return [self.replica_name(i) for i in range(self.num_replicas)]
 
-def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
-    """A text that is equal for equal models: the factory's name and arguments, or the class and a digest of the weights."""
-    if factory is not None:
-        if isinstance(factory, partial):
-            args = [describe_source(None, arg) if callable(arg) else repr(arg) for arg in factory.args]
-            return f"{describe_source(None, factory.func)} with {args} {factory.keywords}"
-        return (
-            f"factory {getattr(factory, '__module__', '?')}.{getattr(factory, '__qualname__', type(factory).__name__)}"
-        )
-    digest = hashlib.sha256()
-    parameters = model.state_dict() if isinstance(model, nn.Module) else {}
-    for name, value in parameters.items():
-        digest.update(
-            f"{name}{tuple(value.shape)}{float(value.double().sum()) if value.is_floating_point() else ''}".encode()
-        )
-    return f"{type(model).__name__} {digest.hexdigest()[:12]}"
+    def here(self) -> ServiceSpec:
+        """The same, with the address of the cluster that this process is part of; joins one if it is part of none."""
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(self.address, log_to_driver=False)
+        address = ray.get_runtime_context().gcs_address
+        return self if address == self.address else replace(self, address=address)
 
 
-def connect(spec: ServiceSpec, replica: int, *, timeout: float) -> Any:
-    """A handle to a replica, which is made if there is none. Safe from any number of processes at once.
+def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
+    """A handle to a replica, which is made if there is none, and its description to come.
+
+    Safe from any number of processes at once: Ray makes one actor of a name.
+    """
+    import ray
+
+    from torchrl_llm_kl.service._actor import ScoringActor
+
+    remote: Any = ray.remote(ScoringActor)
+    handle = remote.options(
+        name=spec.replica_name(replica),
+        namespace=spec.namespace,
+        get_if_exists=True,
+        lifetime="detached",  # its creator may go before its other clients: leases say when it ends
+        max_concurrency=1000,
+        **spec.options,
+    ).remote(
+        spec.make_model,
+        spec.config(replica),
+        service=spec.name,
+        namespace=spec.namespace,
+        leased=not spec.detached,
+        **spec.settings,
+    )
+    return handle, handle.describe.remote()
+
+
+def welcome(spec: ServiceSpec, replica: int, handle: Any, description: Any, *, timeout: float) -> None:
+    """Wait until a replica is ready, and is the one that was asked for.
 
     Raises:
         ServiceConfigError: if there is one with another configuration.
@@ -90,92 +112,24 @@ def connect(spec: ServiceSpec, replica: int, *, timeout: float) -> Any:
     """
     import ray
 
-    from torchrl_llm_kl.service._actor import ScoringActor
-
-    options = {"max_restarts": -1, "max_concurrency": 1000, **spec.options}
-    remote: Any = ray.remote(ScoringActor)
-    handle = remote.options(
-        name=spec.replica_name(replica),
-        namespace=spec.namespace,
-        get_if_exists=True,
-        lifetime="detached",  # its creator may go before its other clients: leases say when it ends
-        **options,
-    ).remote(spec.make_model, spec.config(replica), lease=None if spec.detached else LEASE, **spec.settings)
     try:
-        state, found = ray.get(handle.describe.remote(), timeout=timeout)
+        failure, found = ray.get(description, timeout=max(timeout, 0.001))
     except ray.exceptions.GetTimeoutError:
         raise ServiceTimeout(
-            f"replica {spec.replica_name(replica)} did not start within {timeout:g} s: are there {options} free in the cluster "
-            f"({ray.available_resources()})?"
+            f"replica {spec.replica_name(replica)} did not start within {timeout:g} s. It asks for {spec.options}; the cluster "
+            f"has {ray.available_resources()} free. If the model takes longer to load, raise timeout="
         ) from None
-    if state == "failed":
-        ray.kill(handle, no_restart=True)
-        raise found
-    _compare(spec.config(replica), found)
-    return handle
-
-
-def _compare(wanted: dict[str, Any], found: dict[str, Any]) -> None:
+    wanted = spec.config(replica)
     different = [
         f"{key}: it has {found.get(key)!r}, asked for {wanted.get(key)!r}"
         for key in sorted({*wanted, *found})
         if wanted.get(key) != found.get(key)
     ]
+    if failure is not None:
+        ray.kill(handle, no_restart=True)  # nobody can use it, and the name should be free
+        raise failure if not different else ReplicaGone(f"{wanted['name']} of another configuration failed: {failure}")
     if different:
         raise ServiceConfigError(
             f"the name {wanted['name']!r} is in use with another configuration: {'; '.join(different)}. Choose another name, "
-            "or close that service first"
+            "or shut that service down first"
         )
-
-
-class Leases:
-    """Tells the replicas that this process uses that it is still there; one thread for all of them."""
-
-    _lock = threading.Lock()
-    _held: dict[str, Any] = {}  # noqa: RUF012 -- one table for the process
-    _thread: threading.Thread | None = None
-    client = f"{uuid.uuid4().hex[:12]}"
-
-    @classmethod
-    def hold(cls, key: str, handle: Any) -> None:
-        """From now on."""
-        with cls._lock:
-            cls._held[key] = handle
-            if cls._thread is None:
-                cls._thread = threading.Thread(target=cls._beat, name="leases", daemon=True)
-                cls._thread.start()
-                atexit.register(cls.release_all)
-        handle.hold.remote(cls.client)
-
-    @classmethod
-    def release(cls, key: str) -> None:
-        """No longer."""
-        with cls._lock:
-            handle = cls._held.pop(key, None)
-        if handle is not None:
-            _quietly(partial(handle.release.remote, cls.client))
-
-    @classmethod
-    def release_all(cls) -> None:
-        """At the end of the process."""
-        for key in list(cls._held):
-            cls.release(key)
-
-    @classmethod
-    def _beat(cls) -> None:
-        pause = threading.Event()
-        while not pause.wait(LEASE / 4):
-            with cls._lock:
-                handles = list(cls._held.values())
-            for handle in handles:
-                _quietly(partial(handle.hold.remote, cls.client))
-
-
-def _quietly(call: Callable[[], Any]) -> None:
-    import ray
-
-    if ray.is_initialized():
-        try:
-            call()
-        except Exception:  # the replica is gone, which is what a lease is for
-            return

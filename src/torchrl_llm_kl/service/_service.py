@@ -9,7 +9,10 @@ from typing import Any
 
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
-from torchrl_llm_kl.service._lifecycle import NAMESPACE, ServiceSpec, describe_source
+from torchrl_llm_kl.service._keeper import find_keeper
+from torchrl_llm_kl.service._lifecycle import NAMESPACE, ServiceSpec
+from torchrl_llm_kl.service._source import describe_source
+from torchrl_llm_kl.service._weights import push_weights
 
 __all__ = ["ScoringService"]
 
@@ -98,8 +101,9 @@ class ScoringService:
             detached,
         )
         self.model = RemoteModel(spec, timeout=timeout)
+        self.model.replicas.start()
         for replica in range(num_replicas):
-            self.model.call(replica, "health")
+            self.model.call(replica, "describe")
 
     @property
     def name(self) -> str:
@@ -113,41 +117,41 @@ class ScoringService:
     def update_weights(self, weights: Any, version: int) -> None:
         """Copy weights into every replica, in place; they are known by ``version`` from then on.
 
+        Replicas that restart take them again.
+
         Args:
-            weights: a ``state_dict`` of tensors, or a Ray reference to one, which is sent once however many replicas there are.
-            version: a number.
+            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them (which is sent
+                once, however many replicas there are). Some weights or all.
+            version: a whole number, not below the last one.
 
         Raises:
-            KeyError, TypeError, ValueError: as :meth:`ScoringCore.update_weights`; the replicas before keep the new weights.
+            KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
+            WeightVersionError: if a later version was pushed before.
+            ServiceTimeout: if a replica does not answer; it takes them when it is back.
         """
-        import ray
-
-        reference = (
-            weights
-            if isinstance(weights, ray.ObjectRef)
-            else ray.put({k: v.detach().cpu() for k, v in weights.items()})
-        )
-        for replica in range(self.model.spec.num_replicas):
-            state, value = self.model.call(replica, "update_weights", reference, version)
-            if state == "error":
-                raise value
+        push_weights(self.model.replicas, weights, version, timeout=self.model.timeout)
 
     def close(self) -> None:
-        """This process no longer uses the service; it ends with its last client."""
+        """This object no longer uses the service; it ends with its last client."""
         self.model.close()
 
     def shutdown(self) -> None:
-        """End the service for everybody."""
+        """End the service for everybody: calls that wait, and later ones, raise :class:`ServiceClosedError`."""
         import ray
 
-        for replica in range(self.model.spec.num_replicas):
+        spec = self.model.spec
+        for name in spec.replica_names:
             try:
-                handle = ray.get_actor(self.model.spec.replica_name(replica), namespace=self.model.spec.namespace)
+                handle = ray.get_actor(name, namespace=spec.namespace)
             except ValueError:
                 continue
-            with contextlib.suppress(ray.exceptions.RayError):  # it may be down just now
-                ray.get(handle.close.remote(), timeout=5)
-            ray.kill(handle, no_restart=True)
+            with contextlib.suppress(ray.exceptions.RayError):  # an actor that ends gives no answer
+                ray.get(handle.shutdown.remote(), timeout=10)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(handle, no_restart=True)
+        keeper = find_keeper(spec.name, spec.namespace)
+        if keeper is not None:
+            ray.kill(keeper, no_restart=True)
         self.model.close()
 
     def __enter__(self) -> ScoringService:

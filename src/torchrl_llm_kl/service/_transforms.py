@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -42,30 +43,52 @@ def serve_model(
     model: Any,
     factory: Callable[[], Any] | None,
     *,
-    name: str,
     actor_name: str | None,
     device: torch.device | str | None,
     options: dict[str, Any],
+    undo: ExitStack,
 ) -> Any:
     """A model behind a service; what is there already, or is found later, stays as it is.
 
-    Raises:
-        ValueError: if both the model and a factory are given.
+    Args:
+        model: by value; None or a name with a factory.
+        factory: makes it, in the actor.
+        actor_name: of the service.
+        device: of the model, in the actor.
+        options: other arguments of :class:`ScoringService`.
+        undo: closes the service, unless the transform is made after all.
     """
-    if factory is not None and model is not None and not isinstance(model, str):
-        raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     if factory is None and (model is None or isinstance(model, (str, RemoteModel))):
         return model
     if factory is None and device is not None:
         model = model.to(device)
     elif factory is not None:
         model, factory = None, factory if device is None else partial(_on_device, factory, device)
-    return ScoringService(model, factory=factory, name=actor_name, **options).model
+    service = ScoringService(model, factory=factory, name=actor_name, **options)
+    undo.callback(service.close)
+    return service.model
+
+
+def _check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
+    if factory is not None and model is not None and not isinstance(model, str):
+        raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
+
+
+def _check_possible(kwargs: dict[str, Any], *, policy_is_served: bool) -> None:
+    """Refuse at once what a model in another process cannot do."""
+    if kwargs.get("estimator") == "exact" or kwargs.get("reference") is not None:
+        raise ValueError(
+            "an exact KL needs the models in this process: a service sends log-probs and entropies. Use a local transform"
+        )
+    if policy_is_served and not kwargs.get("detach", True):
+        raise ValueError("a model behind a service gives no gradient: score the policy where it is trained")
 
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the service, and of the transform."""
-    service = {name: kwargs.pop(name) for name in SERVICE_ARGS if kwargs.get(name) is not None or name in kwargs}
+    """Arguments of the service, and of the transform; ``memory`` is of both."""
+    service = {name: kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
+    if "memory" in kwargs:
+        service["memory"] = kwargs["memory"]
     return {name: value for name, value in service.items() if value is not None}, kwargs
 
 
@@ -93,9 +116,13 @@ class RayRetrieveLogProb(RetrieveLogProb):
         use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
+        _check_one("model", model, model_factory)
+        _check_possible(kwargs, policy_is_served=True)
         options, rest = _split(kwargs)
-        served = serve_model(model, model_factory, name="model", actor_name=actor_name, device=device, options=options)
-        super().__init__(served, **rest)
+        with ExitStack() as undo:
+            served = serve_model(model, model_factory, actor_name=actor_name, device=device, options=options, undo=undo)
+            super().__init__(served, **rest)
+            undo.pop_all()
 
 
 class RayRetrieveKL(RetrieveKL):
@@ -128,19 +155,20 @@ class RayRetrieveKL(RetrieveKL):
         use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
+        _check_one("gen_model", gen_model, gen_model_factory)
+        _check_one("ref_model", ref_model, ref_model_factory)
+        _check_possible(kwargs, policy_is_served=gen_model_factory is not None or not isinstance(gen_model, str))
         options, rest = _split(kwargs)
-        gen = serve_model(
-            gen_model,
-            gen_model_factory,
-            name="gen_model",
-            actor_name=None if actor_name is None else f"{actor_name}-gen",
-            device=device,
-            options=options,
-        )
-        ref = serve_model(
-            ref_model, ref_model_factory, name="ref_model", actor_name=actor_name, device=device, options=options
-        )
-        super().__init__(gen, ref, **rest)
+        gen_name = None if actor_name is None else f"{actor_name}-gen"
+        with ExitStack() as undo:
+            gen = serve_model(
+                gen_model, gen_model_factory, actor_name=gen_name, device=device, options=options, undo=undo
+            )
+            ref = serve_model(
+                ref_model, ref_model_factory, actor_name=actor_name, device=device, options=options, undo=undo
+            )
+            super().__init__(gen, ref, **rest)
+            undo.pop_all()
 
 
 class RayKLRewardTransform(KLRewardTransform):
@@ -166,8 +194,11 @@ class RayKLRewardTransform(KLRewardTransform):
         use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
+        _check_one("ref_model", ref_model, ref_model_factory)
         options, rest = _split(kwargs)
-        served = serve_model(
-            ref_model, ref_model_factory, name="ref_model", actor_name=actor_name, device=device, options=options
-        )
-        super().__init__(served, **rest)
+        with ExitStack() as undo:
+            served = serve_model(
+                ref_model, ref_model_factory, actor_name=actor_name, device=device, options=options, undo=undo
+            )
+            super().__init__(served, **rest)
+            undo.pop_all()

@@ -1,16 +1,18 @@
-"""What travels: token ids, masks, what is wanted of them, and the numbers that come back. Arrays and plain values only."""
+"""What travels: token ids, masks, what is wanted of them, and the numbers that come back. Bytes and plain values only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.ragged import Ragged
+__all__ = ["Packed", "Reply", "Request", "Settings"]
 
-__all__ = ["Reply", "Request", "Settings"]
+#: A request or a reply on its way: a flat tuple of bytes, numbers, strings and None.
+Packed = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,29 @@ class Request:
 
     @classmethod
     def of(
-        cls, sequences: Ragged, mask: Tensor | None, settings: Settings, *, version: int | None, caller: str
+        cls,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor | None,
+        settings: Settings,
+        *,
+        version: int | None,
+        caller: str,
     ) -> Request:
-        """From sequences as a scorer takes them."""
-        values = sequences.values.detach().cpu()
+        """From flat tokens ``[N]``, lengths ``[S]`` and a mask ``[N]``.
+
+        Raises:
+            TypeError: if the tokens are no whole numbers, or the mask is not boolean.
+        """
+        values = tokens.detach().cpu()
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"token ids must be whole numbers (int64), got {values.dtype}")
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"the mask must be boolean, got {mask.dtype}")
         narrow = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
         return cls(
-            (values.int() if narrow else values).numpy(),
-            sequences.lengths.cpu().numpy(),
+            (values.int() if narrow else values.long()).numpy(),
+            lengths.cpu().numpy(),
             None if mask is None else np.packbits(mask.detach().cpu().numpy()),
             settings,
             version,
@@ -89,7 +106,7 @@ class Request:
 
     def rows(self) -> list[Tensor]:
         """Token ids of each sequence."""
-        tokens = torch.from_numpy(self.tokens.copy()).long()
+        tokens = torch.from_numpy(self.tokens.astype(np.int64))
         return list(tokens.split(self.lengths.tolist()))
 
     def flat_mask(self) -> Tensor:
@@ -101,10 +118,30 @@ class Request:
         mask[torch.from_numpy(starts[self.lengths > 0])] = False
         return mask
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.tokens.nbytes + self.lengths.nbytes + (0 if self.mask is None else self.mask.nbytes)
+    def pack(self) -> Packed:
+        """What is sent."""
+        return (
+            self.tokens.tobytes(),
+            self.tokens.dtype.itemsize,
+            self.lengths.astype(np.int64).tobytes(),
+            None if self.mask is None else self.mask.tobytes(),
+            *astuple(self.settings),
+            self.version,
+            self.caller,
+        )
+
+    @classmethod
+    def unpack(cls, packed: Packed) -> Request:
+        """What was sent."""
+        tokens, width, lengths, mask, *settings, version, caller = packed
+        return cls(
+            np.frombuffer(tokens, np.int32 if width == 4 else np.int64),
+            np.frombuffer(lengths, np.int64),
+            None if mask is None else np.frombuffer(mask, np.uint8),
+            Settings(*settings),
+            version,
+            caller,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +149,8 @@ class Reply:
     """Numbers at the tokens that the mask asked for.
 
     Args:
-        log_prob: nats, float32 ``[K]``.
-        entropy: nats, float32 ``[K]``, if it was wanted.
+        log_prob: nats, float32 or float64 ``[K]``.
+        entropy: nats, of the same type ``[K]``, if it was wanted.
         version: of the weights that gave them.
     """
 
@@ -121,7 +158,14 @@ class Reply:
     entropy: np.ndarray | None
     version: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.log_prob.nbytes + (0 if self.entropy is None else self.entropy.nbytes)
+    def pack(self) -> Packed:
+        """What is sent."""
+        entropy = None if self.entropy is None else self.entropy.tobytes()
+        return self.log_prob.tobytes(), entropy, self.log_prob.dtype.itemsize, self.version
+
+    @classmethod
+    def unpack(cls, packed: Packed) -> Reply:
+        """What was sent."""
+        log_prob, entropy, width, version = packed
+        kind = np.float32 if width == 4 else np.float64
+        return cls(np.frombuffer(log_prob, kind), None if entropy is None else np.frombuffer(entropy, kind), version)

@@ -1,0 +1,201 @@
+"""The replicas as one client sees them: found or made on first use, lost and found again."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceTimeout
+from torchrl_llm_kl.service._leases import Leases
+from torchrl_llm_kl.service._lifecycle import ReplicaGone, ServiceSpec, launch, welcome
+
+__all__ = ["Patience", "Replicas", "failures"]
+
+_LEASES = Leases()
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Errors after which the same call may succeed."""
+    from ray import exceptions
+
+    return (
+        ReplicaGone,
+        exceptions.RayActorError,
+        exceptions.ObjectLostError,
+        exceptions.ObjectStoreFullError,
+        exceptions.WorkerCrashedError,
+        exceptions.NodeDiedError,
+    )
+
+
+class Patience:
+    """Time that is left, and longer and longer pauses.
+
+    Args:
+        timeout: seconds in all.
+        what: is tried, for the message.
+    """
+
+    def __init__(self, timeout: float, what: str) -> None:
+        self.timeout, self.what = timeout, what
+        self._end = time.monotonic() + timeout
+        self._pause = _FIRST_PAUSE
+
+    @property
+    def left(self) -> float:
+        """Seconds, a little more than none."""
+        return max(self._end - time.monotonic(), 0.001)
+
+    def rest(self, error: Exception) -> None:
+        """Wait before the next try.
+
+        Raises:
+            ServiceTimeout: if there is no time for one.
+        """
+        if self._pause > self.left:
+            raise ServiceTimeout(f"{self.what}: no replica came back within {self.timeout:g} s: {error}") from error
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def up(self) -> ServiceTimeout:
+        """The error for when the time is up."""
+        return ServiceTimeout(f"{self.what} took more than {self.timeout:g} s. Raise timeout=, or add replicas")
+
+
+@dataclass(eq=False)
+class _Link:
+    handle: Any
+    description: Any  # to come
+    welcomed: bool = False
+    asked: float = 0.0
+
+
+class Replicas:
+    """Handles of a service's actors.
+
+    Args:
+        spec: the service.
+    """
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._links: dict[int, _Link] = {}
+        self._lost: set[int] = set()
+        self._held: list[str] = []
+        self._closed = ""
+        self._finalizer = weakref.finalize(self, _release, self._held)
+
+    def _link(self, replica: int) -> _Link:
+        if self._closed:
+            raise ServiceClosedError(self._closed)
+        with self._lock:
+            if replica not in self._links:
+                self.spec = self.spec.here()
+                self._links[replica] = _Link(*launch(self.spec, replica), asked=time.monotonic())
+            return self._links[replica]
+
+    def start(self) -> None:
+        """Begin to make those that are not there, all at once."""
+        for replica in range(self.spec.num_replicas):
+            self._link(replica)
+
+    def handle(self, replica: int, *, timeout: float) -> Any:
+        """The actor, once it is ready.
+
+        Raises:
+            ServiceConfigError, ServiceTimeout: as :func:`welcome`.
+            ServiceClosedError: if the service was closed.
+            Exception: whatever making the model raised; errors of Ray if the replica is down.
+        """
+        link = self._link(replica)
+        if not link.welcomed:
+            welcome(self.spec, replica, link.handle, link.description, timeout=timeout)
+            name = self.spec.replica_name(replica)
+            with self._lock:
+                first = name not in self._held
+                if first:
+                    self._held.append(name)
+                link.welcomed = True
+                self._lost.discard(replica)
+            (_LEASES.hold if first else _LEASES.replace)(name, link.handle)
+        return link.handle
+
+    def choose(self, order: Sequence[int]) -> int:
+        """The first one that is not down; if all are, the first."""
+        return next((replica for replica in order if replica not in self._lost or self._is_back(replica)), order[0])
+
+    def _is_back(self, replica: int) -> bool:
+        import ray
+
+        link = self._link(replica)
+        if link.welcomed:
+            return True
+        if not ray.wait([link.description], timeout=0)[0]:
+            return False
+        try:
+            self.handle(replica, timeout=1.0)
+        except failures():
+            if time.monotonic() - link.asked > _LONGEST_PAUSE:
+                self._drop(replica, link)
+            return False
+        return True
+
+    def lose(self, replica: int, error: Exception) -> None:
+        """A call failed: look for it again.
+
+        Raises:
+            ServiceClosedError: if it was shut down on purpose.
+        """
+        if "INTENDED_USER_EXIT" in str(error):
+            self.close(f"the service {self.spec.name!r} was shut down")
+            raise ServiceClosedError(self._closed) from error
+        with self._lock:
+            link = self._links.get(replica)
+            self._lost.add(replica)
+        if link is not None:
+            self._drop(replica, link)
+
+    def _drop(self, replica: int, link: _Link) -> None:
+        with self._lock:
+            if self._links.get(replica) is link:
+                del self._links[replica]
+
+    def call(self, replica: int, method: str, *args: Any, timeout: float) -> Any:
+        """Call a method of one replica, as often as needed until the time is up."""
+        patience = Patience(timeout, f"{method}() of replica {self.spec.replica_name(replica)}")
+        while True:
+            error = self._try(replica, method, args, patience)
+            if not isinstance(error, Exception):
+                return error[0]
+            self.lose(replica, error)
+            patience.rest(error)
+
+    def _try(self, replica: int, method: str, args: tuple[Any, ...], patience: Patience) -> tuple[Any] | Exception:
+        """What the method returns, in a tuple; or the failure of the replica."""
+        import ray
+
+        try:
+            handle = self.handle(replica, timeout=patience.left)
+            return (ray.get(getattr(handle, method).remote(*args), timeout=patience.left),)
+        except ray.exceptions.GetTimeoutError:
+            raise patience.up() from None
+        except failures() as error:
+            return error
+
+    def close(self, why: str) -> None:
+        """Use them no longer."""
+        self._closed = self._closed or why
+        self._finalizer()
+        self._links.clear()
+
+
+def _release(names: list[str]) -> None:
+    for name in names:
+        _LEASES.release(name)
+    names.clear()
