@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,3 +34,14 @@ def slow(seconds: float) -> nn.Module:
 
 def model(seed: int = 0) -> nn.Module:
     return tiny_model(seed=seed)
+
+
+def _pause(module: nn.Module, args: Any, *, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def delayed(seconds: float, seed: int = 0) -> nn.Module:
+    """The same numbers as :func:`model`, later."""
+    made = tiny_model(seed=seed)
+    made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds))
+    return made

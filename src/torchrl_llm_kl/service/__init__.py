@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
 from torchrl_llm_kl.service._errors import (
     ServiceClosedError,
@@ -13,6 +16,10 @@ from torchrl_llm_kl.service._errors import (
 )
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme
+    from torchrl_llm_kl.service._weight_updater import ServiceWeightUpdater
 
 __all__ = [
     "RayKLRewardTransform",
@@ -26,5 +33,16 @@ __all__ = [
     "ServiceError",
     "ServiceOverloaded",
     "ServiceTimeout",
+    "ServiceWeightSyncScheme",
+    "ServiceWeightUpdater",
     "WeightVersionError",
 ]
+
+# They import torchrl's collectors, which actors can do without.
+_LAZY = {"ServiceWeightSyncScheme": "_weight_sync", "ServiceWeightUpdater": "_weight_updater"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"torchrl_llm_kl.service.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

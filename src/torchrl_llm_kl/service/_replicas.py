@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceTimeout
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._leases import Leases
 from torchrl_llm_kl.service._lifecycle import ReplicaGone, ServiceSpec, launch, welcome
 
@@ -151,7 +151,10 @@ class Replicas:
 
         Raises:
             ServiceClosedError: if it was shut down on purpose.
+            ServiceError: if it cannot even begin, which it could not the next time either.
         """
+        if getattr(error, "actor_init_failed", False):
+            raise ServiceError(f"replica {self.spec.replica_name(replica)} cannot begin: {error}") from error
         if "INTENDED_USER_EXIT" in str(error):
             self.close(f"the service {self.spec.name!r} was shut down")
             raise ServiceClosedError(self._closed) from error

@@ -110,6 +110,11 @@ class ScoringService:
         """What other processes find it by."""
         return self.model.spec.name
 
+    @property
+    def version(self) -> int:
+        """Of the weights that were pushed last; 0 if none were."""
+        return max(stats["version"] for stats in self.stats())
+
     def stats(self) -> list[dict[str, Any]]:
         """Counters of each replica."""
         return [self.model.call(replica, "stats") for replica in range(self.model.spec.num_replicas)]
