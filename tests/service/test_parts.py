@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from functools import partial
 
@@ -11,8 +12,10 @@ import torch
 from remote_models import model, slow
 from torch import nn
 
+from torchrl_llm_kl.service import RemoteModel
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, portable
+from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec
 from torchrl_llm_kl.service._routing import Router
 from torchrl_llm_kl.service._source import describe_source
 from torchrl_llm_kl.service._state_dict import state_dict_of
@@ -174,6 +177,17 @@ def test_models_differ_by_their_weights() -> None:
     with torch.no_grad():
         weight[[0, 1]] = weight[[1, 0]].clone()  # the same sum
     assert describe_source(one, None) != describe_source(swapped, None)
+
+
+def test_a_model_by_value_stays_at_home() -> None:
+    def spec(make: object) -> ServiceSpec:
+        return ServiceSpec("name", make, "source", {"max_tokens": 1})  # type: ignore[arg-type]
+
+    held, made = RemoteModel(spec(HeldModel(model()))), RemoteModel(spec(model))
+    assert len(pickle.dumps(held)) < 2000 < len(pickle.dumps(model()))
+    assert pickle.loads(pickle.dumps(held)).spec.make_model is None
+    assert pickle.loads(pickle.dumps(made)).spec.make_model is model
+    assert copy.deepcopy(held).spec.make_model is held.spec.make_model
 
 
 # ---------------------------------------------------------------------- weights

@@ -59,7 +59,7 @@ class RemoteModel:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("timeout", "version", "_interface")
-        return {"spec": self.spec, **{name: getattr(self, name) for name in kept}}
+        return {"spec": self.spec.for_others(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update({name: value for name, value in state.items() if name != "spec"})
@@ -67,7 +67,7 @@ class RemoteModel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteModel:
         copy = object.__new__(type(self))
-        copy.__setstate__(self.__getstate__())
+        copy.__setstate__({**self.__getstate__(), "spec": self.spec})
         return copy
 
     # ------------------------------------------------------------------ what transforms ask of a model
@@ -114,6 +114,11 @@ class RemoteModel:
         return RemoteScorer(self, settings)
 
     # ------------------------------------------------------------------ the service
+
+    @property
+    def retries(self) -> int:
+        """Calls of this object that failed with their replica so far, and were made again."""
+        return self.replicas.retries
 
     def call(self, replica: int, method: str, *args: Any) -> Any:
         """Call a method of one replica, as often as needed until the time is up."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceTimeout
+from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 
-__all__ = ["NAMESPACE", "ReplicaGone", "ServiceSpec", "launch", "welcome"]
+__all__ = ["NAMESPACE", "HeldModel", "ReplicaGone", "ServiceSpec", "launch", "welcome"]
 
 NAMESPACE = "torchrl_llm_kl"
 
@@ -17,13 +17,28 @@ class ReplicaGone(Exception):
     """The replica that was found is none; another one may be made."""
 
 
+class HeldModel:
+    """A factory of a model that travels by value.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self) -> Any:
+        """The model."""
+        return self._model
+
+
 @dataclass(frozen=True, eq=False)
 class ServiceSpec:
     """Everything that is needed to make a replica, or to find it.
 
     Args:
         name: of the service; replicas are ``NAME:0``, ``NAME:1``, ...
-        make_model: returns the model, in the actor.
+        make_model: returns the model, in the actor; None in processes that a model given by value is not sent to.
         source: what the model is, for comparison.
         settings: arguments of :class:`ScoringActor`.
         options: arguments of ``ray.remote``: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``,
@@ -35,7 +50,7 @@ class ServiceSpec:
     """
 
     name: str
-    make_model: Callable[[], Any]
+    make_model: Callable[[], Any] | None
     source: str
     settings: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +79,10 @@ class ServiceSpec:
         """Of all of them."""
         return [self.replica_name(i) for i in range(self.num_replicas)]
 
+    def for_others(self) -> ServiceSpec:
+        """What another process needs: not a model given by value, which is in the actors already."""
+        return replace(self, make_model=None) if isinstance(self.make_model, HeldModel) else self
+
     def here(self) -> ServiceSpec:
         """The same, with the address of the cluster that this process is part of; joins one if it is part of none."""
         import ray
@@ -78,10 +97,23 @@ def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
     """A handle to a replica, which is made if there is none, and its description to come.
 
     Safe from any number of processes at once: Ray makes one actor of a name.
+
+    Raises:
+        ServiceError: if there is none, and this process has no model to make one.
     """
     import ray
 
     from torchrl_llm_kl.service._actor import ScoringActor
+
+    if spec.make_model is None:
+        try:
+            handle = ray.get_actor(spec.replica_name(replica), namespace=spec.namespace)
+        except ValueError:
+            raise ServiceError(
+                f"replica {spec.replica_name(replica)} is gone, and its model was given by value in another process. With "
+                "factory= every client can start it again"
+            ) from None
+        return handle, handle.describe.remote()
 
     remote: Any = ray.remote(ScoringActor)
     handle = remote.options(

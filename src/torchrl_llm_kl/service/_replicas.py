@@ -80,6 +80,9 @@ class Replicas:
 
     Args:
         spec: the service.
+
+    Attributes:
+        retries: calls that failed with their replica so far, and were made again.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -89,6 +92,7 @@ class Replicas:
         self._lost: set[int] = set()
         self._held: list[str] = []
         self._closed = ""
+        self.retries = 0
         self._finalizer = weakref.finalize(self, _release, self._held)
 
     def _link(self, replica: int) -> _Link:
@@ -153,12 +157,16 @@ class Replicas:
             ServiceClosedError: if it was shut down on purpose.
             ServiceError: if it cannot even begin, which it could not the next time either.
         """
-        if getattr(error, "actor_init_failed", False):
+        text = str(error)
+        # What Ray kept of a model by value may be gone with its maker; here it may be there.
+        again = any(word in text for word in ("ReferenceCounting", "OwnerDied", "ObjectLost", "ObjectFreed"))
+        if getattr(error, "actor_init_failed", False) and not again:
             raise ServiceError(f"replica {self.spec.replica_name(replica)} cannot begin: {error}") from error
-        if "INTENDED_USER_EXIT" in str(error):
+        if "INTENDED_USER_EXIT" in text:
             self.close(f"the service {self.spec.name!r} was shut down")
             raise ServiceClosedError(self._closed) from error
         with self._lock:
+            self.retries += 1
             link = self._links.get(replica)
             self._lost.add(replica)
         if link is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
 from torchrl_llm_kl.service._keeper import find_keeper
-from torchrl_llm_kl.service._lifecycle import NAMESPACE, ServiceSpec
+from torchrl_llm_kl.service._lifecycle import NAMESPACE, HeldModel, ServiceSpec
 from torchrl_llm_kl.service._source import describe_source
 from torchrl_llm_kl.service._weights import push_weights
 
@@ -24,7 +24,8 @@ class ScoringService:
     they die, and calls are tried again until ``timeout``.
 
     Args:
-        model: the model, sent to the actors by value; or None with a factory, which makes it there.
+        model: the model, sent to the actors by value; or None with a factory, which makes it there. A model by value can be
+            started again by this process alone.
 
     Keyword Args:
         factory: returns the model: better for large ones.
@@ -40,7 +41,7 @@ class ScoringService:
         detached: outlive all clients, until :meth:`shutdown`. By default replicas end with their last client.
         tokens_per_batch: of one forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica remembers for conversations that go on.
-        max_tokens: of one batch of requests.
+        max_tokens: of one batch of requests; a call with more goes in several requests.
         max_wait: seconds that a request waits for company.
         max_queue: requests that may wait at one replica.
         timeout: seconds for one call of a client, retries included.
@@ -86,7 +87,7 @@ class ScoringService:
         options |= {key: value for key, value in given.items() if value is not None}
         spec = ServiceSpec(
             name or f"scorer-{uuid.uuid4().hex[:8]}",
-            factory or _Held(model),
+            factory or HeldModel(model),
             describe_source(model, factory),
             {
                 "tokens_per_batch": tokens_per_batch,
@@ -164,13 +165,3 @@ class ScoringService:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class _Held:
-    """A factory of a model that travels by value."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self) -> Any:
-        return self._model

@@ -27,6 +27,15 @@ class RayVariant:
 
     def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
         """An object of this class, or of its variant, which is one of its subclasses."""
-        if use_ray_service and not cls.__name__.startswith("Ray"):
-            cls = getattr(import_module("torchrl_llm_kl.service"), f"Ray{cls.__name__}")
+        if use_ray_service:
+            service = import_module("torchrl_llm_kl.service")
+            variants = (service.RayKLRewardTransform, service.RayRetrieveKL, service.RayRetrieveLogProb)
+            if not issubclass(cls, variants):
+                found = [variant for variant in variants if cls in variant.__bases__]
+                if not found:
+                    raise TypeError(
+                        f"use_ray_service=True: {cls.__name__} has no variant for Ray. Derive it from one of "
+                        f"{[variant.__name__ for variant in variants]}, or give it the model of a ScoringService"
+                    )
+                cls = found[0]
         return super().__new__(cls)

@@ -103,6 +103,10 @@ class KLComputation(StepTransform):
         self.reward_placement = check_reward_placement(reward_placement)
         self.reward_key = reward_key
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Later too, a coefficient may be given as a number.
+        super().__setattr__(name, as_coefficient(value) if name == "coeff" else value)
+
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
         """The KL."""

@@ -138,6 +138,10 @@ class KLRewardTransform(RayVariant, StepTransform):
         self._slot = ScorerSlot()
         _ = self.scorer  # a model that cannot be scored is refused here
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Later too, a coefficient may be given as a number.
+        super().__setattr__(name, as_coefficient(value) if name == "coef" else value)
+
     @property
     def scorer(self) -> LogProbScorer:
         """The engine."""

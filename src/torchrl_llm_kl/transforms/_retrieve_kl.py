@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.envs import Compose
+from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl.transforms._base import Output, StepPlaces
 from torchrl_llm_kl.transforms._factories import RayVariant, resolve_factory
@@ -21,6 +21,11 @@ __all__ = ["RetrieveKL"]
 
 # What goes to both RetrieveLogProb, beside the arguments that torchrl names.
 _OF_BOTH = {"adapters", "dtype", "memory", "scope", "temperature"}
+# Attributes of the parts that are read and written on the whole too.
+_OF_PARTS = {
+    **dict.fromkeys(("assistant_only", "dtype", "memory", "scope", "temperature"), (0, 1)),
+    **dict.fromkeys(("coeff", "reward_placement"), (2,)),
+}
 
 
 class RetrieveKL(RayVariant, StepPlaces, Compose):
@@ -142,6 +147,25 @@ class RetrieveKL(RayVariant, StepPlaces, Compose):
     def coeff(self) -> nn.Module:
         """The coefficient module: call it for its value, ``update`` it if it adapts."""
         return self[2].coeff
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for part in _OF_PARTS.get(name, ()):
+            setattr(self[part], name, value)
+        if name not in _OF_PARTS:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_PARTS:
+            return getattr(self[_OF_PARTS[name][0]], name)
+        return super().__getattr__(name)
+
+    def clone(self) -> RetrieveKL:
+        """A copy that another env can hold: a transform of this class, with the same models."""
+        found = Transform.clone(self)
+        found.transforms = nn.ModuleList(part.clone() for part in self)
+        for part in found:
+            part.set_container(found)
+        return found
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
         """Locate once, score twice, compute."""

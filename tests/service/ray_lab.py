@@ -1,0 +1,123 @@
+"""The same transforms twice, with their models here and behind services, and the places where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.testing import assert_close
+from torchrl.collectors.llm import LLMCollector
+from torchrl.envs import EnvBase, Transform
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
+from toy_rollouts import leaves, make_env, make_model, make_policy, make_scoring_wrapper, make_tokenizer, steps
+
+CPUS: dict[str, Any] = {"num_cpus": 0.1}
+COEFF = 0.3
+NAMES = ["RetrieveLogProb", "RetrieveKL", "from_collector", "KLRewardTransform"]
+
+
+TOKENIZER = make_tokenizer()
+
+
+@cache
+def wrapper(seed: int, key: str) -> TransformersWrapper:
+    """A model of 64-bit numbers: what a service remembers of other calls must not show in the last bit of 32."""
+    model = make_model(TOKENIZER, seed).double()
+    return make_scoring_wrapper(model, TOKENIZER, pad_output=False, log_probs_key=key)
+
+
+GEN = partial(wrapper, 0, "log_probs")
+REF = partial(wrapper, 1, "ref_log_probs")
+
+
+def local(name: str) -> Transform:
+    """A transform with its models in this process."""
+    if name == "RetrieveLogProb":
+        return RetrieveLogProb(REF())
+    if name == "KLRewardTransform":
+        return KLRewardTransform(REF(), coef=COEFF)
+    return RetrieveKL("from_collector" if name == "from_collector" else GEN(), REF(), coeff=COEFF)
+
+
+def remote(name: str, service: str) -> Transform:
+    """The same, with the reference behind ``service`` and the policy, if it is not a collector's, behind ``service-gen``."""
+    options: dict[str, Any] = {"actor_name": service, **CPUS}
+    if name == "RetrieveLogProb":
+        return RayRetrieveLogProb(model_factory=REF, **options)
+    if name == "KLRewardTransform":
+        return RayKLRewardTransform(ref_model_factory=REF, coef=COEFF, **options)
+    if name == "from_collector":
+        return RayRetrieveKL(ref_model_factory=REF, coeff=COEFF, **options)
+    return RayRetrieveKL(gen_model_factory=GEN, ref_model_factory=REF, coeff=COEFF, **options)
+
+
+def scorers(transform: Any) -> list[Any]:
+    """The scorers of a transform's models, but not that of a collector's policy."""
+    if isinstance(transform, RetrieveKL):
+        return [part.scorer for part in list(transform)[:2] if not part._from_collector]
+    return [transform.scorer]
+
+
+def chat_env(
+    make_transforms: Callable[[], list[Transform]], envs: int = 2, turns: int = 2, input_mode: str = "history"
+) -> EnvBase:
+    """What an env factory returns."""
+    return make_env(TOKENIZER, *make_transforms(), envs=envs, turns=turns, input_mode=input_mode)
+
+
+def greedy_policy(pad_output: bool = False) -> TransformersWrapper:
+    """A policy that answers alike in every process."""
+    policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=pad_output)
+    policy.generate_kwargs["do_sample"] = False
+    return policy
+
+
+def collected(env: EnvBase, turns: int = 8, **policy: Any) -> TensorDictBase:
+    """All batches of an :class:`LLMCollector`, four turns each; the same tokens at every call."""
+    torch.manual_seed(0)
+    collector = LLMCollector(env, **policy, dialog_turns_per_batch=4, total_dialog_turns=turns)
+    batches = list(collector)
+    collector.shutdown()
+    return lazy_stack(batches)
+
+
+def start_together(*calls: Callable[[], Any]) -> list[Any]:
+    """What the calls return; actors that start side by side take little longer than one."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
+    """Every entry of every step is equal, numbers to 1e-6."""
+    assert found.shape == expected.shape
+    for one, other in zip(steps(found), steps(expected), strict=True):
+        got, want = leaves(one), leaves(other)
+        assert set(got) == set(want)
+        for key, value in want.items():
+            if isinstance(value, Tensor):
+                assert got[key].dtype == value.dtype
+                assert not got[key].requires_grad
+                assert_close(got[key], value, atol=1e-6, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+            else:
+                assert got[key] == value, key
+
+
+def assert_same_specs(found: EnvBase, expected: EnvBase) -> None:
+    """Two envs declare the same entries."""
+    for name in ("observation", "reward", "done", "action", "state"):
+        assert getattr(found, f"full_{name}_spec") == getattr(expected, f"full_{name}_spec"), name
+
+
+def assert_scored(data: TensorDictBase, *keys: Any) -> None:
+    """Each step has numbers under ``keys``: equal results that are all 0 would say nothing."""
+    for step in steps(data):
+        for key in keys:
+            assert torch.count_nonzero(step[key]) > 1, key

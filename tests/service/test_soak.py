@@ -1,0 +1,126 @@
+"""Minutes of work while replicas are killed at random: nothing is lost, nothing mixed up, and memory stays flat."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from load import clone, sequences
+from remote_models import model
+from rich.console import Console
+from rich.table import Table
+
+from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.service import RemoteModel, ScoringService
+
+pytestmark = pytest.mark.slow
+
+SECONDS = float(os.environ.get("TORCHRL_LLM_KL_SOAK_SECONDS", "600"))
+CALLERS = 4
+SEEDS = 500  # questions whose answers are known beforehand
+
+
+def resident(pid: int) -> float:
+    """MiB that a process holds in memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@dataclass
+class Tally:
+    asked: int = 0
+    right: int = 0
+    wrong: int = 0
+    retries: int = 0
+    errors: list[Exception] = field(default_factory=list)
+    slowest: float = 0.0
+
+
+def work(remote: RemoteModel, expected: list[torch.Tensor], end: float, tally: Tally, seed: int) -> None:
+    rng = random.Random(seed)
+    mine = clone(remote, timeout=120)
+    scorer = mine.make_scorer()
+    while time.monotonic() < end:
+        question = rng.randrange(SEEDS)
+        tally.asked += 1
+        start = time.monotonic()
+        try:
+            answer = scorer.score(sequences(question, count=8)).values
+        except Exception as error:
+            tally.errors.append(error)
+            continue
+        tally.slowest = max(tally.slowest, time.monotonic() - start)
+        same = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-6)
+        tally.right += same
+        tally.wrong += not same
+    tally.retries = mine.retries
+
+
+def test_nothing_is_lost_and_memory_stays_flat() -> None:
+    local = LogProbScorer(model())
+    expected = [local.score(sequences(seed, count=8)).values for seed in range(SEEDS)]
+    rng = random.Random(0)
+    with ScoringService(factory=model, num_replicas=2, num_cpus=0.1) as service:
+        end = time.monotonic() + SECONDS
+        tallies = [Tally() for _ in range(CALLERS)]
+        threads = [
+            threading.Thread(target=work, args=(service.model, expected, end, tally, i), daemon=True)
+            for i, tally in enumerate(tallies)
+        ]
+        for thread in threads:
+            thread.start()
+        steady, kills = service.stats()[0]["pid"], 0  # one lives on, so that its memory can be watched
+        memory: list[tuple[float, float, float]] = []
+        next_kill = time.monotonic() + 5
+        while time.monotonic() < end:
+            time.sleep(min(2.0, SECONDS / 60))
+            used = ray.cluster_resources()["object_store_memory"] - ray.available_resources().get(
+                "object_store_memory", 0.0
+            )
+            memory.append((resident(steady), resident(os.getpid()), used / 2**20))
+            if time.monotonic() > next_kill:
+                with contextlib.suppress(ProcessLookupError, Exception):
+                    os.kill(service.model.replicas.call(1, "stats", timeout=1.0)["pid"], signal.SIGKILL)
+                    kills += 1
+                next_kill = time.monotonic() + rng.uniform(10, 30)
+        for thread in threads:
+            thread.join(timeout=150)
+        hanging = sum(thread.is_alive() for thread in threads)
+        stats = service.stats()
+        service.shutdown()
+    third = len(memory) // 3
+    growth = [max(m[i] for m in memory[-third:]) - max(m[i] for m in memory[third : 2 * third]) for i in range(3)]
+    report = {
+        "seconds": f"{SECONDS:.0f}",
+        "kills": str(kills),
+        "restarts (as counted)": str(stats[1]["restarts"]),
+        "requests": str(sum(t.asked for t in tallies)),
+        "retries": str(sum(t.retries for t in tallies)),
+        "lost": str(sum(len(t.errors) for t in tallies)),
+        "wrong": str(sum(t.wrong for t in tallies)),
+        "slowest call": f"{max(t.slowest for t in tallies):.2f} s",
+        "growth of a replica, last third over middle third": f"{growth[0]:+.1f} MiB of {memory[-1][0]:.0f}",
+        "growth of the driver": f"{growth[1]:+.1f} MiB of {memory[-1][1]:.0f}",
+        "growth of the object store": f"{growth[2]:+.1f} MiB",
+    }
+    table = Table("soak", "")
+    for row in report.items():
+        table.add_row(*row)
+    Console().print(table)
+    assert hanging == 0
+    assert not [error for t in tallies for error in t.errors]
+    assert sum(t.wrong for t in tallies) == 0
+    assert sum(t.right for t in tallies) == sum(t.asked for t in tallies) > 10 * SECONDS
+    assert kills >= SECONDS / 60
+    assert growth[0] < 20, "a replica's memory grows"
+    assert growth[1] < 20, "a client's memory grows"
+    assert growth[2] < 10, "the object store fills"
