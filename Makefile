@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow mutants bench bench-gpu lint types docs clean
+.PHONY: help setup demo demo-ray test test-slow mutants bench bench-gpu bench-ray lint types docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -19,8 +19,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train a small model on Countdown with the KL held at a target; writes runs/demo
 	$(BIN)/python tutorials/countdown_grpo.py $(ARGS)
 
+demo-ray: $(READY)  ## The same with one reference for four collectors over Ray, killed halfway; writes runs/ray
+	$(BIN)/python tutorials/ray_shared_reference.py $(ARGS)
+
 test: $(READY)  ## Run the tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
@@ -34,6 +37,9 @@ bench: $(READY)  ## Compare with torchrl on the same work, in turns; writes benc
 
 bench-gpu: $(READY)  ## The same on a CUDA device; writes benchmarks/cuda/RESULTS.md
 	$(BIN)/python -m benchmarks run --device cuda $(ARGS)
+
+bench-ray: $(READY)  ## Compare the Ray service with torchrl's, and say how many replicas collectors need; writes benchmarks/RAY.md
+	$(BIN)/python -m benchmarks.ray run $(ARGS)
 
 lint: $(READY)  ## Check style and formatting
 	$(BIN)/ruff check .

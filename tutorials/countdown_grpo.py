@@ -16,19 +16,29 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tensordict
 import torch
+import transformers
 import typer
 from tensordict import TensorDictBase
+from torch import nn
 from torchrl.collectors.llm import LLMCollector
-from torchrl.modules.llm import TransformersWrapper
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from countdown.algorithms import ON_POLICY, build, expert_buffer, label, make_teacher, with_experts
-from countdown.model import accuracy, build_model, build_tokenizer, load_checkpoint, warm_up
+from countdown.model import (
+    MAX_NEW_TOKENS,
+    accuracy,
+    as_policy,
+    build_model,
+    build_tokenizer,
+    load_checkpoint,
+    warm_up,
+)
 from countdown.report import Metrics, MetricsFile, plot_curves, print_table, progress_bar, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
 from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
@@ -42,7 +52,6 @@ GROUP_SIZE = 8  # answers to each of them, compared with one another
 EPOCHS = 2  # passes over the answers of a step
 MINIBATCHES = 2  # updates in each pass
 WARMUP_STEPS = 300  # few enough to leave RL something to do
-MAX_NEW_TOKENS = 14  # the longest right answer has 8
 LOSS_KEYS = (  # what the losses read of a batch
     ("tokens", "full"),
     ("tokens", "prompt"),
@@ -55,29 +64,6 @@ LOSS_KEYS = (  # what the losses read of a batch
     "expert_mask",
 )
 TEACHER_STEPS = 300  # of supervision on right answers, for the algorithms that learn from a teacher
-
-
-def as_policy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int = MAX_NEW_TOKENS
-) -> TransformersWrapper:
-    """Show a model to torchrl as a policy that answers."""
-    generate_kwargs = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": True,
-        # Sample from the very distribution that is scored. transformers keeps only the 50 likeliest tokens by default.
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": model.config.vocab_size,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return TransformersWrapper(
-        model,
-        tokenizer=tokenizer,
-        input_mode="text",
-        generate=True,
-        generate_kwargs=generate_kwargs,
-        pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
-    )
 
 
 def train(
@@ -142,14 +128,7 @@ def train(
             ).contiguous()  # dense, without the strings: quicker to index
             if experts is not None:
                 answers = with_experts(answers, experts)
-            for _ in range(EPOCHS):
-                for rows in torch.randperm(len(answers)).chunk(MINIBATCHES):
-                    optimizer.zero_grad()
-                    for loss in losses:
-                        out = loss(answers[rows])
-                        sum(value for key, value in out.items() if key.startswith("loss_")).backward()
-                    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-                    optimizer.step()
+            learn(policy, answers, losses, optimizer)
             schedule.step()
             row = summarise(batch, step=step, coefficient=coefficient().item(), seconds=time.perf_counter() - start)
             metrics.append(row)
@@ -157,6 +136,23 @@ def train(
             coefficient.update(row["kl"], n=batch_size)
             bar.update(task, advance=1, status=STATUS.format(**row))
     collector.shutdown()
+
+
+def learn(
+    policy: PreTrainedModel,
+    answers: TensorDictBase,
+    losses: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """The updates of one step, on minibatches of its answers."""
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(answers)).chunk(MINIBATCHES):
+            optimizer.zero_grad()
+            for loss in losses:
+                out = loss(answers[rows])
+                sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
 
 
 STATUS = "right {success:4.0%}  reward {reward:.2f}  KL {kl:5.2f}  coefficient {coefficient:.3f}"
@@ -286,6 +282,7 @@ def check_options(*, algorithm: str, kl_target: float, lr: float, out: Path) -> 
 def silence_dependencies() -> None:
     warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
     warnings.filterwarnings("ignore", message="size_average and reduce")  # torchrl's way to call cross_entropy
+    transformers.utils.logging.disable_progress_bar()  # of writing one small file
 
 
 if __name__ == "__main__":

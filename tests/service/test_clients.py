@@ -16,7 +16,7 @@ from load import Client, assert_same, sequences, until
 from remote_models import model
 
 from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.service import ScoringService
+from torchrl_llm_kl.service import RemoteModel, ScoringService
 
 CPUS = {"num_cpus": 0.1}
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -86,6 +86,20 @@ def test_what_the_actor_cannot_import_is_said_at_once(drivers: list[subprocess.P
     found = output(drivers[0])
     assert found.startswith("True ")
     assert "No module named 'remote_models'" in found
+
+
+def stranger(remote: RemoteModel) -> subprocess.Popen[str]:
+    """A process that Ray did not start, as multiprocessing's are: the stand-in itself knows where the cluster is."""
+    script = f"""
+        import pickle, sys
+        sys.path[:0] = {PATHS!r}
+        from load import sequences
+        remote = pickle.loads(bytes.fromhex({pickle.dumps(remote).hex()!r}))
+        print(float(remote.make_scorer().score(sequences()).values.sum()))
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,13 @@ def pid(service: ScoringService, replica: int = 0) -> int:
     return int(service.stats()[replica]["pid"])
 
 
+def log_lines(text: str) -> list[str]:
+    """What workers have logged."""
+    folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    logs = "\n".join(path.read_text() for path in folder.glob("worker-*.err"))
+    return [line for line in logs.splitlines() if "torchrl_llm_kl.service" in line and text in line]
+
+
 def test_killed_mid_batch(service: ScoringService, local: LogProbScorer) -> None:
     with callers(service.model, calls=12) as load:
         until(lambda: len(load.answers) >= 6)
@@ -50,6 +58,8 @@ def test_killed_mid_batch(service: ScoringService, local: LogProbScorer) -> None
     after = service.stats()[0]
     assert after["pid"] != before["pid"]
     until(lambda: service.stats()[0]["restarts"] == before["restarts"] + 1)
+    assert log_lines(f"replica faults:0 started, pid {before['pid']}")
+    assert log_lines(f"replica faults:0 restarted, pid {after['pid']}")
 
 
 @pytest.mark.slow
@@ -186,6 +196,7 @@ def test_shut_down_while_callers_wait(local: LogProbScorer) -> None:
         thread.start()
     until(lambda: len(load.answers) >= 3)
     service.shutdown()
+    assert log_lines(f"replica {service.name}:0 drains")
     load.stop.set()
     for thread in threads:
         thread.join(timeout=30)

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from remote_models import model, slow
+from tensordict import TensorDict
 from torch import nn
 
-from torchrl_llm_kl.service import RemoteModel
+from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
+from torchrl_llm_kl.scoring import Scores
+from torchrl_llm_kl.service import RemoteModel, ScoringService
+from torchrl_llm_kl.service._batcher import BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, portable
 from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec
+from torchrl_llm_kl.service._metrics import RayMetrics
 from torchrl_llm_kl.service._routing import Router
 from torchrl_llm_kl.service._source import describe_source
 from torchrl_llm_kl.service._state_dict import state_dict_of
+from torchrl_llm_kl.service._stats import ReplicaStats
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
-
-PLAIN = (bytes, int, float, str, bool, type(None))
-
+from torchrl_llm_kl.transforms._interface import ModelInterface
 
 # ---------------------------------------------------------------------- what travels
 
@@ -34,7 +41,7 @@ def test_requests_arrive_as_they_were_sent(top: int, masked: bool) -> None:
     mask = torch.tensor([False, True, True, False, False, True]) if masked else None
     settings = Settings(0.5, False, "bfloat16", True, True)
     packed = Request.of(tokens, lengths, mask, settings, version=3, caller="me").pack()
-    assert all(isinstance(item, PLAIN) for item in packed), "bytes and plain values, nothing else"
+    assert type(packed) is bytes
     found = Request.unpack(packed)
     assert torch.equal(torch.cat(found.rows()), tokens)
     assert [len(row) for row in found.rows()] == lengths.tolist()
@@ -43,17 +50,17 @@ def test_requests_arrive_as_they_were_sent(top: int, masked: bool) -> None:
 
 
 def test_a_request_is_as_small_as_its_tokens() -> None:
-    """4 bytes for a token, 8 for a sequence, a bit for the mask, and less than 400 for all else."""
+    """4 bytes for a token, 8 for a sequence, a bit for the mask, and less than 200 for all else."""
     tokens = torch.arange(4096) % 97
     packed = Request.of(tokens, torch.full((8,), 512), tokens > 3, Settings(), version=None, caller="me").pack()
-    assert len(pickle.dumps(packed)) < 4 * 4096 + 8 * 8 + 4096 // 8 + 400
+    assert len(packed) < 4 * 4096 + 8 * 8 + 4096 // 8 + 200
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_replies_arrive_as_they_were_sent(dtype: type) -> None:
     reply = Reply(np.array([-0.1, -2.5], dtype), np.array([1.5, 0.0], dtype), 4)
     packed = reply.pack()
-    assert all(isinstance(item, PLAIN) for item in packed)
+    assert type(packed) is bytes
     found = Reply.unpack(packed)
     assert found.log_prob.dtype == dtype
     assert found.log_prob.tolist() == reply.log_prob.tolist()
@@ -190,6 +197,12 @@ def test_a_model_by_value_stays_at_home() -> None:
     assert copy.deepcopy(held).spec.make_model is held.spec.make_model
 
 
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[ray\]'"):
+        ScoringService(factory=model)
+
+
 # ---------------------------------------------------------------------- weights
 
 
@@ -202,8 +215,6 @@ class Wrapper(nn.Module):
 
 
 def test_weights_by_whatever_name() -> None:
-    from tensordict import TensorDict
-
     inner = model(seed=3)
     expected = inner.state_dict()
     wrapper = Wrapper(inner)
@@ -252,3 +263,106 @@ def test_scores_that_are_nan_are_an_error_of_their_request() -> None:
     assert isinstance(other, Reply)
     assert isinstance(bad, ValueError)
     assert "gives token 13 at sequence 0, position 1 the log-prob nan" in str(bad)
+
+
+# ---------------------------------------------------------------------- two models
+
+
+class Elsewhere:
+    """A model in another process, as the transforms see one."""
+
+    interface = ModelInterface()
+
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.scorer = events, LogProbScorer(model(seed=1))
+
+    def make_scorer(self, **settings: object) -> Elsewhere:
+        return self
+
+    def begin(self, tokens: Ragged, mask: torch.Tensor, **settings: object) -> Callable[[], Scores]:
+        self.events.append("reference is asked")
+
+        def finish() -> Scores:
+            self.events.append("reference is waited for")
+            return self.scorer.evaluate(tokens, mask)
+
+        return finish
+
+
+def test_the_reference_works_while_the_policy_is_scored_here() -> None:
+    events: list[str] = []
+    policy = model()
+    transform = RetrieveKL(policy, Elsewhere(events), coeff=0.5)
+    policy.register_forward_pre_hook(lambda *_: events.append("policy is scored"))
+    policy.model.register_forward_pre_hook(lambda *_: events.append("policy is scored"))
+    full = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def data() -> TensorDict:
+        return TensorDict(
+            {
+                "tokens": {"full": full, "prompt": full[:, :2].clone()},
+                "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
+                "next": TensorDict({"reward": torch.zeros(2, 1)}, [2]),
+            },
+            [2],
+        )
+
+    found = transform(data())
+    assert events[0] == "reference is asked"
+    assert events[-1] == "reference is waited for"
+    assert events[1:-1]
+    assert set(events[1:-1]) == {"policy is scored"}
+    expected = RetrieveKL(model(), model(seed=1), coeff=0.5)(data())
+    for key in (("next", "kl_penalty"), ("next", "reward")):
+        assert torch.allclose(found[key], expected[key], atol=1e-6)
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+class Metric:
+    """Keeps what it is told, by name."""
+
+    told: ClassVar[dict[str, list[float]]] = {}
+
+    def __init__(self, name: str, *_: object, tag_keys: tuple[str, ...] = ()) -> None:
+        assert tag_keys == ("replica",)
+        self.name = name.removeprefix("torchrl_llm_kl_")
+
+    def record(self, value: float, tags: dict[str, str]) -> None:
+        assert tags == {"replica": "x:0"}
+        self.told.setdefault(self.name, []).append(value)
+
+    set = inc = observe = record
+
+
+def test_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(f"ray.util.metrics.{name}", Metric)
+    monkeypatch.setattr(Metric, "told", {})
+    metrics = RayMetrics("x:0")
+    metrics.started(again=True)
+    metrics.update(BatchRecord(2, 300, 0.5, (0.6, 0.7)), waiting=3, recalled=40)
+    metrics.update(BatchRecord(1, 100, 0.25, (0.3,)), waiting=0, recalled=100)
+    assert Metric.told == {
+        "queue_length": [0, 3, 0],
+        "restarts": [1],
+        "batch_requests": [2, 1],
+        "batch_tokens": [300, 100],
+        "tokens": [300, 100],
+        "tokens_recalled": [40, 60],
+        "busy_seconds": [0.5, 0.25],
+        "latency_seconds": [0.6, 0.7, 0.3],
+    }
+
+
+def test_statistics_of_a_replica() -> None:
+    stats = ReplicaStats()
+    assert stats.snapshot()["latency_p99"] == 0.0
+    for i in range(100):
+        stats.add(BatchRecord(1, 10, 0.5, ((i + 1) / 100,)))
+    found = stats.snapshot()
+    assert (found["requests"], found["batches"], found["tokens"], found["busy"]) == (100, 100, 1000, 50.0)
+    assert found["tokens_per_second"] == 20.0
+    assert found["latency_p50"] == pytest.approx(0.51)
+    assert found["latency_p99"] == pytest.approx(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -18,6 +18,9 @@ from countdown.task import Problem
 from torchrl_llm_kl.advantages import advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
 from torchrl_llm_kl.scoring import TokenCritic
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.service import RemoteModel
 
 ON_POLICY = tuple(sorted(name for name, preset in ALGORITHMS.items() if preset.on_policy))
 
@@ -32,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def build(
     name: str,
     policy: PreTrainedModel,
-    reference: PreTrainedModel,
+    reference: PreTrainedModel | RemoteModel,
     *,
     coefficient: nn.Module,
     max_new_tokens: int,

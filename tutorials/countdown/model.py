@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torchrl.modules.llm import TransformersWrapper
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,6 +21,8 @@ from transformers import (
 )
 
 from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
+
+MAX_NEW_TOKENS = 14  # the longest right answer has 8
 
 # ChatML. `{% generation %}` marks what the assistant says, for tools that ask the template for that mask.
 CHAT_TEMPLATE = (
@@ -83,6 +86,29 @@ def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval(), tokenizer
+
+
+def as_policy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int = MAX_NEW_TOKENS
+) -> TransformersWrapper:
+    """Show a model to torchrl as a policy that answers."""
+    generate_kwargs = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": True,
+        # Sample from the very distribution that is scored. transformers keeps only the 50 likeliest tokens by default.
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": model.config.vocab_size,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="text",
+        generate=True,
+        generate_kwargs=generate_kwargs,
+        pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
+    )
 
 
 def render_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,17 +11,24 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ray
+
 from torchrl_llm_kl.service._batcher import Batcher, BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import WeightVersionError, portable
+from torchrl_llm_kl.service._heap import keep_freed_memory
 from torchrl_llm_kl.service._keeper import kept_weights
 from torchrl_llm_kl.service._leases import LEASE
 from torchrl_llm_kl.service._metrics import RayMetrics
 from torchrl_llm_kl.service._stats import ReplicaStats
-from torchrl_llm_kl.service._wire import Packed, Reply, Request
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.transforms._interface import ModelInterface
 
-__all__ = ["ScoringActor"]
+__all__ = ["CONCURRENCY", "ScoringActor"]
+
+#: Calls at a time. However many requests wait (for their turn, for a version of the weights), new weights get through.
+CONCURRENCY: dict[str, Any] = {"max_concurrency": 1000, "concurrency_groups": {"control": 200}}
+_control = ray.method(concurrency_group="control")
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _MAKER = "whoever made it"
@@ -59,9 +66,8 @@ class ScoringActor:
         max_wait: float,
         max_queue: int,
     ) -> None:
-        import ray
-
         _log_to_stderr()
+        keep_freed_memory()
         self._config = dict(config)
         self._name = str(config["name"])
         self._service, self._namespace = service, namespace
@@ -112,15 +118,17 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ what clients call
 
+    @_control
     async def describe(self) -> tuple[Exception | None, dict[str, Any]]:
         """Why the model could not be made, if it could not; and what was asked for."""
         return self._failure, self._config
 
+    @_control
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether a wrapper named them."""
         return ModelInterface.of(self._core.model), hasattr(self._core.model, "input_mode")
 
-    async def score(self, packed: Packed, timeout: float) -> Packed | Exception:
+    async def score(self, packed: bytes, timeout: float) -> bytes | Exception:
         """A reply, or an exception: an error of the request is no failure of the actor."""
         deadline = time.monotonic() + timeout
         try:
@@ -142,6 +150,7 @@ class ScoringActor:
                     f"no other within {timeout:.3g} s: push it with update_weights(), or ask for no version"
                 ) from None
 
+    @_control
     async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
         """Whether the weights fit; nothing is changed."""
         try:
@@ -150,6 +159,7 @@ class ScoringActor:
             return portable(error)
         return None
 
+    @_control
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
         """Copy weights into the model, between two batches."""
         try:
@@ -162,6 +172,7 @@ class ScoringActor:
         _LOG.info("replica %s holds version %d of the weights", self._name, version)
         return None
 
+    @_control
     async def stats(self) -> dict[str, Any]:
         """Counters, queue length, version of the weights, clients."""
         seen, recalled = self._core.tokens_seen, self._core.tokens_recalled
@@ -177,12 +188,14 @@ class ScoringActor:
             **self._stats.snapshot(),
         }
 
+    @_control
     async def health(self) -> bool:
         """Whether it scores; answers while it is at work."""
         return self._failure is None and self._lost is None
 
     # ------------------------------------------------------------------ clients come and go
 
+    @_control
     async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
         """A client is there, and still is.
 
@@ -195,16 +208,16 @@ class ScoringActor:
         self._lives.update(lives)
         return self._lives
 
+    @_control
     async def release(self, client: str) -> None:
         """A client has gone."""
         self._clients.pop(client, None)
         if not self._clients:
             self._left.set()
 
+    @_control
     async def shutdown(self) -> None:
         """Refuse what waits and what comes, and end: an end that Ray knows was meant."""
-        import ray
-
         _LOG.info("replica %s drains", self._name)
         if self._failure is None:
             await self._batcher.close()
@@ -213,8 +226,6 @@ class ScoringActor:
 
     def _watch(self) -> None:
         """End with the last client."""
-        import ray
-
         while self._clients:
             self._left.wait(LEASE / 4)
             self._left.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.scoring._states import Readings
-from torchrl_llm_kl.service._exchange import Part, exchange
+from torchrl_llm_kl.service._exchange import Exchange, Part
 from torchrl_llm_kl.service._leases import client_name
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Replicas
@@ -170,18 +170,38 @@ class RemoteScorer:
             ValueError: for what needs the model in this process: gradients, an exact KL, top-k; and as the scorer does.
             ServiceError: if the service does not answer.
         """
-        if grad:
-            raise ValueError("a model behind a service gives no gradient: score the policy where it is trained")
         if reference is not None or top_k:
             raise ValueError(
                 "an exact KL and top-k need the model in this process: the service sends log-probs and entropies"
             )
+        return self.begin(sequences, mask, entropy=entropy, grad=grad, remember=remember)()
+
+    def begin(
+        self,
+        sequences: Ragged,
+        mask: Tensor | None = None,
+        *,
+        entropy: bool = False,
+        grad: bool = False,
+        remember: bool = False,
+    ) -> Callable[[], Scores]:
+        """Send the requests, and do something else meanwhile.
+
+        Returns:
+            A function that waits for the scores; see :meth:`evaluate`.
+        """
+        if grad:
+            raise ValueError("a model behind a service gives no gradient: score the policy where it is trained")
         settings = replace(self.settings, entropy=entropy, remember=remember and self.settings.remember)
         mask = sequences.positions > 0 if mask is None else mask
         parts = self._parts(sequences, mask, settings)
-        replies = exchange(self.model.replicas, parts, timeout=self.model.timeout)
-        elements = torch.cat([torch.zeros(0, dtype=torch.long), *(part.elements for part in parts)])
-        return Scores.spread(sequences, elements, _joined(replies, entropy))
+        exchange = Exchange(self.model.replicas, parts, timeout=self.model.timeout)
+
+        def finish() -> Scores:
+            elements = torch.cat([torch.zeros(0, dtype=torch.long), *(part.elements for part in parts)])
+            return Scores.spread(sequences, elements, _joined(exchange.replies(), entropy))
+
+        return finish
 
     def _parts(self, sequences: Ragged, mask: Tensor, settings: Settings) -> list[Part]:
         """Requests: for each replica those that it is in charge of, in pieces that leave others a turn."""
@@ -190,8 +210,10 @@ class RemoteScorer:
                 f"the mask must have one element for each token, {tuple(sequences.values.shape)}, got {tuple(mask.shape)}"
             )
         router, limit = self.model.router, int(self.model.spec.settings["max_tokens"])
-        tokens, chosen = sequences.values.cpu(), mask.cpu()
+        tokens, chosen = sequences.values.detach().cpu(), mask.detach().cpu()
         lengths = sequences.lengths.cpu()
+        if router.num_replicas == 1 and tokens.shape[0] <= limit:
+            return [self._part((0,), None, tokens, chosen, lengths, settings)]
         rows = tokens.numpy()
         starts, counts = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
         shares: dict[tuple[int, ...], list[list[int]]] = {}
@@ -215,25 +237,27 @@ class RemoteScorer:
     def _part(
         self,
         order: tuple[int, ...],
-        members: list[int],
+        members: list[int] | None,
         tokens: Tensor,
         mask: Tensor,
         lengths: Tensor,
         settings: Settings,
     ) -> Part:
-        where = torch.arange(tokens.shape[0])
-        if len(members) < lengths.shape[0]:
-            pieces = where.split(lengths.tolist())
+        elements = mask.nonzero().squeeze(-1)
+        if members is not None:
+            pieces = torch.arange(tokens.shape[0]).split(lengths.tolist())
             where = torch.cat([pieces[i] for i in members])
+            tokens, mask, lengths = tokens[where], mask[where], lengths[members]
+            elements = where[mask]
         request = Request.of(
-            tokens[where],
-            lengths[members],
-            mask[where],
+            tokens,
+            lengths,
+            mask,
             settings,
             version=self.model.version,
             caller=f"{client_name()}/{threading.get_ident()}",
         )
-        return Part(order, where[mask[where]], request)
+        return Part(order, elements, request)
 
     def forget(self) -> None:
         """What a service remembers is its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchrl_llm_kl.service._errors import WeightVersionError
 from torchrl_llm_kl.service._replicas import Patience, Replicas, failures
-from torchrl_llm_kl.service._wire import Packed, Reply, Request
+from torchrl_llm_kl.service._wire import Reply, Request
 
-__all__ = ["Part", "exchange"]
+__all__ = ["Exchange", "Part"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,71 +30,96 @@ class Part:
     elements: Tensor
     request: Request
 
-    def packed(self, version: int | None) -> Packed:
+    def packed(self, version: int | None) -> bytes:
         """What is sent, with a version of the weights if the request names none."""
         return self.request.pack() if version is None else replace(self.request, version=version).pack()
 
 
-def exchange(replicas: Replicas, parts: Sequence[Part], *, timeout: float) -> list[Reply]:
-    """Replies to all parts, in their order and from the same weights.
+class Exchange:
+    """Replies to all parts, in their order and from the same weights. The requests are on their way once it is made.
 
     A replica that dies is asked again, or another one in its place. While new weights go round, replicas that do not have them
     yet are asked again.
 
-    Raises:
-        ServiceTimeout: if that is not done in time.
-        Exception: what a replica says is wrong with a request.
+    Args:
+        replicas: of the service.
+        parts: what to ask.
+        timeout: seconds, from when the replies are waited for.
     """
-    patience = Patience(timeout, f"scoring on {replicas.spec.name!r}")
-    replies: dict[int, Reply] = {}
-    version: int | None = None
-    while True:
-        missing = {i: part for i, part in enumerate(parts) if i not in replies}
-        try:
-            error = _ask(replicas, missing, version, replies, patience)
-        except WeightVersionError:
-            if version is None:
-                raise
-            error, version = None, None  # they have gone on meanwhile: all from the start
-            replies.clear()
-        if error is not None:
-            patience.rest(error)
-        if len(replies) == len(parts):
-            newest = max((reply.version for reply in replies.values()), default=0)
-            stale = [i for i, reply in replies.items() if reply.version < newest]
-            if not stale:
-                return [replies[i] for i in range(len(parts))]
-            version = newest
-            for i in stale:
-                del replies[i]
 
+    def __init__(self, replicas: Replicas, parts: Sequence[Part], *, timeout: float) -> None:
+        self._replicas, self._parts = replicas, parts
+        self._timeout = timeout
+        self._be_patient()
+        self._replies: dict[int, Reply] = {}
+        self._version: int | None = None
+        self._error: Exception | None = None
+        self._sent: list[tuple[int, int, Any]] = []
+        self._send()
 
-def _ask(
-    replicas: Replicas, parts: Mapping[int, Part], version: int | None, replies: dict[int, Reply], patience: Patience
-) -> Exception | None:
-    """Ask for all of these at once and write what comes back; the failure of a replica, if one failed."""
-    error: Exception | None = None
-    sent: list[tuple[int, int, Any]] = []
-    for i, part in parts.items():
-        replica = replicas.choose(part.order)
+    def _be_patient(self) -> None:
+        self._patience = Patience(self._timeout, f"scoring on {self._replicas.spec.name!r}")
+
+    def _send(self) -> None:
+        """Ask for all that is missing, at once."""
+        self._error, self._sent = None, []
+        for i, part in enumerate(self._parts):
+            if i in self._replies:
+                continue
+            replica = self._replicas.choose(part.order)
+            try:
+                handle = self._replicas.handle(replica, timeout=self._patience.left)
+                answer = handle.score.remote(part.packed(self._version), self._patience.left)
+                self._sent.append((i, replica, answer))
+            except failures() as down:
+                self._lose(replica, down)
+
+    def _lose(self, replica: int, error: Exception) -> None:
+        self._replicas.lose(replica, error)
+        self._error = error
+
+    def replies(self) -> list[Reply]:
+        """Wait for them.
+
+        Raises:
+            ServiceTimeout: if that is not done in time.
+            Exception: what a replica says is wrong with a request.
+        """
+        self._be_patient()
+        while True:
+            try:
+                self._collect()
+            except WeightVersionError:
+                if self._version is None:
+                    raise
+                self._error, self._version = None, None  # they have gone on meanwhile: all from the start
+                self._replies.clear()
+            if self._error is not None:
+                self._patience.rest(self._error)
+            if len(self._replies) == len(self._parts) and not self._drop_stale():
+                return [self._replies[i] for i in range(len(self._parts))]
+            self._send()
+
+    def _drop_stale(self) -> bool:
+        """Whether some came from older weights than others; they are to be asked for again."""
+        newest = max((reply.version for reply in self._replies.values()), default=0)
+        stale = [i for i, reply in self._replies.items() if reply.version < newest]
+        for i in stale:
+            del self._replies[i]
+        self._version = newest if stale else self._version
+        return bool(stale)
+
+    def _collect(self) -> None:
         try:
-            handle = replicas.handle(replica, timeout=patience.left)
-            sent.append((i, replica, handle.score.remote(part.packed(version), patience.left)))
-        except failures() as down:
-            replicas.lose(replica, down)
-            error = down
-    try:
-        for i, replica, answer in sent:
-            found = _receive(answer, patience)
-            if isinstance(found, Reply):
-                replies[i] = found
-            else:
-                replicas.lose(replica, found)
-                error = found
-    except BaseException:  # nobody waits for the rest: what is still in a queue need not be scored
-        _give_up([answer for i, _, answer in sent if i not in replies])
-        raise
-    return error
+            for i, replica, answer in self._sent:
+                found = _receive(answer, self._patience)
+                if isinstance(found, Reply):
+                    self._replies[i] = found
+                else:
+                    self._lose(replica, found)
+        except BaseException:  # nobody waits for the rest: what is still in a queue need not be scored
+            _give_up([answer for i, _, answer in self._sent if i not in self._replies])
+            raise
 
 
 def _receive(answer: Any, patience: Patience) -> Reply | Exception:

@@ -84,8 +84,15 @@ class ServiceSpec:
         return replace(self, make_model=None) if isinstance(self.make_model, HeldModel) else self
 
     def here(self) -> ServiceSpec:
-        """The same, with the address of the cluster that this process is part of; joins one if it is part of none."""
-        import ray
+        """The same, with the address of the cluster that this process is part of; joins one if it is part of none.
+
+        Raises:
+            ImportError: if Ray is not installed.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise ImportError("a service needs Ray: pip install 'torchrl-llm-kl[ray]'") from error
 
         if not ray.is_initialized():
             ray.init(self.address, log_to_driver=False)
@@ -103,7 +110,7 @@ def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
     """
     import ray
 
-    from torchrl_llm_kl.service._actor import ScoringActor
+    from torchrl_llm_kl.service._actor import CONCURRENCY, ScoringActor
 
     if spec.make_model is None:
         try:
@@ -115,13 +122,12 @@ def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
             ) from None
         return handle, handle.describe.remote()
 
-    remote: Any = ray.remote(ScoringActor)
+    remote: Any = ray.remote(**CONCURRENCY)(ScoringActor)
     handle = remote.options(
         name=spec.replica_name(replica),
         namespace=spec.namespace,
         get_if_exists=True,
         lifetime="detached",  # its creator may go before its other clients: leases say when it ends
-        max_concurrency=1000,
         **spec.options,
     ).remote(
         spec.make_model,

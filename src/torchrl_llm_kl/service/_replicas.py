@@ -144,8 +144,9 @@ class Replicas:
             return False
         try:
             self.handle(replica, timeout=1.0)
-        except failures():
-            if time.monotonic() - link.asked > _LONGEST_PAUSE:
+        except failures() as error:
+            hopeless = getattr(error, "actor_init_failed", False)  # another actor would fail as this one did
+            if not hopeless and time.monotonic() - link.asked > _LONGEST_PAUSE:
                 self._drop(replica, link)
             return False
         return True

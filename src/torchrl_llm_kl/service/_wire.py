@@ -1,7 +1,9 @@
-"""What travels: token ids, masks, what is wanted of them, and the numbers that come back. Bytes and plain values only."""
+"""What travels: token ids, masks, what is wanted of them, and the numbers that come back. Nothing but bytes."""
 
 from __future__ import annotations
 
+import json
+import struct
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -9,10 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "Reply", "Request", "Settings"]
-
-#: A request or a reply on its way: a flat tuple of bytes, numbers, strings and None.
-Packed = tuple[Any, ...]
+__all__ = ["Reply", "Request", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -118,26 +117,20 @@ class Request:
         mask[torch.from_numpy(starts[self.lengths > 0])] = False
         return mask
 
-    def pack(self) -> Packed:
+    def pack(self) -> bytes:
         """What is sent."""
-        return (
-            self.tokens.tobytes(),
-            self.tokens.dtype.itemsize,
-            self.lengths.astype(np.int64).tobytes(),
-            None if self.mask is None else self.mask.tobytes(),
-            *astuple(self.settings),
-            self.version,
-            self.caller,
-        )
+        about = (self.tokens.dtype.itemsize, self.mask is not None, *astuple(self.settings), self.version, self.caller)
+        mask = () if self.mask is None else (self.mask,)
+        return _join(about, self.lengths.astype(np.int64), self.tokens, *mask)
 
     @classmethod
-    def unpack(cls, packed: Packed) -> Request:
+    def unpack(cls, packed: bytes) -> Request:
         """What was sent."""
-        tokens, width, lengths, mask, *settings, version, caller = packed
+        (width, masked, *settings, version, caller), parts = _split(packed)
         return cls(
-            np.frombuffer(tokens, np.int32 if width == 4 else np.int64),
-            np.frombuffer(lengths, np.int64),
-            None if mask is None else np.frombuffer(mask, np.uint8),
+            np.frombuffer(parts[1], np.int32 if width == 4 else np.int64),
+            np.frombuffer(parts[0], np.int64),
+            np.frombuffer(parts[2], np.uint8) if masked else None,
             Settings(*settings),
             version,
             caller,
@@ -158,14 +151,31 @@ class Reply:
     entropy: np.ndarray | None
     version: int
 
-    def pack(self) -> Packed:
+    def pack(self) -> bytes:
         """What is sent."""
-        entropy = None if self.entropy is None else self.entropy.tobytes()
-        return self.log_prob.tobytes(), entropy, self.log_prob.dtype.itemsize, self.version
+        about = (self.log_prob.dtype.itemsize, self.version)
+        return _join(about, self.log_prob, *(() if self.entropy is None else (self.entropy,)))
 
     @classmethod
-    def unpack(cls, packed: Packed) -> Reply:
+    def unpack(cls, packed: bytes) -> Reply:
         """What was sent."""
-        log_prob, entropy, width, version = packed
-        kind = np.float32 if width == 4 else np.float64
-        return cls(np.frombuffer(log_prob, kind), None if entropy is None else np.frombuffer(entropy, kind), version)
+        (width, version), parts = _split(packed)
+        numbers = [np.frombuffer(part, np.float32 if width == 4 else np.float64) for part in parts]
+        return cls(numbers[0], numbers[1] if len(numbers) > 1 else None, version)
+
+
+def _join(about: tuple[object, ...], *arrays: np.ndarray) -> bytes:
+    """A head in JSON that gives the sizes of the arrays, and the arrays. One piece: Ray hands it on faster than several."""
+    head = json.dumps([about, [array.nbytes for array in arrays]]).encode()
+    return b"".join((struct.pack("<I", len(head)), head, *(array.tobytes() for array in arrays)))
+
+
+def _split(packed: bytes) -> tuple[list[Any], list[memoryview]]:
+    view = memoryview(packed)
+    start = 4 + struct.unpack_from("<I", view)[0]
+    about, sizes = json.loads(bytes(view[4:start]))
+    parts = []
+    for size in sizes:
+        parts.append(view[start : start + size])
+        start += size
+    return about, parts

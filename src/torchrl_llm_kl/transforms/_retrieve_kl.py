@@ -174,8 +174,11 @@ class RetrieveKL(RayVariant, StepPlaces, Compose):
         if not located.sampled and not gen.tokenises_like(ref):
             check_same_tokens(located, ref.locate(td))
         exact = kl.estimator == "exact"
+        ref_scores = (
+            None if exact else ref.begin(located)
+        )  # in another process it works while the policy is scored here
         scores = gen.evaluate(located, ref.scorer if exact else None)
-        ref_log_prob = scores.ref_log_prob if exact else ref.evaluate(located).log_prob
+        ref_log_prob = scores.ref_log_prob if ref_scores is None else ref_scores().log_prob
         assert ref_log_prob is not None
         old = kl.read_old(td, next_td, scores.log_prob)
         outputs = [

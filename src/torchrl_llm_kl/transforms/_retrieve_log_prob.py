@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,6 +177,20 @@ class RetrieveLogProb(RayVariant, StepTransform):
             grad=not self.detach,
             remember=in_env(self),
         )
+
+    def begin(self, located: Located) -> Callable[[], Scores]:
+        """:meth:`evaluate` in two steps: a model in another process is asked now, any other when the scores are asked for."""
+        ask = getattr(self.scorer, "begin", None)
+        if ask is None:
+            return partial(self.evaluate, located)
+        found: Callable[[], Scores] = ask(
+            located.tokens,
+            located.mask,
+            entropy=self.entropy_key is not None,
+            grad=not self.detach,
+            remember=in_env(self),
+        )
+        return found
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
         """Whether text becomes the same tokens here and there, as far as the settings tell."""

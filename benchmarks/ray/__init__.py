@@ -1,0 +1,1 @@
+"""The Ray service beside torchrl's, and how many replicas it takes."""

@@ -1,0 +1,128 @@
+"""The Ray service beside torchrl's: ``python -m benchmarks.ray run``, ``... capacity``, ``... render``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.ray.capacity import Limits, Work, replicas_needed, with_model
+from benchmarks.ray.measure import PARTS, measure, whole
+from benchmarks.ray.plot import PLOT, save_plot
+from benchmarks.ray.report import markdown, print_answer, print_tables
+from benchmarks.ray.results import RESULTS, RayRun
+
+PAGE = "RAY.md"
+HERE = Path(__file__).parents[1]
+PICTURES = HERE.parent / "docs"
+QUICK = HERE.parent / "runs" / "bench-ray"
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+Part = Enum("Part", {part: part for part in PARTS}, type=str)  # type: ignore[misc]
+
+Out = Annotated[
+    Path | None, typer.Option(help="Where results go; by default benchmarks/ and docs/, runs/bench-ray for quick runs.")
+]
+
+
+@app.command()
+def run(
+    only: Annotated[list[Part] | None, typer.Option(help="May be repeated.")] = None,
+    quick: Annotated[bool, typer.Option(help="The smallest sizes, to see that everything works.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each case; the median counts.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of each window.")] = 2.5,
+    out: Out = None,
+) -> None:
+    """Measure, and write ray.json, RAY.md and ray_capacity.png.
+
+    With --only the other parts in ray.json stay, if they were measured in the same place.
+    """
+    warnings.filterwarnings("ignore")
+    console = Console()
+    folder = out or (QUICK if quick else HERE)
+    asked = [part.value for part in only or ()] or list(PARTS)
+    empty = whole(f"python -m benchmarks.ray {' '.join(sys.argv[1:])}".strip(), quick=quick)
+    earlier = RayRun.load(folder) if only and (folder / RESULTS).exists() else None
+    if earlier is not None and not earlier.same_place(empty):
+        raise typer.BadParameter(f"{folder / RESULTS} was measured otherwise: give another --out, or run all")
+    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=None)
+
+        def on_step(what: str, total: int) -> None:
+            progress.update(task, description=what, total=total, advance=1)
+
+        done = measure(empty, asked, quick=quick, rounds=rounds, seconds=seconds, on_step=on_step)
+        progress.update(task, description="done", completed=progress.tasks[0].total)
+    _write(done if earlier is None else earlier.updated(done), folder, out, console)
+
+
+@app.command()
+def render(out: Out = None) -> None:
+    """Write RAY.md and ray_capacity.png again from ray.json."""
+    folder = out or HERE
+    _write(_load(folder), folder, out, Console())
+
+
+@app.command()
+def capacity(
+    collectors: Annotated[int, typer.Option(min=1, help="How many.")],
+    tokens_per_second: Annotated[float, typer.Option(min=0.001, help="That each collector generates.")],
+    sequences: Annotated[int, typer.Option(min=1, help="Of a request.")] = Work.sequences,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of a prompt.")] = Work.prompt,
+    response: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = Work.response,
+    prompts: Annotated[int, typer.Option(min=1, help="Distinct prompts of a request.")] = Work.prompts,
+    lost: Annotated[float, typer.Option(help="Share of a collector's time that it may lose to others.")] = Limits.lost,
+    p99_ms: Annotated[float | None, typer.Option(help="That 99 of 100 requests may take.")] = None,
+    fixed_ms: Annotated[float | None, typer.Option(help="Of a batch of your model, instead of the calibrated.")] = None,
+    model_tokens_per_second: Annotated[
+        float | None, typer.Option(min=1, help="That your model scores, instead of the calibrated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where ray.json is.")] = None,
+) -> None:
+    """How many replicas do so many collectors need?"""
+    console = Console()
+    calibration = _load(out or HERE).calibration
+    if calibration is None:
+        raise typer.BadParameter(f"{RESULTS} holds no calibration: run `python -m benchmarks.ray run --only capacity`")
+    replica, link = calibration.model()
+    replica = with_model(replica, fixed=None if fixed_ms is None else fixed_ms / 1e3, rate=model_tokens_per_second)
+    work = Work(tokens_per_second, sequences, prompt, response, prompts)
+    limits = Limits(lost, None if p99_ms is None else p99_ms / 1e3)
+    with console.status("simulating"):
+        answer = replicas_needed(work, collectors, replica, link, limits)
+    print_answer(answer, console)
+    if answer.replicas is None:
+        console.print(
+            "No number of replicas keeps within the limits: a service of its own is too slow for a collector."
+        )
+        raise typer.Exit(1)
+
+
+def _load(folder: Path) -> RayRun:
+    if not (folder / RESULTS).exists():
+        raise typer.BadParameter(f"no {RESULTS} in {folder}: run first")
+    return RayRun.load(folder)
+
+
+def _write(result: RayRun, folder: Path, out: Path | None, console: Console) -> None:
+    print_tables(result, console)
+    result.save(folder)
+    (folder / PAGE).write_text(markdown(result), encoding="utf-8")
+    pictures = PICTURES if folder == HERE else folder
+    written = [folder / RESULTS, folder / PAGE]
+    if result.answers:
+        save_plot(result, pictures)
+        written.append(pictures / PLOT)
+    console.print(f"written: {', '.join(map(os.path.relpath, written))}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,114 @@
+"""Processes that call at the same time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+from benchmarks.ray.sides import SERVED, SIDES, Served, Sides, data
+from torchrl_llm_kl import Ragged
+
+_HEAD_START = 0.1  # seconds until all have the message that they begin
+
+
+@dataclass(frozen=True)
+class Window:
+    """What callers did between two moments.
+
+    Args:
+        seconds: between them.
+        calls: begin and end of each call, on the clock of the machine, 0 at the window's start. A caller finishes what it has
+            begun, and makes one call at least.
+    """
+
+    seconds: float
+    calls: list[tuple[float, float]]
+
+    @property
+    def throughput(self) -> float:
+        """Calls per second; of a call that ends outside, the part inside."""
+        inside = [max(min(end, self.seconds) - begin, 0.0) / (end - begin) for begin, end in self.calls]
+        return sum(inside) / self.seconds
+
+    @property
+    def latencies(self) -> list[float]:
+        """Seconds of each call."""
+        return [end - begin for begin, end in self.calls]
+
+
+class Caller:
+    """One client process."""
+
+    def __init__(self, index: int, sides: Sides) -> None:
+        warnings.filterwarnings("ignore")
+        torch.set_num_threads(1)
+        self._index, self._sides = index, sides
+        self._transforms = {(side, served): sides.make(side, served) for side in SIDES for served in SERVED}
+
+    def ready(self) -> bool:
+        """Once it is constructed."""
+        return True
+
+    def transform(self, side: str, served: Served, length: int, start: float, seconds: float) -> Any:
+        """Apply a transform again and again to a TensorDict of its own."""
+        transform = self._transforms[side, served]
+        own = data(self._sides.size, length, seed=self._index)
+        return _repeat(lambda: transform(own.copy()), start, seconds)
+
+    def score(self, model: Any, sequences: int, length: int, start: float, seconds: float, think: float = 0.0) -> Any:
+        """Score again and again, with pauses that vary by half of their mean."""
+        random = Random(self._index)
+        rng = torch.Generator().manual_seed(self._index)
+        rows = torch.randint(self._sides.size.vocab, (sequences, length), generator=rng)
+        scorer, ragged = model.make_scorer(), Ragged.from_list(list(rows))
+        pause = (lambda: time.sleep(think * (0.5 + random.random()))) if think else None
+        return _repeat(lambda: scorer.score(ragged), start, seconds, pause)
+
+
+def _repeat(
+    call: Callable[[], object], start: float, seconds: float, pause: Callable[[], None] | None = None
+) -> list[tuple[float, float]]:
+    time.sleep(max(start - time.monotonic(), 0.0))
+    calls: list[tuple[float, float]] = []
+    while True:
+        if pause is not None:
+            pause()
+        begin = time.monotonic() - start
+        if calls and begin >= seconds:
+            return calls
+        call()
+        calls.append((begin, time.monotonic() - start))
+
+
+class Callers:
+    """Several client processes, that begin together.
+
+    Args:
+        count: how many.
+        sides: what they call.
+    """
+
+    def __init__(self, count: int, sides: Sides) -> None:
+        import ray
+
+        remote: Any = ray.remote(num_cpus=0)(Caller)
+        self._actors = [remote.remote(index, sides) for index in range(count)]
+        ray.get([actor.ready.remote() for actor in self._actors])
+
+    def window(self, method: str, *args: Any, callers: int, seconds: float, **kwargs: Any) -> Window:
+        """Let some of them call for a while."""
+        import ray
+
+        start = time.monotonic() + _HEAD_START
+        told = [
+            getattr(actor, method).remote(*args, start=start, seconds=seconds, **kwargs)
+            for actor in self._actors[:callers]
+        ]
+        found: Sequence[list[tuple[float, float]]] = ray.get(told)
+        return Window(seconds, [call for calls in found for call in calls])

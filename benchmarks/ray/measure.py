@@ -1,0 +1,110 @@
+"""The parts of a run, on a Ray of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+
+import torch
+
+from benchmarks import environment
+from benchmarks.ray.calibration import QUICK_PLAN, Plan, calibrate
+from benchmarks.ray.callers import Callers
+from benchmarks.ray.capacity import COLLECTORS, SPEEDS, Limits, answers_for
+from benchmarks.ray.cluster import cluster
+from benchmarks.ray.comparison import Case, bytes_on_wire, check_agreement, compare
+from benchmarks.ray.overhead import Overhead, overhead
+from benchmarks.ray.results import MANY, RayRun
+from benchmarks.ray.sides import SERVED, Sides, size_of
+from benchmarks.workloads.base import OURS
+
+PARTS = ("calls", "overhead", "capacity")
+LENGTHS, QUICK_LENGTHS = (32, 512), (16,)
+_QUIET = 10.0  # seconds after which the service no longer waits for a caller
+
+
+def whole(command: str, *, quick: bool) -> RayRun:
+    """A run without results."""
+    settings = {"quick": "yes" if quick else "no", "threads of an actor": "1"}
+    versions = {**environment.versions(), "ray": version("ray")}
+    return RayRun(command, settings, environment.machine(torch.device("cpu")), versions, str(size_of(quick)))
+
+
+def measure(
+    empty: RayRun,
+    parts: Sequence[str],
+    *,
+    quick: bool,
+    rounds: int,
+    seconds: float,
+    on_step: Callable[[str, int], None],
+) -> RayRun:
+    """Run the parts that are asked for.
+
+    Calls of one caller come before those of many: the service waits a moment for whoever has called lately.
+    """
+    torch.set_num_threads(1)
+    size, lengths = size_of(quick), QUICK_LENGTHS if quick else LENGTHS
+    rounds, seconds = (1, 0.4) if quick else (rounds, seconds)
+    counts = (1, 2) if quick else (1, MANY)
+    plan = QUICK_PLAN if quick else Plan()
+    collectors, speeds = ((1, 10, 100), SPEEDS[:1]) if quick else (COLLECTORS, SPEEDS)
+    calls, idle, capacity = (part in parts for part in PARTS)
+    windows = 2 * len(SERVED) * len(lengths) * len(counts) * (rounds + 1)
+    total = 4 + calls * (windows + 1) + idle * len(lengths)
+    total += capacity * (plan.windows + len(collectors) * len(speeds))
+
+    def step(what: str) -> None:
+        on_step(what, total)
+
+    sides, found = Sides(size), empty
+    with cluster():
+        step("starting actors; do both agree?")
+        found = replace(found, difference=max(check_agreement(sides, length) for length in lengths))
+        if calls:
+            step("bytes on the wire")
+            found = replace(found, bytes=tuple(bytes_on_wire(sides, lengths)))
+        if idle:
+            model = sides.make(OURS, "reference").model  # type: ignore[attr-defined]
+            overheads: list[Overhead] = []
+            for length in lengths:
+                step(f"overhead, {length} tokens")
+                repeats = 10 if quick else 200 if length < 128 else 60
+                overheads.append(overhead(model, size, length, repeats=repeats))
+            found = replace(found, overheads=tuple(overheads))
+        if calls or capacity:
+            last_call = time.monotonic()
+            step("starting callers")
+            callers = Callers(max(max(counts), max(plan.clients)) if calls else max(plan.clients), sides)
+            if calls:
+                step("until it is quiet")
+                time.sleep(0 if quick else max(0.0, last_call + _QUIET - time.monotonic()))
+                lines = [
+                    line
+                    for count in counts
+                    for line in compare(
+                        callers,
+                        [Case(served, count, length) for served in SERVED for length in lengths],
+                        rounds=rounds,
+                        seconds=seconds,
+                        on_window=step,
+                    )
+                ]
+                found = replace(found, lines=tuple(lines))
+            if capacity:
+                calibration, checks = calibrate(callers, size, plan, on_window=step)
+                found = replace(found, calibration=calibration, checks=tuple(checks))
+    if capacity:
+        assert found.calibration is not None
+        step("simulating")
+        answers = answers_for(
+            speeds,
+            collectors,
+            *found.calibration.model(),
+            Limits(),
+            on_answer=lambda a: step(f"simulating {a.collectors:,} collectors"),
+        )
+        found = replace(found, answers=tuple(answers))
+    return found

@@ -1,0 +1,103 @@
+"""What a service adds to one call, and where the time of the call goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks.agreement import largest_difference
+from benchmarks.measure import Contender, alternate
+from benchmarks.models import ModelSize
+from benchmarks.ray.comparison import TOLERANCE
+from benchmarks.ray.sides import SEQUENCES, reference
+from benchmarks.ray.wire import watched
+from torchrl_llm_kl import LogProbScorer, Ragged
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """A call of one caller; seconds.
+
+    Args:
+        length: tokens of each of the sequences.
+        local: of a scorer in this process; the median.
+        remote: of the service; the median.
+        stages: what a remote call consists of; means.
+    """
+
+    length: int
+    local: float
+    remote: float
+    stages: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """More than locally."""
+        return self.remote - self.local
+
+
+class _NoMemory:
+    """A meter of time alone, for calls so short that a look at the memory would be felt."""
+
+    def reset(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def peak_mib(self) -> float | None:
+        return None
+
+
+def overhead(model: Any, size: ModelSize, length: int, *, repeats: int) -> Overhead:
+    """A remote scorer beside a local one on the same sequences, in turns."""
+    rng = torch.Generator().manual_seed(3)
+    sequences = Ragged.from_list(list(torch.randint(size.vocab, (SEQUENCES, length), generator=rng)))
+    local, remote = LogProbScorer(reference(size)), model.make_scorer()
+    found, expected = remote.score(sequences).values, local.score(sequences).values
+    largest_difference(found, expected, tolerance=TOLERANCE, what="the service beside a local scorer")
+    contenders = {
+        "local": Contender(lambda _: local.score(sequences)),
+        "remote": Contender(lambda _: remote.score(sequences)),
+    }
+    times = alternate(contenders, _NoMemory(), repeats=repeats, warm_up=5)
+    stages = _stages(lambda: remote.score(sequences), lambda: model.call(0, "stats"), repeats=repeats)
+    return Overhead(length, times["local"].seconds, times["remote"].seconds, stages)
+
+
+def _stages(score: Callable[[], object], stats: Callable[[], dict[str, Any]], *, repeats: int) -> dict[str, float]:
+    clock = time.perf_counter
+    marks: dict[str, float] = {}
+
+    def remote(call: Callable[[], Any], _: Any) -> Any:
+        marks.setdefault("asked", clock())
+        answer = call()
+        marks["sent"] = clock()
+        return answer
+
+    def get(call: Callable[[], Any], _: Any) -> Any:
+        answer = call()
+        marks["answered"] = clock()
+        return answer
+
+    before, rows = stats(), []
+    with watched(remote, get):
+        for _ in range(repeats):
+            marks.clear()
+            start = clock()
+            score()
+            end = clock()
+            rows.append((marks["asked"] - start, marks["sent"] - marks["asked"], end - marks["answered"], end - start))
+    batches = stats()["batches"] - before["batches"]
+    in_model = (stats()["busy"] - before["busy"]) / batches
+    prepare, submit, scatter, whole = (mean(column) for column in zip(*rows, strict=True))
+    return {
+        "client: sequences to bytes": prepare,
+        "client: Ray takes the call": submit,
+        "Ray and the actor's event loop, there and back": whole - prepare - submit - scatter - in_model,
+        "actor: model, in its thread": in_model,
+        "client: bytes to scores": scatter,
+    }

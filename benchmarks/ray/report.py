@@ -1,0 +1,241 @@
+"""The run as tables on the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ray.calibration import Check
+from benchmarks.ray.capacity import Answer, Limits, Work
+from benchmarks.ray.comparison import Calls
+from benchmarks.ray.overhead import Overhead
+from benchmarks.ray.results import RayRun
+from benchmarks.ray.sides import SEQUENCES, UNRELATED_BYTES
+from benchmarks.report import _goal, _table, _target, _verdict
+
+_INTRO = """# Benchmark of the Ray service
+
+Written by `{command}`; do not edit.
+
+Client processes apply torchrl {torchrl}'s Ray transforms and those of this library to TensorDicts of {sequences} sequences,
+which also hold an unrelated entry of {unrelated} MiB; in turns, so that a noisy machine is noisy for both. All clients of a
+library share its actors. Model: {model}; one thread for each actor. On the same data both compute the same
+numbers{difference}.
+
+*Both models served*: `RayRetrieveKL`, with the policy and the reference in actors. torchrl's works when it is given None for
+both models and a factory for each; other ways of construction fail, or fail at the first call. *Reference served*: the
+log-probs of the reference alone, for a policy whose own came with the samples. torchrl has no transform for that which works:
+here its `RayTransform` is put around its `RetrieveLogProb`, as its other Ray transforms are made.
+"""
+
+_CAPACITY = """## How many replicas
+
+A discrete-event simulation (`benchmarks/ray/events.py`): each collector generates {sequences} answers of {response} tokens to a
+prompt of {prompt}, asks for the scores of all {tokens:,} tokens, and waits. A prompt goes to one of the replicas, which gather
+requests as the service does. The answer is the least number of replicas at which a collector loses at most {lost:.0%} more
+of its time than with a service of its own. `python -m benchmarks.ray capacity --collectors N --tokens-per-second L` answers for
+others, and for a model of another speed.
+
+![Replicas for up to 10,000 collectors, and predictions beside real runs](../docs/ray_capacity.png)
+"""
+
+_LINES = (
+    "served",
+    "callers",
+    "tokens",
+    "torchrl calls/s",
+    "here calls/s",
+    "here tokens/s",
+    "faster",
+    "torchrl p50/p99 ms",
+    "here p50/p99 ms",
+)
+
+
+def print_tables(run: RayRun, console: Console) -> None:
+    """What was measured, for people to read."""
+    if run.lines:
+        title = f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}"
+        _print(console, title, _LINES, _lines(run))
+    if run.bytes:
+        _print(console, "Bytes of a call", *_bytes(run))
+    if run.checks:
+        _print(console, "Predictions beside real runs", *_checks(run.checks))
+    if run.answers:
+        _print(console, "Replicas", *_answers(run.answers))
+    for goal in run.goals:
+        console.print(f"[{'green' if goal.met else 'red'}]{_verdict(goal)}[/]: {_goal(goal)} ({goal.what})")
+
+
+def print_answer(answer: Answer, console: Console) -> None:
+    """One question, answered."""
+    header, rows = _answers([answer])
+    _print(console, "Replicas", header, rows)
+
+
+def markdown(run: RayRun) -> str:
+    """The page."""
+    parts = [
+        _INTRO.format(
+            command=run.command,
+            torchrl=run.versions["torchrl"],
+            sequences=SEQUENCES,
+            unrelated=UNRELATED_BYTES // 2**20,
+            model=run.model,
+            difference="" if run.difference is None else f", to {run.difference:.0e} nats",
+        )
+    ]
+    if run.settings.get("quick") == "yes":
+        parts.append("**A quick run of the smallest sizes: these figures mean nothing.**\n")
+    goals = [[g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for g in run.goals]
+    if goals:
+        parts += ["## Targets\n", _table(["figure", "found", "target", ""], goals)]
+    if run.lines:
+        parts.append("## Throughput and latency\n\n`faster` is the median over rounds of the ratio of both windows.\n")
+        parts.append(_table(list(_LINES), _lines(run)))
+        parts += [_bound(o) for o in run.overheads]
+    if run.overheads:
+        rows = [
+            [str(o.length), *(f"{1e3 * value:.2f}" for value in (o.local, o.remote, o.seconds))] for o in run.overheads
+        ]
+        parts.append(f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, in turns.\n")
+        parts.append(_table(["tokens of each", "local scorer, ms", "remote scorer, ms", "more, ms"], rows))
+        names = list(run.overheads[0].stages)
+        stages = [[name, *(f"{1e3 * o.stages[name]:.2f}" for o in run.overheads)] for name in names]
+        parts.append("Where the time of a remote call goes; means, in ms:\n")
+        parts.append(_table(["", *(f"{o.length} tokens" for o in run.overheads)], stages))
+    if run.bytes:
+        header, rows = _bytes(run)
+        parts += ["## Bytes of a call\n\nPickled as Ray does.\n", _table(list(header), rows)]
+    if run.calibration is not None:
+        parts += [_capacity(run), *_calibration(run)]
+    where = {**run.machine, **run.settings, **run.versions}
+    parts += ["## Where\n", _table(["", ""], [[name, value] for name, value in where.items()])]
+    return "\n".join(parts)
+
+
+def _lines(run: RayRun) -> list[list[str]]:
+    return [
+        [
+            line.case.served,
+            str(line.case.callers),
+            f"{SEQUENCES} x {line.case.length}",
+            f"{line.theirs.throughput:.1f}",
+            f"{line.ours.throughput:.1f}",
+            f"{line.ours.throughput * line.case.tokens:,.0f}",
+            f"{line.faster:.1f}x",
+            _latency(line.theirs),
+            _latency(line.ours),
+        ]
+        for line in run.lines
+    ]
+
+
+def _bound(overhead: Overhead) -> str:
+    return (
+        f"Alone, in one thread, the model takes {1e3 * overhead.local:.1f} ms for {SEQUENCES} x {overhead.length} tokens: an "
+        f"actor answers {1 / overhead.local:.0f} such calls per second at most, unless scoring them together is cheaper.\n"
+    )
+
+
+def _latency(calls: Calls) -> str:
+    return f"{1e3 * calls.latency_p50:.0f}/{1e3 * calls.latency_p99:.0f}"
+
+
+def _bytes(run: RayRun) -> tuple[tuple[str, ...], list[list[str]]]:
+    header = ("served", "tokens", "", "sent", "received", "sent with unrelated", "received with unrelated")
+    rows = [
+        [
+            b.served,
+            f"{SEQUENCES} x {b.length}",
+            b.side,
+            *(f"{value:,}" for value in (b.sent, b.received, b.sent_unrelated, b.received_unrelated)),
+        ]
+        for b in run.bytes
+    ]
+    return header, rows
+
+
+def _capacity(run: RayRun) -> str:
+    work, limits = Work(0.0), Limits()
+    text = _CAPACITY.format(
+        sequences=work.sequences, response=work.response, prompt=work.prompt, tokens=work.tokens, lost=limits.lost
+    )
+    header, rows = _answers(run.answers)
+    return text + "\n" + _table(list(header), rows)
+
+
+def _answers(answers: Sequence[Answer]) -> tuple[tuple[str, ...], list[list[str]]]:
+    header = ("tokens/s", "collectors", "replicas", "waiting", "alone", "p50 ms", "p99 ms", "busy", "requests/batch")
+    rows = [
+        [
+            f"{a.tokens_per_second:,.0f}",
+            f"{a.collectors:,}",
+            "no number" if a.replicas is None else f"{a.replicas:,}",
+            f"{a.lost:.1%}",
+            f"{a.lost_alone:.1%}",
+            f"{1e3 * a.latency_p50:,.0f}",
+            f"{1e3 * a.latency_p99:,.0f}",
+            f"{a.busy:.0%}",
+            f"{a.requests_per_batch:.2f}",
+        ]
+        for a in answers
+    ]
+    return header, rows
+
+
+def _calibration(run: RayRun) -> list[str]:
+    assert run.calibration is not None
+    replica, link = run.calibration.model()[0], sorted(run.calibration.links)
+    text = (
+        f"## Calibration\n\nA batch takes {1e3 * replica.fixed:.2f} ms, {1e3 * replica.each:.2f} ms more for each request, and "
+        f"a second more for each {replica.rate:,.0f} tokens: fitted to batches of several sizes, of which the worst is "
+        f"{run.calibration.largest_error:.0%} off. Beside queue and model a call takes {1e3 * link[len(link) // 2]:.2f} ms in "
+        f"the median. The service waits up to {1e3 * replica.max_wait:g} ms for callers of the last {replica.lately:g} s, and "
+        f"takes up to {replica.max_tokens:,.0f} tokens at once.\n"
+    )
+    header, rows = _checks(run.checks)
+    return [text, "### Predictions beside real runs\n", _table(list(header), rows)] if rows else [text]
+
+
+def _checks(checks: Sequence[Check]) -> tuple[tuple[str, ...], list[list[str]]]:
+    header = (
+        "clients",
+        "pause ms",
+        "calls/s",
+        "predicted",
+        "error",
+        "latency ms",
+        "predicted",
+        "error",
+        "p99 ms",
+        "predicted",
+    )
+    rows = [
+        [
+            str(c.clients),
+            f"{1e3 * c.think:g}",
+            f"{c.throughput:.1f}",
+            f"{c.predicted_throughput:.1f}",
+            f"{c.errors[0]:+.0%}",
+            f"{1e3 * c.latency:.1f}",
+            f"{1e3 * c.predicted_latency:.1f}",
+            f"{c.errors[1]:+.0%}",
+            f"{1e3 * c.latency_p99:.1f}",
+            f"{1e3 * c.predicted_latency_p99:.1f}",
+        ]
+        for c in checks
+    ]
+    return header, rows
+
+
+def _print(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for i, name in enumerate(header):
+        table.add_column(name.replace(" ", "\n"), justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,102 @@
+"""Everything that was measured and predicted; as JSON, so that the page can be written again and questions be answered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ray.calibration import Calibration, Check
+from benchmarks.ray.capacity import Answer
+from benchmarks.ray.comparison import Bytes, Calls, Case, Line
+from benchmarks.ray.overhead import Overhead
+from benchmarks.results import Goal
+
+RESULTS = "ray.json"
+MOST_OVERHEAD_MS, LEAST_FASTER, MANY = 3.0, 4.0, 8
+
+
+@dataclass(frozen=True)
+class RayRun:
+    """One run: where, how, and what came out. Empty where a part was not run.
+
+    Args:
+        command: that was given.
+        settings: how.
+        machine: where.
+        versions: of all that runs.
+        model: in words.
+        difference: the largest between the libraries' numbers, in nats.
+        lines: throughput and latency.
+        bytes: on the wire.
+        overheads: of a call over a local scorer.
+        calibration: of the event model.
+        checks: of its predictions.
+        answers: how many replicas.
+    """
+
+    command: str
+    settings: dict[str, str]
+    machine: dict[str, str]
+    versions: dict[str, str]
+    model: str
+    difference: float | None = None
+    lines: tuple[Line, ...] = ()
+    bytes: tuple[Bytes, ...] = ()
+    overheads: tuple[Overhead, ...] = ()
+    calibration: Calibration | None = None
+    checks: tuple[Check, ...] = ()
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def goals(self) -> list[Goal]:
+        """Every target, and what was found."""
+        goals = [
+            Goal(f"ms of a call over a local scorer, {o.length} tokens", "ms", o.seconds * 1e3, MOST_OVERHEAD_MS, False)
+            for o in self.overheads
+        ]
+        for line in self.lines:
+            case = line.case
+            if case.callers >= MANY:
+                what = (
+                    f"times torchrl's throughput, {case.callers} callers, {case.length} tokens, {served(case.served)}"
+                )
+                goals.append(Goal(what, "faster", line.faster, LEAST_FASTER))
+        ours = [b for b in self.bytes if b.side == "here"]
+        if ours:
+            more = max(b.sent_unrelated + b.received_unrelated - b.sent - b.received for b in ours)
+            goals.append(Goal("bytes more with an unrelated entry", "bytes", float(more), 0.0, False))
+        return goals
+
+    def same_place(self, other: RayRun) -> bool:
+        """Whether the figures of both may stand in one table."""
+        return all(getattr(self, name) == getattr(other, name) for name in ("settings", "machine", "versions", "model"))
+
+    def updated(self, newer: RayRun) -> RayRun:
+        """With the parts that ``newer`` has in place of its own."""
+        parts = {name: value for name in _PARTS if (value := getattr(newer, name)) not in ((), None)}
+        return replace(self, **parts)
+
+    def save(self, folder: Path) -> None:
+        """Write it to ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULTS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> RayRun:
+        """Read what :meth:`save` has written."""
+        data = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+        kinds: dict[str, Any] = {"bytes": Bytes, "overheads": Overhead, "checks": Check, "answers": Answer}
+        parts = {name: tuple(kind(**item) for item in data[name]) for name, kind in kinds.items()}
+        lines = tuple(Line(Case(**x["case"]), Calls(**x["theirs"]), Calls(**x["ours"])) for x in data["lines"])
+        calibration = data["calibration"] and Calibration(**data["calibration"])
+        return cls(**{**data, **parts, "lines": lines, "calibration": calibration})
+
+
+_PARTS = ("difference", "lines", "bytes", "overheads", "calibration", "checks", "answers")
+
+
+def served(name: str) -> str:
+    """In words."""
+    return {"both": "both models served", "reference": "reference served"}[name]

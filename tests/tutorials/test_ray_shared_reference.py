@@ -1,0 +1,137 @@
+"""A reference that is shared and killed trains what one in the same process trains, and the tutorial says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("ray")
+pytest.importorskip("rich")
+pytest.importorskip("typer")
+
+TUTORIALS = Path(__file__).parents[2] / "tutorials"
+sys.path.insert(0, str(TUTORIALS))
+from countdown.comparison import largest_difference  # noqa: E402
+from countdown.sharing import join  # noqa: E402
+
+STEPS, KILLED, COLLECTORS, ANSWERS = 4, 2, 4, 12  # answers: of each collector in a step
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The tutorial, small, and what it printed. A process of its own: in this one the service's tests may have started Ray."""
+    out = tmp_path_factory.mktemp("ray")
+    command = [
+        *(sys.executable, str(TUTORIALS / "ray_shared_reference.py")),
+        *("--steps", str(STEPS), "--collectors", str(COLLECTORS), "--num-prompts", "3", "--group-size", "4"),
+        *("--warmup-steps", "15", "--seed", "3", "--out", str(out)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return out, done.stdout
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def cells(output, what):
+    """The numbers in one row of the table."""
+    (line,) = [line for line in output.splitlines() if what in line]
+    return [[float(number) for number in re.findall(r"[\d.]+", cell)] for cell in line.split("│")[2:-1]]
+
+
+def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(finished):
+    out, output = finished
+    undisturbed, killed = rows_of(out / "undisturbed.jsonl"), rows_of(out / "killed.jsonl")
+    assert [row["step"] for row in killed] == list(range(STEPS))
+    for one, other in zip(undisturbed, killed, strict=True):
+        for name in one.keys() - {"seconds", "collecting"}:
+            assert math.isfinite(one[name])
+            assert other[name] == pytest.approx(one[name], rel=0, abs=1e-6), (one["step"], name)
+    assert "The two runs agree" in output
+    assert "The two runs differ" not in output
+
+
+def test_the_runs_train_and_the_reference_counts(finished):
+    out, _ = finished
+    rows = rows_of(out / "killed.jsonl")
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)  # the policy starts as its reference
+    assert all(row["kl"] != 0 for row in rows[1:]), "the policy moves, the reference stays"
+    assert any(row["kl"] > 1e-3 for row in rows[KILLED:]), "also after it was started again"
+    for row in rows:
+        assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
+        assert COLLECTORS * ANSWERS <= row["answer_tokens"] <= COLLECTORS * ANSWERS * 14
+
+
+def test_the_table_says_that_it_was_killed_and_that_no_request_was_lost(finished):
+    _, output = finished
+    assert cells(output, "restarts of the reference") == [[0], [1]]
+    (before,), (first, second) = cells(output, "requests answered")
+    assert before == STEPS * COLLECTORS
+    # Those of the step of the kill may have been answered, and killed before the answer left: then they were asked twice.
+    assert KILLED * COLLECTORS <= first <= (KILLED + 1) * COLLECTORS
+    assert (STEPS - KILLED - 1) * COLLECTORS <= second <= (STEPS - KILLED) * COLLECTORS
+    assert first + second >= STEPS * COLLECTORS
+    assert cells(output, "seconds lost")[1][0] > 0.5, "a process does not start in less"
+
+
+def test_the_picture_is_drawn(finished):
+    out, _ = finished
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def shares():
+    """Two collectors' answers to prompts of 1 and 2 tokens."""
+
+    def share(prompt, full):
+        tokens = torch.tensor([full])
+        return TensorDict(
+            tokens=TensorDict(prompt=torch.tensor([prompt]), full=tokens, batch_size=[1]),
+            masks=TensorDict(all_attention_mask=tokens > 0, batch_size=[1]),
+            next=TensorDict(
+                log_probs=TensorDict(full=-tokens.float(), batch_size=[1]),
+                kl_penalty=tokens / 2,
+                reward=tokens.float()[..., None],
+                success=torch.tensor([[[True]]]),
+                batch_size=[1],
+            ),
+            batch_size=[1],
+        )
+
+    return [share([1], [1, 2, 3]), share([4, 5], [4, 5, 6])]
+
+
+def test_shares_are_joined_where_answers_begin(shares):
+    batch = join(shares)
+    want = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
+    assert batch["tokens", "prompt"].tolist() == [[0, 1], [4, 5]]
+    assert batch["tokens", "full"].tolist() == want.tolist()
+    assert batch["masks", "all_attention_mask"].tolist() == (want > 0).tolist()
+    assert_close(batch["next", "log_probs", "full"], -want.float())
+    assert_close(batch["next", "kl_penalty"], want / 2)
+    assert_close(batch["next", "reward"], want.float()[..., None])
+    assert batch["next", "success"].shape == (2, 1, 1)
+    assert shares[0]["tokens", "full"].shape == (1, 3), "the shares stay as they are"
+
+
+def test_difference_of_runs_leaves_out_the_clocks():
+    run = [{"step": 0, "kl": 0.25, "seconds": 1.0, "collecting": 0.5}, {"step": 1, "kl": 0.5, "seconds": 2.0}]
+    late = [row | {"seconds": 9.0} for row in run]
+    assert largest_difference(run, late) == 0
+    late[1]["kl"] = 0.375
+    assert largest_difference(run, late) == 0.125
+    assert largest_difference(run, run[:1]) == math.inf

@@ -1,0 +1,106 @@
+"""One collector of several: it answers a share of a step's problems, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensordict
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.nn.functional import pad
+from torchrl.collectors.llm import LLMCollector
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from countdown.model import as_policy
+from countdown.task import Problem, make_env
+from torchrl_llm_kl import RetrieveKL
+
+PROMPTS = ("tokens", "prompt")
+ANSWERED = (  # prompts with their answers: a number for each token
+    ("tokens", "full"),
+    ("masks", "all_attention_mask"),
+    ("next", "log_probs", "full"),
+    ("next", "kl_penalty"),
+    ("next", "reward"),
+)
+SENT_BACK = (PROMPTS, *ANSWERED, ("next", "success"))  # what the trainer reads; the conversations' text stays behind
+
+State = Mapping[str, Tensor]
+
+
+class ShareCollector:
+    """A collector with its own env, its own copy of the policy, and its own part of the problems.
+
+    Args:
+        policy: of the right shape; each step brings its weights.
+        tokenizer: of the policy.
+        problems: to ask; no other collector asks them.
+        num_prompts: problems a step.
+        group_size: answers to each of them. A group stays here: its answers are compared with one another.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        problems: Sequence[Problem],
+        *,
+        num_prompts: int,
+        group_size: int,
+    ) -> None:
+        torch.set_num_threads(1)
+        tensordict.set_list_to_stack(True).set()
+        self._policy, self._tokenizer, self._problems = policy, tokenizer, problems
+        self._sizes = {"num_prompts": num_prompts, "group_size": group_size}
+        self._collector: LLMCollector | None = None
+
+    def start(self, kl: RetrieveKL, *, seed: int) -> None:
+        """Begin a run: a new env, which scores its answers with ``kl``, and asks in an order that ``seed`` decides."""
+        self.stop()
+        self._kl = kl
+        self._collector = LLMCollector(
+            make_env(self._problems, self._tokenizer, seed=seed, **self._sizes).append_transform(kl),
+            policy=as_policy(self._policy, self._tokenizer),
+            dialog_turns_per_batch=self._sizes["num_prompts"] * self._sizes["group_size"],
+            total_dialog_turns=-1,
+            flatten_data=True,
+        )
+        self._batches = iter(self._collector)
+
+    def collect(self, state: tuple[State, State], *, seed: int) -> TensorDictBase:
+        """One step's answers, sampled with ``seed``, scored and rewarded.
+
+        Args:
+            state: weights of the policy, and of the KL's coefficient.
+            seed: of the sampling.
+        """
+        weights, coefficient = state
+        self._policy.load_state_dict(weights)
+        self._kl.coeff.load_state_dict(coefficient)
+        torch.manual_seed(seed)
+        return next(self._batches).select(*SENT_BACK).contiguous()
+
+    def stop(self) -> None:
+        """End the run, if there is one."""
+        if self._collector is not None:
+            self._collector.shutdown()
+            self._collector = None
+
+
+def join(shares: Sequence[TensorDictBase]) -> TensorDictBase:
+    """One batch of several, in their order: prompts padded on the left to the longest, answers on the right."""
+    prompt = max(share[PROMPTS].shape[1] for share in shares)
+    answer = max(share["tokens", "full"].shape[1] - share[PROMPTS].shape[1] for share in shares)
+    return torch.cat([_widen(share, prompt, answer) for share in shares])
+
+
+def _widen(share: TensorDictBase, prompt: int, answer: int) -> TensorDictBase:
+    left = prompt - share[PROMPTS].shape[1]
+    right = prompt + answer - left - share["tokens", "full"].shape[1]
+    share = share.copy()
+    share[PROMPTS] = pad(share[PROMPTS], (left, 0))
+    for key in ANSWERED:
+        features = (0, 0) * (share[key].dim() - 2)
+        share[key] = pad(share[key], (*features, left, right))
+    return share

@@ -1,0 +1,291 @@
+"""Share one reference model between several collectors over Ray; kill it halfway; end up with the same result.
+
+Run it with ``python tutorials/ray_shared_reference.py``: two CPU cores, no network, a few minutes. It
+
+1. starts Ray on this machine, with a few processes that collect: each has its own env and its own copy of the policy;
+2. puts the reference behind a service, which all collectors ask for log-probs: there is one copy of it, in one process;
+3. trains the model of ``countdown_grpo.py`` on the same task with the answers of all of them;
+4. does so once more, and halfway kills the process that holds the reference: Ray says that a worker died, and starts it
+   again; the collectors ask again;
+5. compares the two runs, which are one and the same but for the seconds that this took.
+
+Read on from :func:`train`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import ray
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from countdown.algorithms import build, label
+from countdown.comparison import largest_difference, plot_runs, print_columns
+from countdown.model import MAX_NEW_TOKENS, accuracy, warm_up
+from countdown.report import Metrics, MetricsFile, progress_bar
+from countdown.sharing import ShareCollector, join
+from countdown.task import all_problems, split_problems
+from countdown_grpo import (
+    LOSS_KEYS,
+    STATUS,
+    WARMUP_STEPS,
+    check_options,
+    learn,
+    make_policy,
+    silence_dependencies,
+    summarise,
+)
+from torchrl_llm_kl import AdaptiveKLCoefficient
+from torchrl_llm_kl.service import ScoringService
+
+TOLERANCE = 1e-6  # of any metric and any weight; what is printed says whether it was needed
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that holds the reference: how many requests it has answered."""
+
+    pid: int
+    answered: int
+
+    @classmethod
+    def of(cls, service: ScoringService) -> Process:
+        """The one that lives now."""
+        (stats,) = service.stats()
+        return cls(stats["pid"], stats["requests"])
+
+    def since(self, earlier: Process) -> Process:
+        """What was answered from then on."""
+        return Process(self.pid, self.answered - (earlier.answered if earlier.pid == self.pid else 0))
+
+
+def train(
+    policy: PreTrainedModel,
+    service: ScoringService,
+    collectors: list[Any],
+    *,
+    steps: int,
+    lr: float,
+    kl_target: float,
+    batch_size: int,
+    group_size: int,
+    seed: int,
+    metrics: MetricsFile,
+    kill_at: int | None = None,
+) -> list[Process]:
+    """Train ``policy`` in place; returns what the processes of the service did, the one that was killed first."""
+    coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
+    # The service's model stands wherever a model could: here for the reference of the transform that scores answers. The
+    # collectors get a copy of the transform, which is small: it holds the service's name, not the model.
+    parts = build("grpo", policy, service.model, coefficient=coefficient, max_new_tokens=MAX_NEW_TOKENS)
+    ray.get([collector.start.remote(parts.kl_transform, seed=seed + i) for i, collector in enumerate(collectors)])
+    optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    first = Process.of(service)
+    processes = []
+
+    torch.manual_seed(seed)
+    with progress_bar() as bar:
+        task = bar.add_task("run 1" if kill_at is None else "run 2", total=steps, status="")
+        start = time.perf_counter()
+        for step in range(steps):
+            before = time.perf_counter()
+            state = ray.put((policy.state_dict(), coefficient.state_dict()))  # once, for all of them
+            shares = [
+                collector.collect.remote(state, seed=(seed * steps + step) * len(collectors) + i)
+                for i, collector in enumerate(collectors)
+            ]
+            if step == kill_at:  # the collectors are at work, and will need it in a moment
+                processes.append(Process.of(service).since(first))
+                os.kill(first.pid, signal.SIGKILL)
+            batch = join(ray.get(shares))  # all of them, in this order, whoever was first
+            collecting = time.perf_counter() - before
+
+            batch = parts.prepare(label(batch, group_size), count=False)
+            learn(policy, batch.select(*LOSS_KEYS, strict=False), [parts.loss], optimizer)
+            schedule.step()
+            row = summarise(batch, step=step, coefficient=coefficient().item(), seconds=time.perf_counter() - start)
+            metrics.append(row | {"collecting": collecting})
+            coefficient.update(row["kl"], n=batch_size)
+            bar.update(task, advance=1, status=STATUS.format(**row))
+    return [*processes, Process.of(service).since(first)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training left behind."""
+
+    rows: list[Metrics]
+    accuracy: tuple[float, float]
+    weights: dict[str, Tensor]
+    processes: list[Process]
+    kill_at: int | None
+
+    def column(self) -> dict[str, str]:
+        """The run in words and numbers."""
+        last_half = [row["kl"] for row in self.rows[len(self.rows) // 2 :]]
+        return {
+            "greedy accuracy before RL": f"{self.accuracy[0]:.1%}",
+            "greedy accuracy after RL": f"{self.accuracy[1]:.1%}",
+            "KL, mean of the last half (nats per answer)": f"{statistics.mean(last_half):.4f}",
+            "KL coefficient at the end": f"{self.rows[-1]['coefficient']:.6f}",
+            "restarts of the reference": str(len(self.processes) - 1),
+            "requests answered by its processes": " + ".join(str(process.answered) for process in self.processes),
+            "seconds lost to the restart": f"{self.seconds_lost:.1f}",
+            "RL, seconds": f"{self.rows[-1]['seconds']:.0f}",
+        }
+
+    @property
+    def seconds_lost(self) -> float:
+        """How much longer than other steps the one took in which the reference was killed."""
+        if self.kill_at is None:
+            return 0.0
+        collecting = [row["collecting"] for row in self.rows]
+        return collecting[self.kill_at] - statistics.median(collecting)
+
+
+def start_ray(processes: int) -> None:
+    """Ray on this machine alone, with room for ``processes``."""
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ray.init(
+        address="local",  # never somebody else's
+        num_cpus=processes,  # places, not cores: whoever waits needs none
+        num_gpus=0,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}},
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def serve(reference: Path, *, batching: bool) -> ScoringService:
+    """The reference, loaded from a folder by the process that holds it: this one and the collectors have no copy.
+
+    A forward of several requests at once adds up in another order than one of each: log-probs differ by up to 1e-6, and which
+    requests meet is a matter of chance. Small as that is, at some step it decides which token is drawn, and from there on two
+    runs differ as if their seeds did. For two runs to be equal to the last bit each request is scored alone (only one may
+    wait), and nothing is remembered from one to the next: a process that is started again has forgotten it.
+    """
+    exact: dict[str, Any] = {} if batching else {"max_queue": 1, "max_wait": 0.0, "memory": 0}
+    factory = partial(AutoModelForCausalLM.from_pretrained, str(reference.resolve()), dtype=torch.float32)
+    return ScoringService(factory=factory, **exact)
+
+
+def agree(one: Run, other: Run) -> bool:
+    """Say whether two runs are the same."""
+    metric = largest_difference(one.rows, other.rows)
+    weight = max((one.weights[name] - other.weights[name]).abs().max().item() for name in one.weights)
+    largest = max(metric, weight, abs(one.accuracy[1] - other.accuracy[1]))
+    if largest == 0:
+        verdict = "The two runs agree to the last bit, in every metric of every step and in every weight."
+    elif largest <= TOLERANCE:
+        verdict = f"The two runs agree to {TOLERANCE:g}"
+    else:
+        verdict = "The two runs differ"
+    if largest:
+        verdict += f": a metric by up to {metric:.2g}, a weight by up to {weight:.2g}."
+    typer.echo(verdict)
+    return largest <= TOLERANCE
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    kill: Annotated[bool, typer.Option(help="Train twice, and kill the reference halfway the second time.")] = True,
+    collectors: Annotated[int, typer.Option(min=1, help="Processes that collect.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="RL steps of each run.")] = 60,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the weights, the order of the problems and the sampling.")
+    ] = 0,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before RL.")] = WARMUP_STEPS,
+    kl_target: Annotated[float, typer.Option(help="KL to the reference to hold, in nats per answer.")] = 0.5,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = 3e-4,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Problems that each collector asks in a step.")] = 4,
+    group_size: Annotated[int, typer.Option(min=2, help="Answers to each problem.")] = 8,
+    batching: Annotated[
+        bool,
+        typer.Option(
+            help="Score requests that arrive together in one forward, as the service does by default: less work for it, but "
+            "rounding then depends on who arrives when, and two runs drift apart."
+        ),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for metrics, curves.png and the reference.")] = Path("runs/ray"),
+) -> None:
+    """Share one reference between collectors over Ray, kill it halfway, and compare with a run that was left alone."""
+    check_options(algorithm="grpo", kl_target=kl_target, lr=lr, out=out)
+    silence_dependencies()
+    begin = time.perf_counter()
+    torch.manual_seed(seed)
+    train_problems, held_out = split_problems(problems := all_problems())
+    policy, tokenizer = make_policy(problems)
+
+    start_ray(collectors + 1)
+    # They start while the model warms up.
+    workers = [
+        ray.remote(ShareCollector).remote(
+            policy, tokenizer, train_problems[i::collectors], num_prompts=num_prompts, group_size=group_size
+        )
+        for i in range(collectors)
+    ]
+    with progress_bar() as bar:
+        task = bar.add_task("warm-up", total=warmup_steps, status="", visible=warmup_steps > 0)
+        for loss in warm_up(policy, tokenizer, train_problems, steps=warmup_steps, seed=seed):
+            bar.update(task, advance=1, status=f"loss {loss:.2f}")
+    policy.save_pretrained(out / "reference")
+    before = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
+
+    def run(kill_at: int | None, file: str) -> Run:
+        trained, metrics = copy.deepcopy(policy), MetricsFile(out / file)
+        processes = train(
+            trained,
+            service,
+            workers,
+            steps=steps,
+            lr=lr,
+            kl_target=kl_target,
+            batch_size=collectors * num_prompts * group_size,
+            group_size=group_size,
+            seed=seed,
+            metrics=metrics,
+            kill_at=kill_at,
+        )
+        after = accuracy(trained, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
+        return Run(metrics.rows, (before, after), trained.state_dict(), processes, kill_at)
+
+    service = serve(out / "reference", batching=batching)
+    runs = {"undisturbed": run(None, "undisturbed.jsonl")}
+    if kill:
+        runs["reference killed"] = run(steps // 2, "killed.jsonl")
+    service.shutdown()
+    ray.shutdown()
+
+    curves = {name: (run.rows, run.accuracy) for name, run in runs.items()}
+    plot_runs(curves, out / "curves.png", kl_target=kl_target, killed_at=steps // 2 if kill else None)
+    print_columns(
+        f"Countdown, grpo, seed {seed}: {collectors} collectors, one reference, {steps} steps; "
+        f"{time.perf_counter() - begin:.0f} s in all",
+        {name: run.column() for name, run in runs.items()},
+    )
+    typer.echo(f"wrote {out / 'curves.png'} and {', '.join(str(path) for path in sorted(out.glob('*.jsonl')))}")
+    if kill and not agree(*runs.values()) and not batching:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
