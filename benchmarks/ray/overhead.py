@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+import ray
 import torch
 
 from benchmarks.agreement import largest_difference
@@ -28,17 +30,32 @@ class Overhead:
         local: of a scorer in this process; the median.
         remote: of the service; the median.
         stages: what a remote call consists of; means.
+        bare: of a Ray actor with a scorer and nothing else; the median. Less than that Ray does not offer.
     """
 
     length: int
     local: float
     remote: float
     stages: dict[str, float]
+    bare: float = math.nan
 
     @property
     def seconds(self) -> float:
         """More than locally."""
         return self.remote - self.local
+
+
+class _Bare:
+    """An actor that scores what it is sent, one call after another."""
+
+    def __init__(self, size: ModelSize) -> None:
+        torch.set_num_threads(1)
+        self._scorer = LogProbScorer(reference(size))
+
+    def score(self, tokens: bytes, lengths: list[int]) -> bytes:
+        values = torch.frombuffer(bytearray(tokens), dtype=torch.int64)
+        found: bytes = self._scorer.score(Ragged.from_list(list(values.split(lengths)))).values.numpy().tobytes()
+        return found
 
 
 class _NoMemory:
@@ -59,13 +76,18 @@ def overhead(model: Any, size: ModelSize, length: int, *, repeats: int) -> Overh
     local, remote = LogProbScorer(reference(size)), model.make_scorer()
     found, expected = remote.score(sequences).values, local.score(sequences).values
     largest_difference(found, expected, tolerance=TOLERANCE, what="the service beside a local scorer")
+    actor: Any = ray.remote(num_cpus=1)(_Bare)
+    bare, lengths = actor.remote(size), sequences.lengths.tolist()
+    tokens = sequences.values.numpy().tobytes()
     contenders = {
         "local": Contender(lambda _: local.score(sequences)),
+        "bare": Contender(lambda _: ray.get(bare.score.remote(tokens, lengths))),
         "remote": Contender(lambda _: remote.score(sequences)),
     }
     times = alternate(contenders, _NoMemory(), repeats=repeats, warm_up=5)
     stages = _stages(lambda: remote.score(sequences), lambda: model.call(0, "stats"), repeats=repeats)
-    return Overhead(length, times["local"].seconds, times["remote"].seconds, stages)
+    ray.kill(bare)
+    return Overhead(length, times["local"].seconds, times["remote"].seconds, stages, times["bare"].seconds)
 
 
 def _stages(score: Callable[[], object], stats: Callable[[], dict[str, Any]], *, repeats: int) -> dict[str, float]:

@@ -99,10 +99,15 @@ def markdown(run: RayRun) -> str:
         parts += [_bound(o) for o in run.overheads]
     if run.overheads:
         rows = [
-            [str(o.length), *(f"{1e3 * value:.2f}" for value in (o.local, o.remote, o.seconds))] for o in run.overheads
+            [str(o.length), *(f"{1e3 * value:.2f}" for value in (o.local, o.bare, o.remote, o.seconds))]
+            for o in run.overheads
         ]
-        parts.append(f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, in turns.\n")
-        parts.append(_table(["tokens of each", "local scorer, ms", "remote scorer, ms", "more, ms"], rows))
+        parts.append(
+            f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, in turns. "
+            "The bare actor holds a scorer and nothing else: Ray's own share.\n"
+        )
+        columns = ["tokens of each", "local scorer, ms", "bare Ray actor, ms", "service, ms", "service over local, ms"]
+        parts.append(_table(columns, rows))
         names = list(run.overheads[0].stages)
         stages = [[name, *(f"{1e3 * o.stages[name]:.2f}" for o in run.overheads)] for name in names]
         parts.append("Where the time of a remote call goes; means, in ms:\n")

@@ -15,7 +15,7 @@ import ray
 
 from torchrl_llm_kl.service._batcher import Batcher, BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._errors import WeightVersionError, portable
+from torchrl_llm_kl.service._errors import ServiceBusy, WeightVersionError, portable
 from torchrl_llm_kl.service._heap import keep_freed_memory
 from torchrl_llm_kl.service._keeper import kept_weights
 from torchrl_llm_kl.service._leases import LEASE
@@ -24,11 +24,11 @@ from torchrl_llm_kl.service._stats import ReplicaStats
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.transforms._interface import ModelInterface
 
-__all__ = ["CONCURRENCY", "ScoringActor"]
+__all__ = ["MAX_CONCURRENCY", "ScoringActor"]
 
 #: Calls at a time. However many requests wait (for their turn, for a version of the weights), new weights get through.
-CONCURRENCY: dict[str, Any] = {"max_concurrency": 1000, "concurrency_groups": {"control": 200}}
-_control = ray.method(concurrency_group="control")
+MAX_CONCURRENCY = 1000
+_MAX_REQUESTS = 800
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _MAKER = "whoever made it"
@@ -84,6 +84,7 @@ class ScoringActor:
             self._failure = portable(error)
             return
         self._stats = ReplicaStats()
+        self._inside = 0
         self._new_weights = asyncio.Condition()
         self._batcher = Batcher(
             self._answer, max_tokens=max_tokens, max_wait=max_wait, max_queue=max_queue, on_batch=self._record
@@ -118,12 +119,10 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ what clients call
 
-    @_control
     async def describe(self) -> tuple[Exception | None, dict[str, Any]]:
         """Why the model could not be made, if it could not; and what was asked for."""
         return self._failure, self._config
 
-    @_control
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether a wrapper named them."""
         return ModelInterface.of(self._core.model), hasattr(self._core.model, "input_mode")
@@ -131,6 +130,11 @@ class ScoringActor:
     async def score(self, packed: bytes, timeout: float) -> bytes | Exception:
         """A reply, or an exception: an error of the request is no failure of the actor."""
         deadline = time.monotonic() + timeout
+        if self._inside >= _MAX_REQUESTS:
+            return ServiceBusy(
+                f"{self._inside} requests wait at replica {self._name}: add replicas, or ask for less at a time"
+            )
+        self._inside += 1
         try:
             request = Request.unpack(packed)
             if request.version is not None and request.version > self._core.version:
@@ -139,6 +143,8 @@ class ScoringActor:
             return reply.pack()
         except Exception as error:
             return portable(error)
+        finally:
+            self._inside -= 1
 
     async def _wait_for_version(self, version: int, timeout: float) -> None:
         async with self._new_weights:
@@ -150,7 +156,6 @@ class ScoringActor:
                     f"no other within {timeout:.3g} s: push it with update_weights(), or ask for no version"
                 ) from None
 
-    @_control
     async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
         """Whether the weights fit; nothing is changed."""
         try:
@@ -159,7 +164,6 @@ class ScoringActor:
             return portable(error)
         return None
 
-    @_control
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
         """Copy weights into the model, between two batches."""
         try:
@@ -172,7 +176,6 @@ class ScoringActor:
         _LOG.info("replica %s holds version %d of the weights", self._name, version)
         return None
 
-    @_control
     async def stats(self) -> dict[str, Any]:
         """Counters, queue length, version of the weights, clients."""
         seen, recalled = self._core.tokens_seen, self._core.tokens_recalled
@@ -188,14 +191,12 @@ class ScoringActor:
             **self._stats.snapshot(),
         }
 
-    @_control
     async def health(self) -> bool:
         """Whether it scores; answers while it is at work."""
         return self._failure is None and self._lost is None
 
     # ------------------------------------------------------------------ clients come and go
 
-    @_control
     async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
         """A client is there, and still is.
 
@@ -208,14 +209,12 @@ class ScoringActor:
         self._lives.update(lives)
         return self._lives
 
-    @_control
     async def release(self, client: str) -> None:
         """A client has gone."""
         self._clients.pop(client, None)
         if not self._clients:
             self._left.set()
 
-    @_control
     async def shutdown(self) -> None:
         """Refuse what waits and what comes, and end: an end that Ray knows was meant."""
         _LOG.info("replica %s drains", self._name)

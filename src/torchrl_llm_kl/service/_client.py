@@ -243,12 +243,11 @@ class RemoteScorer:
         lengths: Tensor,
         settings: Settings,
     ) -> Part:
-        elements = mask.nonzero().squeeze(-1)
+        where = None
         if members is not None:
             pieces = torch.arange(tokens.shape[0]).split(lengths.tolist())
             where = torch.cat([pieces[i] for i in members])
             tokens, mask, lengths = tokens[where], mask[where], lengths[members]
-            elements = where[mask]
         request = Request.of(
             tokens,
             lengths,
@@ -257,7 +256,7 @@ class RemoteScorer:
             version=self.model.version,
             caller=f"{client_name()}/{threading.get_ident()}",
         )
-        return Part(order, elements, request)
+        return Part(order, request, mask, where)
 
     def forget(self) -> None:
         """What a service remembers is its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 __all__ = [
+    "ServiceBusy",
     "ServiceClosedError",
     "ServiceConfigError",
     "ServiceError",
@@ -21,6 +22,10 @@ class ServiceError(RuntimeError):
 
 class ServiceOverloaded(ServiceError, TimeoutError):
     """The queue was full until the caller's time was up."""
+
+
+class ServiceBusy(ServiceOverloaded):
+    """There is no room even to wait; a client tries again until its time is up."""
 
 
 class ServiceTimeout(ServiceError, TimeoutError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm_kl.service._errors import WeightVersionError
+from torchrl_llm_kl.service._errors import ServiceBusy, WeightVersionError
 from torchrl_llm_kl.service._replicas import Patience, Replicas, failures
 from torchrl_llm_kl.service._wire import Reply, Request
 
@@ -22,13 +22,20 @@ class Part:
 
     Args:
         order: replicas, the one in charge first.
-        elements: positions in the flat tokens that it scores; int64 ``[K]``.
         request: what is asked.
+        mask: of its tokens; ``[n]``.
+        where: they are among all tokens of the call; int64 ``[n]``, None for all of them.
     """
 
     order: tuple[int, ...]
-    elements: Tensor
     request: Request
+    mask: Tensor
+    where: Tensor | None = None
+
+    @property
+    def elements(self) -> Tensor:
+        """Positions in the flat tokens of the call that are scored; int64 ``[K]``."""
+        return self.mask.nonzero().squeeze(-1) if self.where is None else self.where[self.mask]
 
     def packed(self, version: int | None) -> bytes:
         """What is sent, with a version of the weights if the request names none."""
@@ -115,6 +122,8 @@ class Exchange:
                 found = _receive(answer, self._patience)
                 if isinstance(found, Reply):
                     self._replies[i] = found
+                elif isinstance(found, ServiceBusy):
+                    self._error = found
                 else:
                     self._lose(replica, found)
         except BaseException:  # nobody waits for the rest: what is still in a queue need not be scored
@@ -132,6 +141,8 @@ def _receive(answer: Any, patience: Patience) -> Reply | Exception:
         raise patience.up() from None
     except failures() as down:
         return down
+    if isinstance(found, ServiceBusy):
+        return found
     if isinstance(found, Exception):
         raise found
     return Reply.unpack(found)

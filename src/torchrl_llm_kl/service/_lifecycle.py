@@ -110,7 +110,7 @@ def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
     """
     import ray
 
-    from torchrl_llm_kl.service._actor import CONCURRENCY, ScoringActor
+    from torchrl_llm_kl.service._actor import MAX_CONCURRENCY, ScoringActor
 
     if spec.make_model is None:
         try:
@@ -122,11 +122,12 @@ def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
             ) from None
         return handle, handle.describe.remote()
 
-    remote: Any = ray.remote(**CONCURRENCY)(ScoringActor)
+    remote: Any = ray.remote(ScoringActor)
     handle = remote.options(
         name=spec.replica_name(replica),
         namespace=spec.namespace,
         get_if_exists=True,
+        max_concurrency=MAX_CONCURRENCY,
         lifetime="detached",  # its creator may go before its other clients: leases say when it ends
         **spec.options,
     ).remote(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceOverloaded, ServiceTimeout
 from torchrl_llm_kl.service._leases import Leases
 from torchrl_llm_kl.service._lifecycle import ReplicaGone, ServiceSpec, launch, welcome
 
@@ -56,8 +56,11 @@ class Patience:
 
         Raises:
             ServiceTimeout: if there is no time for one.
+            ServiceOverloaded: if that is what the last try came to.
         """
         if self._pause > self.left:
+            if isinstance(error, ServiceOverloaded):
+                raise error
             raise ServiceTimeout(f"{self.what}: no replica came back within {self.timeout:g} s: {error}") from error
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
