@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,3 +46,18 @@ def delayed(seconds: float, seed: int = 0) -> nn.Module:
     made = tiny_model(seed=seed)
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds))
     return made
+
+
+def late(seconds: float) -> nn.Module:
+    """Takes long to make."""
+    time.sleep(seconds)
+    return tiny_model(seed=0)
+
+
+def only_once(folder: str) -> nn.Module:
+    """Can be made a first time, and not while the folder says so."""
+    marks = Path(folder)
+    if (marks / "broken").exists():
+        raise OSError("the disk is not there")
+    (marks / "broken").touch()
+    return tiny_model(seed=0)

@@ -175,3 +175,23 @@ def test_the_service_ends_with_its_last_client() -> None:
     assert other.call(0, "health")
     del other
     until(lambda: "shortlived:0" not in names(), seconds=10)
+
+
+@pytest.mark.slow
+def test_another_cluster_in_the_same_process(drivers: list[subprocess.Popen[str]]) -> None:
+    drivers.append(
+        driver(
+            """
+            ray.shutdown()
+            local = dict(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+            local["runtime_env"] = dict(env_vars=dict(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
+            ray.init(address="local", **local)
+            service = ScoringService(factory=model, num_cpus=0.1)
+            first = float(service.model.make_scorer().score(sequences()).values.sum())
+            ray.shutdown()
+            ray.init(address="local", **local)
+            print(first == float(service.model.make_scorer().score(sequences()).values.sum()))
+            """
+        )
+    )
+    assert output(drivers[0]).endswith("True")

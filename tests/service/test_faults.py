@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 from load import Client, Load, assert_same, callers, clone, sequences, until
-from remote_models import delayed, model, slow
+from remote_models import delayed, late, model, only_once, slow
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceOverloaded, ServiceTimeout
@@ -206,3 +206,57 @@ def test_shut_down_while_callers_wait(local: LogProbScorer) -> None:
         assert_same(answer, local.score(sequences(seed)).values)
     with pytest.raises(ServiceClosedError):
         service.model.make_scorer().score(sequences())
+
+
+def test_resources_that_nobody_has_are_said_and_the_name_stays_free() -> None:
+    with pytest.raises(ServiceTimeout, match=r"no node of the cluster has \{'CPU': 0.1, 'GPU': 1\}"):
+        ScoringService(factory=model, name="gpu", num_cpus=0.1, num_gpus=1, timeout=2.0)
+    with ScoringService(factory=model, name="gpu", **CPUS) as service:
+        assert service.model.call(0, "health")
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_a_model_may_take_longer_than_a_lease_to_load(local: LogProbScorer) -> None:
+    with ScoringService(factory=partial(late, 40.0), **CPUS) as service:
+        assert_same(service.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_a_factory_that_fails_the_second_time_says_so_and_may_work_the_third(
+    local: LogProbScorer, tmp_path: Path
+) -> None:
+    with ScoringService(factory=partial(only_once, str(tmp_path)), **CPUS) as service:
+        scorer = service.model.make_scorer()
+        assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+        os.kill(pid(service), signal.SIGKILL)
+        with pytest.raises(OSError, match="the disk is not there"):
+            scorer.score(sequences())
+        (tmp_path / "broken").unlink()
+        assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_one_replica_is_enough_even_if_the_other_cannot_come_back(local: LogProbScorer) -> None:
+    with ScoringService(model(), num_replicas=2, **CPUS) as service:
+        elsewhere = clone(service.model)  # without the model, which was given by value
+        data = sequences(count=24)
+        assert_same(elsewhere.make_scorer().score(data).values, local.score(data).values)
+        ray.kill(ray.get_actor(f"{service.name}:0", namespace=service.model.spec.namespace), no_restart=True)
+        assert_same(elsewhere.make_scorer().score(data).values, local.score(data).values)
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_one_name_in_two_namespaces() -> None:
+    with (
+        ScoringService(factory=model, name="twin", namespace="A", **CPUS) as one,
+        ScoringService(factory=model, name="twin", namespace="B", **CPUS) as other,
+    ):
+        pids = pid(one), pid(other)
+        time.sleep(45)
+        assert (pid(one), pid(other)) == pids
+        one.shutdown()
+        other.shutdown()

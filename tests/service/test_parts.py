@@ -18,7 +18,7 @@ from torch import nn
 
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
 from torchrl_llm_kl.scoring import Scores
-from torchrl_llm_kl.service import RemoteModel, ScoringService
+from torchrl_llm_kl.service import RayRetrieveLogProb, RemoteModel, ScoringService
 from torchrl_llm_kl.service._batcher import BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, portable
@@ -106,39 +106,54 @@ def rows(count: int, *, prefix: int = 0, length: int = 40, seed: int = 0) -> lis
 
 
 def test_a_conversation_stays_where_it_is_as_it_grows() -> None:
+    """Each turn asks for its own tokens, so that the prompt before them is another one each time."""
     router = Router(5)
     talks = rows(50)
-    router.learn(talks)
-    first = [router.order(talk[:20])[0] for talk in talks]
-    assert [router.order(talk)[0] for talk in talks] == first
-    other = Router(5)
-    other.learn(talks[:2])
-    assert [other.order(talk)[0] for talk in talks] == first, "the same in another process"
+    first = [router.order(talk[:20], 12, goes_on=True) for talk in talks]
+    for end, scored in ((30, 25), (40, 33)):
+        assert [router.order(talk[:end], scored, goes_on=True) for talk in talks] == first
+    assert [Router(5).order(talk[:20], 12) for talk in talks] == first, "the same in another process"
+    assert len({order[0] for order in first}) == 5
 
 
-@pytest.mark.parametrize("prefix", [0, 100])
-def test_the_work_spreads_whatever_the_system_prompt(prefix: int) -> None:
+def test_what_was_remembered_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_llm_kl.service._routing._REMEMBERED", 3)
+    router = Router(64)
+    talks = rows(4)
+    first = [router.order(talk[:20], 12, goes_on=True) for talk in talks]
+    assert len(router._earlier) == 3
+    assert sum(router._lengths.values()) == 3
+    again = [router.order(talk, 33, goes_on=True) for talk in talks[1:]]
+    assert again == first[1:]
+
+
+@pytest.mark.parametrize("prefixes", [(0,), (100,), (30, 60), (10, 20, 30, 40)])
+@pytest.mark.parametrize("scored", [1, 120], ids=["everything is scored", "the answer is scored"])
+def test_the_work_spreads_whatever_the_system_prompts(prefixes: tuple[int, ...], scored: int) -> None:
     router = Router(4)
-    talks = rows(400, prefix=prefix)
-    router.learn(talks)
-    shares = np.bincount([router.order(talk)[0] for talk in talks], minlength=4)
+    router.order(np.zeros(0, np.int64), 0)  # an empty sequence changes nothing
+    talks = [row for prefix in prefixes for row in rows(400 // len(prefixes), prefix=prefix, seed=prefix)]
+    shares = np.bincount([router.order(talk, scored)[0] for talk in talks], minlength=4)
     assert shares.min() > 60, shares  # 100 each but for chance: 8.7 is one standard deviation
 
 
-def test_answers_to_one_prompt_stay_together() -> None:
-    router = Router(4)
+def test_answers_to_one_prompt_stay_together_in_every_process() -> None:
     prompts = rows(20, prefix=30, length=30)
-    answers = [np.concatenate([p, tail]) for p in prompts for tail in rows(8, length=25, seed=int(p[-1]))]
-    router.learn(answers)
-    found = np.array([router.order(row)[0] for row in answers]).reshape(20, 8)
+    found = np.array(
+        [
+            [
+                Router(4).order(np.concatenate([prompt, tail]), 60)[0]
+                for tail in rows(8, length=25, seed=int(prompt[-1]))
+            ]
+            for prompt in prompts
+        ]
+    )
     assert (found == found[:, :1]).all()
+    assert len(set(found[:, 0])) == 4
 
 
 def test_a_replica_less_moves_only_its_own() -> None:
-    router = Router(4)
-    talks = rows(200)
-    router.learn(talks)
-    orders = [router.order(talk) for talk in talks]
+    orders = [Router(4).order(talk, 1) for talk in rows(200)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     second = [order[1] for order in orders if order[0] == 2]
     assert np.bincount(second, minlength=4)[[0, 1, 3]].min() > 5, "they spread over all others"
@@ -155,8 +170,32 @@ def closure(seed: int) -> object:
     return lambda: model(seed=seed)
 
 
+class Loader:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def load(self) -> nn.Module:
+        return model(self.seed)
+
+    def __call__(self) -> nn.Module:
+        return self.load()
+
+
+def of_array(values: np.ndarray) -> nn.Module:
+    return model(int(values.sum()))
+
+
 def test_factories_differ_by_name_code_and_arguments() -> None:
+    long = np.zeros(5000)
+    other = long.copy()
+    other[2500] = 1
     factories = [
+        Loader(0).load,
+        Loader(1).load,
+        Loader(0),
+        Loader(1),
+        partial(of_array, long),
+        partial(of_array, other),
         model,
         make_another,
         partial(model, seed=1),
@@ -169,9 +208,11 @@ def test_factories_differ_by_name_code_and_arguments() -> None:
     ]
     described = [describe_source(None, factory) for factory in factories]
     assert len(set(described)) == len(factories), described
-    assert "remote_models.model" in described[0]
-    assert describe_source(None, partial(model, seed=1)) == described[2]
-    assert describe_source(None, closure(1)) == described[5]
+    assert "remote_models.model" in described[6]
+    assert describe_source(None, partial(model, seed=1)) == described[8]
+    assert describe_source(None, closure(1)) == described[11]
+    assert describe_source(None, Loader(1).load) == described[1]
+    assert describe_source(None, partial(of_array, long.copy())) == described[4]
     assert not any(" at 0x" in text for text in described)
 
 
@@ -366,3 +407,39 @@ def test_statistics_of_a_replica() -> None:
     assert found["tokens_per_second"] == 20.0
     assert found["latency_p50"] == pytest.approx(0.51)
     assert found["latency_p99"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be a whole number of at least 1, got 0"),
+        ({"num_replicas": 1.5}, "num_replicas must be a whole number"),
+        ({"num_replicas": True}, "num_replicas must be a whole number"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"max_queue": "4"}, "max_queue must be a whole number"),
+        ({"max_wait": -1.0}, "max_wait must be a number of seconds"),
+        ({"timeout": "5"}, "timeout must be a number of seconds"),
+        ({"timeout": float("inf")}, "timeout must be a number of seconds"),
+        ({"timeout": 0}, "timeout must be a number of seconds greater than 0"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1"),
+        ({"memory": -1}, "memory must be a number of bytes"),
+        ({"name": ""}, "name must be a text"),
+        ({"name": "a:b"}, "name must be a text without ':'"),
+        ({"name": 5}, "name must be a text"),
+        ({"namespace": None}, "namespace must be a text"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused_before_anything_starts(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScoringService(factory=model, **arguments)  # type: ignore[arg-type]
+
+
+def test_arguments_of_a_service_that_is_not_made_are_refused() -> None:
+    there = RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": 1}))
+    with pytest.raises(ValueError, match="actor_name, num_replicas would be ignored"):
+        RayRetrieveLogProb(there, num_replicas=7, actor_name="x")
+    with pytest.raises(ValueError, match="there is nothing to serve, take the local class"):
+        RetrieveKL("from_collector", "base", use_ray_service=True)
+    with pytest.raises(ValueError, match="take the local class"):
+        RayRetrieveLogProb(model(), use_ray_service=False)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -20,6 +21,7 @@ from torchrl_llm_kl.service import (
     ServiceWeightUpdater,
     WeightVersionError,
 )
+from torchrl_llm_kl.service._keeper import keeper_of
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +112,78 @@ def test_through_the_weight_updater_of_a_collector(service: ScoringService) -> N
     assert_holds(service, model(seed=8), version + 2)
     with pytest.raises(ValueError, match="no weights were given"):
         ServiceWeightUpdater(service)()
+
+
+def test_a_push_that_ended_halfway_is_made_good_by_who_is_asked(service: ScoringService) -> None:
+    """Weights are put away first: a replica that is behind takes them when somebody has seen the others'."""
+    spec, new, version = service.model.spec, model(seed=9), service.version + 1
+    weights = ray.put(new.state_dict())
+    keeper = keeper_of(spec.name, spec.replica_names, spec.namespace, spec.source)
+    assert ray.get(keeper.put.remote(version, weights)) is None
+    assert service.model.call(1, "update_weights", weights, version) is None
+    assert sorted(stats["version"] for stats in service.stats()) == [version - 1, version]
+    assert_holds(service, new, version)
+
+
+@pytest.mark.parametrize(("weights", "message"), [({}, "there are no weights"), ({"lm_head.weight": 1}, "got int")])
+def test_what_are_no_weights(service: ScoringService, weights: dict[str, object], message: str) -> None:
+    version = service.version
+    with pytest.raises((TypeError, ValueError), match=message):
+        service.update_weights(weights, version + 1)
+    assert service.version == version
+    with pytest.raises(TypeError, match="version must be a whole number"):
+        service.model.version = 2.5  # type: ignore[assignment]
+
+
+def test_versions_of_numpy_are_versions(service: ScoringService) -> None:
+    service.update_weights(model(), np.int64(service.version + 1))
+    remote = clone(service.model)
+    remote.version = np.int64(service.version)
+    assert_same(remote.make_scorer().score(sequences()).values, LogProbScorer(model()).score(sequences()).values)
+
+
+def restart(service: ScoringService) -> None:
+    before = service.stats()[0]["pid"]
+    ray.kill(ray.get_actor(f"{service.name}:0", namespace=service.model.spec.namespace), no_restart=False)
+    until(lambda: service.stats()[0]["pid"] != before)
+
+
+@pytest.mark.slow
+def test_parts_that_were_pushed_one_by_one_all_survive_a_restart() -> None:
+    half = {name: value for name, value in model(seed=2).state_dict().items() if "layers.0" in name}
+    expected = model(seed=1)
+    expected.load_state_dict(half, strict=False)
+    with ScoringService(factory=model, num_cpus=0.1) as service:
+        service.update_weights(model(seed=1), 1)
+        service.update_weights(half, 2)
+        restart(service)
+        found = clone(service.model).make_scorer().score(sequences()).values
+        assert_same(found, LogProbScorer(expected).score(sequences()).values)
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_weights_whose_keeper_is_gone_are_missed() -> None:
+    with ScoringService(factory=model, num_cpus=0.1) as service:
+        service.update_weights(model(seed=1), 1)
+        ray.kill(ray.get_actor(f"{service.name}:weights", namespace=service.model.spec.namespace))
+        restart(service)
+        with pytest.raises(WeightVersionError, match="version 1 of the weights was here"):
+            service.model.make_scorer().score(sequences())
+        service.update_weights(model(seed=1), 1)
+        found = service.model.make_scorer().score(sequences()).values
+        assert_same(found, LogProbScorer(model(seed=1)).score(sequences()).values)
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_a_new_service_of_an_old_name_begins_anew() -> None:
+    with ScoringService(factory=model, name="life", num_cpus=0.1) as service:
+        service.update_weights(model(seed=1), 5)
+    until(lambda: "life:0" not in {e["name"] for e in ray.util.list_named_actors(all_namespaces=True)})
+    with ScoringService(factory=model, name="life", num_cpus=0.1) as service:
+        assert service.version == 0
+        assert_same(
+            service.model.make_scorer().score(sequences()).values, LogProbScorer(model()).score(sequences()).values
+        )
+        service.shutdown()

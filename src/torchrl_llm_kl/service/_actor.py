@@ -15,9 +15,9 @@ import ray
 
 from torchrl_llm_kl.service._batcher import Batcher, BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._errors import ServiceBusy, WeightVersionError, portable
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, WeightVersionError, portable
 from torchrl_llm_kl.service._heap import keep_freed_memory
-from torchrl_llm_kl.service._keeper import kept_weights
+from torchrl_llm_kl.service._keeper import end_keeper, kept_weights
 from torchrl_llm_kl.service._leases import LEASE
 from torchrl_llm_kl.service._metrics import RayMetrics
 from torchrl_llm_kl.service._stats import ReplicaStats
@@ -44,6 +44,7 @@ class ScoringActor:
     Keyword Args:
         service: its name.
         namespace: of the names.
+        replicas: names of all of them.
         leased: whether it ends with its last client.
         tokens_per_batch: of one forward.
         memory: bytes of remembered keys and values.
@@ -59,6 +60,7 @@ class ScoringActor:
         *,
         service: str,
         namespace: str,
+        replicas: Sequence[str],
         leased: bool,
         tokens_per_batch: int | None,
         memory: int,
@@ -70,22 +72,26 @@ class ScoringActor:
         keep_freed_memory()
         self._config = dict(config)
         self._name = str(config["name"])
-        self._service, self._namespace = service, namespace
+        self._service, self._namespace, self._replicas = service, namespace, list(replicas)
         self._lives = {uuid.uuid4().hex[:8]}
-        self._clients = {_MAKER: time.monotonic()}
         self._left = threading.Event()
-        if leased:
-            threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self._failure: Exception | None = None
         self._lost: Exception | None = None
         try:  # an error is handed to whoever asks, instead of a dead actor
             self._core = ScoringCore(make_model(), tokens_per_batch=tokens_per_batch, memory=memory)
         except Exception as error:
             self._failure = portable(error)
+        except BaseException as error:
+            self._failure = ServiceError(f"making the model ended with {type(error).__name__}: {error}")
+        self._clients = {_MAKER: time.monotonic()}  # from now on: it may have taken long
+        if leased:
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        if self._failure is not None:
+            _LOG.error("replica %s has no model: %s", self._name, self._failure)
             return
         self._stats = ReplicaStats()
         self._inside = 0
-        self._new_weights = asyncio.Condition()
+        self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
         self._batcher = Batcher(
             self._answer, max_tokens=max_tokens, max_wait=max_wait, max_queue=max_queue, on_batch=self._record
         )
@@ -96,12 +102,14 @@ class ScoringActor:
         _LOG.info("replica %s %s, pid %d", self._name, "restarted" if again else "started", os.getpid())
 
     def _restore(self) -> None:
-        """Take the weights that were pushed before it began."""
+        """Take the weights that were pushed while it was not there, or did not listen."""
         try:
-            kept = kept_weights(self._service, self._namespace)
-            if kept is not None:
-                self._core.update_weights(kept[1], kept[0])
+            kept = kept_weights(self._service, self._namespace, str(self._config["model"]))
+            if kept is not None and (kept[0] > self._core.version or self._lost is not None):
+                for weights in kept[1]:
+                    self._core.update_weights(weights, kept[0])
                 _LOG.info("replica %s took version %d of the weights again", self._name, kept[0])
+            self._lost = None
         except Exception as error:  # better no answer than one of other weights
             self._lost = portable(error)
             _LOG.warning("replica %s answers nothing: %s", self._name, error)
@@ -125,11 +133,14 @@ class ScoringActor:
 
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether a wrapper named them."""
+        self._check_model()
         return ModelInterface.of(self._core.model), hasattr(self._core.model, "input_mode")
 
     async def score(self, packed: bytes, timeout: float) -> bytes | Exception:
         """A reply, or an exception: an error of the request is no failure of the actor."""
         deadline = time.monotonic() + timeout
+        if self._failure is not None:
+            return ReplicaGone(f"replica {self._name} could not be made again: {self._failure}")
         if self._inside >= _MAX_REQUESTS:
             return ServiceBusy(
                 f"{self._inside} requests wait at replica {self._name}: add replicas, or ask for less at a time"
@@ -137,8 +148,7 @@ class ScoringActor:
         self._inside += 1
         try:
             request = Request.unpack(packed)
-            if request.version is not None and request.version > self._core.version:
-                await self._wait_for_version(request.version, timeout)
+            await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
             return reply.pack()
         except Exception as error:
@@ -146,18 +156,46 @@ class ScoringActor:
         finally:
             self._inside -= 1
 
+    def _check_model(self) -> None:
+        if self._failure is not None:
+            raise ReplicaGone(f"replica {self._name} could not be made again: {self._failure}")
+
+    async def _catch_up(self, request: Request, timeout: float) -> None:
+        """Get the weights that a request needs, or wait for them."""
+        wanted = request.version or 0
+        if max(wanted, request.newest) > self._core.version:
+            await self._batcher.in_thread(self._restore)
+            self._wake()
+        if self._lost is None and request.newest > self._core.version:
+            raise WeightVersionError(
+                f"version {request.newest} of the weights was here, replica {self._name} holds {self._core.version} and "
+                "finds no other: it is lost, push it again"
+            )
+        if wanted > self._core.version and self._lost is None:
+            await self._wait_for_version(wanted, timeout)
+
     async def _wait_for_version(self, version: int, timeout: float) -> None:
-        async with self._new_weights:
-            try:
-                await asyncio.wait_for(self._new_weights.wait_for(lambda: self._core.version >= version), timeout)
-            except asyncio.TimeoutError:
-                raise WeightVersionError(
-                    f"version {version} of the weights was asked for, replica {self._name} holds {self._core.version} and got "
-                    f"no other within {timeout:.3g} s: push it with update_weights(), or ask for no version"
-                ) from None
+        there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = (version, there)
+        self._awaited.append(waiting)
+        try:
+            await asyncio.wait_for(there, timeout)
+        except asyncio.TimeoutError:
+            raise WeightVersionError(
+                f"version {version} of the weights was asked for, replica {self._name} holds {self._core.version} and got "
+                f"no other within {timeout:.3g} s: push it with update_weights(), or ask for no version"
+            ) from None
+        finally:
+            self._awaited.remove(waiting)
+
+    def _wake(self) -> None:
+        for version, there in self._awaited:
+            if version <= self._core.version and not there.done():
+                there.set_result(None)
 
     async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
         """Whether the weights fit; nothing is changed."""
+        self._check_model()
         try:
             await self._batcher.in_thread(lambda: self._core.check_weights(weights))
         except Exception as error:
@@ -166,18 +204,19 @@ class ScoringActor:
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
         """Copy weights into the model, between two batches."""
+        self._check_model()
         try:
             await self._batcher.in_thread(lambda: self._core.update_weights(weights, version))
         except Exception as error:
             return portable(error)
         self._lost = None
-        async with self._new_weights:
-            self._new_weights.notify_all()
+        self._wake()
         _LOG.info("replica %s holds version %d of the weights", self._name, version)
         return None
 
     async def stats(self) -> dict[str, Any]:
         """Counters, queue length, version of the weights, clients."""
+        self._check_model()
         seen, recalled = self._core.tokens_seen, self._core.tokens_recalled
         return {
             "name": self._name,
@@ -231,6 +270,9 @@ class ScoringActor:
             since = time.monotonic() - LEASE
             self._clients = {name: seen for name, seen in tuple(self._clients.items()) if seen > since}
         _LOG.info("replica %s ends with its last client", self._name)
+        names = {(entry["namespace"], entry["name"]) for entry in ray.util.list_named_actors(all_namespaces=True)}
+        if not any((self._namespace, name) in names for name in self._replicas if name != self._name):
+            end_keeper(self._service, self._namespace)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torchrl_llm_kl.service._wire import Reply, Request
 __all__ = ["BatchRecord", "Batcher"]
 
 Answers = list[Reply | Exception]
+_LOG = logging.getLogger("torchrl_llm_kl.service")
 _ABOUT = 10.0  # seconds for which a caller is waited for
 
 
@@ -70,7 +72,8 @@ class Batcher:
         self._score, self._on_batch = score, on_batch
         self.max_tokens, self.max_wait, self.max_queue = max_tokens, max_wait, max_queue
         self._waiting: deque[_Waiting] = deque()
-        self._changed = asyncio.Condition()
+        self._outside: deque[asyncio.Future[None]] = deque()  # who waits for a place in the queue
+        self._changed = asyncio.Event()
         self._callers: dict[str, float] = {}
         self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._loop: asyncio.Task[None] | None = None
@@ -93,24 +96,39 @@ class Batcher:
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
-        deadline = time.monotonic() + timeout
         self.expect(request.caller)
-        async with self._changed:
-            while len(self._waiting) >= self.max_queue and not self._closed:
-                left = deadline - time.monotonic()
-                try:
-                    await asyncio.wait_for(self._changed.wait(), max(left, 0))
-                except asyncio.TimeoutError:
-                    raise ServiceOverloaded(
-                        f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
-                        f"{timeout:g} s: add replicas, ask for less at a time, or wait longer (timeout=)"
-                    ) from None
-            if self._closed:
-                raise ServiceClosedError("the service is closed")
-            waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-            self._waiting.append(waiting)
-            self._changed.notify_all()
+        deadline = time.monotonic() + timeout
+        while len(self._waiting) >= self.max_queue and not self._closed:
+            await self._place(deadline, timeout)
+        if self._closed:
+            raise ServiceClosedError("the service is closed")
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._changed.set()
         return await waiting.answer
+
+    async def _place(self, deadline: float, timeout: float) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outside.append(place)
+        try:
+            await asyncio.wait_for(place, max(deadline - time.monotonic(), 0))
+        except asyncio.TimeoutError:
+            raise ServiceOverloaded(
+                f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
+                f"{timeout:g} s: add replicas, ask for less at a time, or wait longer (timeout=)"
+            ) from None
+        finally:
+            if place in self._outside:
+                self._outside.remove(place)
+
+    def _let_in(self) -> None:
+        """Tell as many as there is room for, those first who came first."""
+        for _ in range(len(self._outside) if self._closed else self.max_queue - len(self._waiting)):
+            if not self._outside:
+                return
+            place = self._outside.popleft()
+            if not place.done():
+                place.set_result(None)
 
     async def in_thread(self, call: Callable[[], object]) -> object:
         """Run something where the model runs, between two batches."""
@@ -118,13 +136,13 @@ class Batcher:
 
     async def close(self) -> None:
         """Refuse what waits, and what comes."""
-        async with self._changed:
-            self._closed = True
-            for waiting in self._waiting:
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(ServiceClosedError("the service was closed before this was scored"))
-            self._waiting.clear()
-            self._changed.notify_all()
+        self._closed = True
+        for waiting in self._waiting:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(ServiceClosedError("the service was closed before this was scored"))
+        self._waiting.clear()
+        self._let_in()
+        self._changed.set()
         if self._loop is not None:
             await self._loop
         self._thread.shutdown(wait=False)
@@ -132,15 +150,14 @@ class Batcher:
     # ------------------------------------------------------------------ the loop
 
     async def _run(self) -> None:
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
+        while not self._closed:
+            self._changed.clear()
+            if not self._waiting:
+                await self._changed.wait()
+                continue
             await self._company()
-            async with self._changed:
-                batch = self._take()
-                self._changed.notify_all()
+            batch = self._take()
+            self._let_in()
             if batch:
                 await self._answer(batch)
 
@@ -150,9 +167,9 @@ class Batcher:
             left = self._waiting[0].arrived + self.max_wait - time.monotonic()
             if left <= 0:
                 return
-            async with self._changed:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left)
+            self._changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
 
     def _complete(self) -> bool:
         if sum(w.request.num_tokens for w in self._waiting) >= self.max_tokens:
@@ -194,8 +211,9 @@ class Batcher:
                 waiting.answer.set_exception(answer)
             else:
                 waiting.answer.set_result(answer)
-        self._on_batch(
-            BatchRecord(
-                len(batch), sum(r.num_tokens for r in requests), end - start, tuple(end - w.arrived for w in batch)
-            )
-        )
+        latencies = tuple(end - w.arrived for w in batch)
+        record = BatchRecord(len(batch), sum(r.num_tokens for r in requests), end - start, latencies)
+        try:
+            self._on_batch(record)
+        except Exception:  # who counts must not keep others from their answers
+            _LOG.exception("a batch could not be counted")

@@ -19,6 +19,7 @@ from torchrl_llm_kl.service._leases import client_name
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Replicas
 from torchrl_llm_kl.service._routing import Router
+from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.transforms._interface import ModelInterface
 
@@ -35,17 +36,13 @@ class RemoteModel:
 
     Keyword Args:
         timeout: seconds for one call, retries included.
-
-    Attributes:
-        version: of the weights that scores must come from; None for whichever the replica holds. A call waits for a version
-            that is still to come, and raises :class:`WeightVersionError` for one that is past.
     """
 
     def __init__(self, spec: ServiceSpec, *, timeout: float = 120.0) -> None:
         if not timeout > 0:
-            raise ValueError(f"timeout must be a number of seconds, got {timeout}")
+            raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}")
         self.timeout = timeout
-        self.version: int | None = None
+        self._version: int | None = None
         self._interface: tuple[ModelInterface, bool] | None = None
         self._connect(spec)
 
@@ -53,12 +50,24 @@ class RemoteModel:
         self.replicas, self.router = Replicas(spec), Router(spec.num_replicas)
 
     @property
+    def version(self) -> int | None:
+        """Of the weights that scores must come from; None for whichever the replica holds.
+
+        A call waits for a version that is still to come, and raises :class:`WeightVersionError` for one that is past.
+        """
+        return self._version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self._version = None if version is None else check_version(version)
+
+    @property
     def spec(self) -> ServiceSpec:
         """The service."""
         return self.replicas.spec
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("timeout", "version", "_interface")
+        kept = ("timeout", "_version", "_interface")
         return {"spec": self.spec.for_others(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -110,7 +119,7 @@ class RemoteModel:
     ) -> RemoteScorer:
         """A scorer with these settings. How much is remembered is the service's own ``memory``; 0 asks it not to."""
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        settings = Settings(temperature=temperature, adapters=adapters, dtype=name, remember=memory != 0)
+        settings = Settings(temperature=float(temperature), adapters=bool(adapters), dtype=name, remember=memory != 0)
         return RemoteScorer(self, settings)
 
     # ------------------------------------------------------------------ the service
@@ -214,14 +223,14 @@ class RemoteScorer:
         lengths = sequences.lengths.cpu()
         if router.num_replicas == 1 and tokens.shape[0] <= limit:
             return [self._part((0,), None, tokens, chosen, lengths, settings)]
-        rows = tokens.numpy()
+        rows, scored = tokens.numpy(), chosen.numpy()
         starts, counts = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
         shares: dict[tuple[int, ...], list[list[int]]] = {}
         room: dict[tuple[int, ...], int] = {}
-        if router.num_replicas > 1:
-            router.learn([rows[start : start + n] for start, n in zip(starts, counts, strict=True)])
         for i, (start, n) in enumerate(zip(starts, counts, strict=True)):
-            order = router.order(rows[start : start + n])
+            asked = scored[start : start + n]
+            first = int(asked.argmax()) if n and asked.any() else n
+            order = router.order(rows[start : start + n], first, goes_on=settings.remember)
             pieces = shares.setdefault(order, [])
             if not pieces or n > room[order]:
                 pieces.append([])

@@ -104,6 +104,8 @@ class ScoringCore:
         self._named(weights)
 
     def _named(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not weights:
+            raise ValueError("there are no weights in what was pushed")
         model = self._module()
         own, weights = model.state_dict(keep_vars=True), state_dict_of(weights)
         known = own.keys() | {name for name, _ in model.named_buffers()}

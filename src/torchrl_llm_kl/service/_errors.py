@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 __all__ = [
+    "ReplicaGone",
     "ServiceBusy",
     "ServiceClosedError",
     "ServiceConfigError",
@@ -42,6 +43,10 @@ class ServiceConfigError(ServiceError, ValueError):
 
 class WeightVersionError(ServiceError):
     """The replica does not hold the version of the weights that was asked for, and did not get it in time."""
+
+
+class ReplicaGone(Exception):
+    """The replica that was found is of no use; another one may be made in its place."""
 
 
 def portable(error: Exception) -> Exception:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm_kl.service._errors import ServiceBusy, WeightVersionError
+from torchrl_llm_kl.service._errors import ServiceBusy
+from torchrl_llm_kl.service._lifecycle import ReplicaGone
 from torchrl_llm_kl.service._replicas import Patience, Replicas, failures
 from torchrl_llm_kl.service._wire import Reply, Request
 
@@ -37,9 +38,9 @@ class Part:
         """Positions in the flat tokens of the call that are scored; int64 ``[K]``."""
         return self.mask.nonzero().squeeze(-1) if self.where is None else self.where[self.mask]
 
-    def packed(self, version: int | None) -> bytes:
-        """What is sent, with a version of the weights if the request names none."""
-        return self.request.pack() if version is None else replace(self.request, version=version).pack()
+    def packed(self, newest: int) -> bytes:
+        """What is sent, with the latest version of the weights that the caller has seen."""
+        return replace(self.request, newest=newest).pack()
 
 
 class Exchange:
@@ -59,7 +60,6 @@ class Exchange:
         self._timeout = timeout
         self._be_patient()
         self._replies: dict[int, Reply] = {}
-        self._version: int | None = None
         self._error: Exception | None = None
         self._sent: list[tuple[int, int, Any]] = []
         self._send()
@@ -76,7 +76,7 @@ class Exchange:
             replica = self._replicas.choose(part.order)
             try:
                 handle = self._replicas.handle(replica, timeout=self._patience.left)
-                answer = handle.score.remote(part.packed(self._version), self._patience.left)
+                answer = handle.score.remote(part.packed(self._replicas.newest), _margin(self._patience.left))
                 self._sent.append((i, replica, answer))
             except failures() as down:
                 self._lose(replica, down)
@@ -94,13 +94,7 @@ class Exchange:
         """
         self._be_patient()
         while True:
-            try:
-                self._collect()
-            except WeightVersionError:
-                if self._version is None:
-                    raise
-                self._error, self._version = None, None  # they have gone on meanwhile: all from the start
-                self._replies.clear()
+            self._collect()
             if self._error is not None:
                 self._patience.rest(self._error)
             if len(self._replies) == len(self._parts) and not self._drop_stale():
@@ -110,10 +104,10 @@ class Exchange:
     def _drop_stale(self) -> bool:
         """Whether some came from older weights than others; they are to be asked for again."""
         newest = max((reply.version for reply in self._replies.values()), default=0)
+        self._replicas.newest = max(self._replicas.newest, newest)
         stale = [i for i, reply in self._replies.items() if reply.version < newest]
         for i in stale:
             del self._replies[i]
-        self._version = newest if stale else self._version
         return bool(stale)
 
     def _collect(self) -> None:
@@ -131,6 +125,11 @@ class Exchange:
             raise
 
 
+def _margin(left: float) -> float:
+    """A little less: so that a full queue is the replica's to tell, before nobody listens any more."""
+    return max(left - 0.5, 0.8 * left)
+
+
 def _receive(answer: Any, patience: Patience) -> Reply | Exception:
     """The reply, or the failure of the replica."""
     import ray
@@ -141,7 +140,7 @@ def _receive(answer: Any, patience: Patience) -> Reply | Exception:
         raise patience.up() from None
     except failures() as down:
         return down
-    if isinstance(found, ServiceBusy):
+    if isinstance(found, (ServiceBusy, ReplicaGone)):
         return found
     if isinstance(found, Exception):
         raise found

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_llm_kl.service._errors import WeightVersionError
+from torchrl_llm_kl.service._state_dict import state_dict_of
 
-__all__ = ["WeightKeeper", "find_keeper", "keeper_of", "kept_weights"]
+__all__ = ["WeightKeeper", "end_keeper", "find_keeper", "keeper_of", "kept_weights"]
 
 _LOOK = 15.0  # seconds between two looks at who is left
 _ALONE = 120.0  # seconds without any replica after which the keeper ends
@@ -21,32 +22,46 @@ class WeightKeeper:
     Args:
         replicas: their names; the keeper ends after them.
         namespace: of the names.
+        source: what the model is; weights of another one are not handed out.
     """
 
-    def __init__(self, replicas: Sequence[str], namespace: str) -> None:
+    def __init__(self, replicas: Sequence[str], namespace: str, source: str) -> None:
         import ray
 
         self._version: int | None = None
-        self._weights: list[Any] = []
+        self._pushed: list[tuple[frozenset[str], Any]] = []  # names and reference; the oldest first
         self._lost = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        self._replicas, self._namespace = list(replicas), namespace
+        self._replicas, self._namespace, self._source = list(replicas), namespace, source
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def put(self, version: int, weights: Mapping[str, Any]) -> Exception | None:
-        """Keep these from now on, whoever pushed them; an error if a later version is kept."""
+    def put(self, version: int, weights: Any) -> Exception | None:
+        """Keep these from now on, whoever pushed them; an error if a later version is kept.
+
+        What an earlier push held beside them stays.
+        """
         import ray
 
         if self._version is not None and version < self._version:
             return WeightVersionError(
                 f"version {version} of the weights came after version {self._version}: versions grow"
             )
-        self._weights = [ray.put(weights)]
+        weights = state_dict_of(weights)
+        names = frozenset(weights)
+        if self._lost:
+            self._pushed = []
+        self._pushed = [push for push in self._pushed if not push[0] <= names] + [(names, ray.put(weights))]
         self._version, self._lost = version, False
         return None
 
-    def get(self) -> tuple[int | None, list[Any], bool]:
-        """Version, reference (if there is one), and whether they were lost."""
-        return self._version, self._weights, self._lost
+    def get(self, source: str) -> tuple[int | None, list[Any], bool]:
+        """Version, references in the order of their pushes, and whether they were lost.
+
+        Args:
+            source: what the model is that asks.
+        """
+        if source != self._source:
+            return None, [], False
+        return self._version, [reference for _, reference in self._pushed], self._lost
 
     def _watch(self) -> None:
         import ray
@@ -64,7 +79,7 @@ def _name(service: str) -> str:
     return f"{service}:weights"
 
 
-def keeper_of(service: str, replicas: Sequence[str], namespace: str) -> Any:
+def keeper_of(service: str, replicas: Sequence[str], namespace: str, source: str) -> Any:
     """The keeper of a service, made if there is none."""
     import ray
 
@@ -77,7 +92,7 @@ def keeper_of(service: str, replicas: Sequence[str], namespace: str) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=-1,
-    ).remote(replicas, namespace)
+    ).remote(replicas, namespace, source)
 
 
 def find_keeper(service: str, namespace: str) -> Any | None:
@@ -90,8 +105,10 @@ def find_keeper(service: str, namespace: str) -> Any | None:
         return None
 
 
-def kept_weights(service: str, namespace: str, *, timeout: float = 300.0) -> tuple[int, Any] | None:
-    """Version and weights that were pushed last; None if there never were any.
+def kept_weights(
+    service: str, namespace: str, source: str, *, timeout: float = 300.0
+) -> tuple[int, list[Mapping[str, Any]]] | None:
+    """Version and weights that were pushed last, to be applied in order; None if there never were any.
 
     Raises:
         WeightVersionError: if there were, and they are gone.
@@ -101,7 +118,7 @@ def kept_weights(service: str, namespace: str, *, timeout: float = 300.0) -> tup
     keeper = find_keeper(service, namespace)
     if keeper is None:
         return None
-    version, reference, lost = ray.get(keeper.get.remote(), timeout=timeout)
+    version, references, lost = ray.get(keeper.get.remote(source), timeout=timeout)
     if lost:
         raise WeightVersionError(
             "the weights that were pushed are lost, with the actor that kept them: push them again"
@@ -109,8 +126,17 @@ def kept_weights(service: str, namespace: str, *, timeout: float = 300.0) -> tup
     if version is None:
         return None
     try:
-        return version, ray.get(reference[0], timeout=timeout)
+        return version, ray.get(references, timeout=timeout)
     except ray.exceptions.RayError as error:
         raise WeightVersionError(
             f"version {version} of the weights cannot be read again: push it again ({error})"
         ) from error
+
+
+def end_keeper(service: str, namespace: str) -> None:
+    """Forget the weights."""
+    import ray
+
+    keeper = find_keeper(service, namespace)
+    if keeper is not None:
+        ray.kill(keeper, no_restart=True)

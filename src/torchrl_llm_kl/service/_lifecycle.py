@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
-from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceConfigError, ServiceError, ServiceTimeout
 
-__all__ = ["NAMESPACE", "HeldModel", "ReplicaGone", "ServiceSpec", "launch", "welcome"]
+__all__ = ["NAMESPACE", "HeldModel", "ServiceSpec", "launch", "welcome"]
 
 NAMESPACE = "torchrl_llm_kl"
-
-
-class ReplicaGone(Exception):
-    """The replica that was found is none; another one may be made."""
 
 
 class HeldModel:
@@ -135,6 +131,7 @@ def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
         spec.config(replica),
         service=spec.name,
         namespace=spec.namespace,
+        replicas=spec.replica_names,
         leased=not spec.detached,
         **spec.settings,
     )
@@ -154,10 +151,7 @@ def welcome(spec: ServiceSpec, replica: int, handle: Any, description: Any, *, t
     try:
         failure, found = ray.get(description, timeout=max(timeout, 0.001))
     except ray.exceptions.GetTimeoutError:
-        raise ServiceTimeout(
-            f"replica {spec.replica_name(replica)} did not start within {timeout:g} s. It asks for {spec.options}; the cluster "
-            f"has {ray.available_resources()} free. If the model takes longer to load, raise timeout="
-        ) from None
+        _explain(spec, replica, handle, timeout)
     wanted = spec.config(replica)
     different = [
         f"{key}: it has {found.get(key)!r}, asked for {wanted.get(key)!r}"
@@ -172,3 +166,20 @@ def welcome(spec: ServiceSpec, replica: int, handle: Any, description: Any, *, t
             f"the name {wanted['name']!r} is in use with another configuration: {'; '.join(different)}. Choose another name, "
             "or shut that service down first"
         )
+
+
+def _explain(spec: ServiceSpec, replica: int, handle: Any, timeout: float) -> NoReturn:
+    """Why a replica did not start in time."""
+    import ray
+
+    asked = {"CPU": spec.options.get("num_cpus", 0), "GPU": spec.options.get("num_gpus", 0)}
+    asked |= dict(spec.options.get("resources") or {})
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    text = f"replica {spec.replica_name(replica)} did not start within {timeout:.3g} s"
+    if not any(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes):
+        ray.kill(handle, no_restart=True)  # it would wait for ever, and hold the name
+        raise ServiceTimeout(f"{text}: no node of the cluster has {asked}; they have {nodes}")
+    raise ServiceTimeout(
+        f"{text}. It asks for {asked}, the cluster has {ray.available_resources()} free. If the model takes longer to load, "
+        "raise timeout="
+    )

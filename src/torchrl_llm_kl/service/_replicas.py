@@ -9,9 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceOverloaded, ServiceTimeout
+from torchrl_llm_kl.service._errors import (
+    ReplicaGone,
+    ServiceClosedError,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+)
 from torchrl_llm_kl.service._leases import Leases
-from torchrl_llm_kl.service._lifecycle import ReplicaGone, ServiceSpec, launch, welcome
+from torchrl_llm_kl.service._lifecycle import ServiceSpec, launch, welcome
 
 __all__ = ["Patience", "Replicas", "failures"]
 
@@ -86,6 +92,7 @@ class Replicas:
 
     Attributes:
         retries: calls that failed with their replica so far, and were made again.
+        newest: latest version of the weights that was seen.
     """
 
     def __init__(self, spec: ServiceSpec) -> None:
@@ -95,17 +102,29 @@ class Replicas:
         self._lost: set[int] = set()
         self._held: list[str] = []
         self._closed = ""
-        self.retries = 0
+        self.retries = self.newest = 0
+        self._cluster = ""
         self._finalizer = weakref.finalize(self, _release, self._held)
 
     def _link(self, replica: int) -> _Link:
         if self._closed:
             raise ServiceClosedError(self._closed)
         with self._lock:
+            self._look_around()
             if replica not in self._links:
-                self.spec = self.spec.here()
                 self._links[replica] = _Link(*launch(self.spec, replica), asked=time.monotonic())
             return self._links[replica]
+
+    def _look_around(self) -> None:
+        """Join a cluster, and forget what was known of another one."""
+        if self._cluster and self._cluster == _session():
+            return
+        self.spec = self.spec.here()
+        self._links.clear()
+        self._lost.clear()
+        if self._cluster:
+            self.newest = 0
+        self._cluster = _session()
 
     def start(self) -> None:
         """Begin to make those that are not there, all at once."""
@@ -123,7 +142,7 @@ class Replicas:
         link = self._link(replica)
         if not link.welcomed:
             welcome(self.spec, replica, link.handle, link.description, timeout=timeout)
-            name = self.spec.replica_name(replica)
+            name = f"{self._cluster} {self.spec.namespace} {self.spec.replica_name(replica)}"
             with self._lock:
                 first = name not in self._held
                 if first:
@@ -140,7 +159,12 @@ class Replicas:
     def _is_back(self, replica: int) -> bool:
         import ray
 
-        link = self._link(replica)
+        try:
+            link = self._link(replica)
+        except ServiceClosedError:
+            raise
+        except ServiceError:  # its model is in another process
+            return False
         if link.welcomed:
             return True
         if not ray.wait([link.description], timeout=0)[0]:
@@ -151,6 +175,8 @@ class Replicas:
             hopeless = getattr(error, "actor_init_failed", False)  # another actor would fail as this one did
             if not hopeless and time.monotonic() - link.asked > _LONGEST_PAUSE:
                 self._drop(replica, link)
+            return False
+        except Exception:  # its model cannot be made: the others have to do
             return False
         return True
 
@@ -208,6 +234,13 @@ class Replicas:
         self._closed = self._closed or why
         self._finalizer()
         self._links.clear()
+
+
+def _session() -> str:
+    """Of the cluster that this process is connected to; empty if it is connected to none."""
+    import ray
+
+    return "" if not ray.is_initialized() else str(ray.get_runtime_context().get_worker_id())
 
 
 def _release(names: list[str]) -> None:

@@ -80,8 +80,16 @@ class ScoringService:
     ) -> None:
         if (model is None) == (factory is None):
             raise ValueError("pass the model, or factory=, a function that makes it: exactly one of them")
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
+        _check_arguments(
+            name=name,
+            namespace=namespace,
+            whole={"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue},
+            seconds={"max_wait": max_wait, "timeout": timeout},
+        )
+        if tokens_per_batch is not None and tokens_per_batch < 1:
+            raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+        if memory < 0:
+            raise ValueError(f"memory must be a number of bytes, got {memory}")
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
@@ -165,3 +173,18 @@ class ScoringService:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _check_arguments(*, name: str | None, namespace: str, whole: Mapping[str, Any], seconds: Mapping[str, Any]) -> None:
+    """Here rather than in the actor, where the error would come late and wrapped."""
+    for what, text in (("name", name), ("namespace", namespace)):
+        if text is not None and (not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n")):
+            raise ValueError(f"{what} must be a text without ':' and line breaks, got {text!r}")
+    if namespace is None:
+        raise ValueError("namespace must be a text: other processes find the service by it")
+    for what, value in whole.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{what} must be a whole number of at least 1, got {value!r}")
+    for what, value in seconds.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+            raise ValueError(f"{what} must be a number of seconds, got {value!r}")

@@ -58,7 +58,7 @@ def serve_model(
         options: other arguments of :class:`ScoringService`.
         undo: closes the service, unless the transform is made after all.
     """
-    if factory is None and (model is None or isinstance(model, (str, RemoteModel))):
+    if not _is_to_serve(model, factory):
         return model
     if factory is None and device is not None:
         model = model.to(device)
@@ -67,6 +67,38 @@ def serve_model(
     service = ScoringService(model, factory=factory, name=actor_name, **options)
     undo.callback(service.close)
     return service.model
+
+
+def _is_to_serve(model: Any, factory: Callable[[], Any] | None) -> bool:
+    return factory is not None or not (model is None or isinstance(model, (str, RemoteModel)))
+
+
+def _check_used(
+    models: list[tuple[Any, Callable[[], Any] | None]],
+    *,
+    use_ray_service: bool,
+    **given: Any,
+) -> None:
+    """Refuse arguments of a service where none is made.
+
+    Args:
+        models: each with its factory.
+        use_ray_service: as the transform got it.
+        given: other arguments, by name.
+    """
+    if not use_ray_service:
+        raise ValueError("use_ray_service=False: take the local class, whose name does not begin with Ray")
+    if any(_is_to_serve(model, factory) or model is None for model, factory in models):
+        return  # what is missing is for the local class to say
+    idle = [name for name, value in given.items() if value is not None]
+    if idle:
+        raise ValueError(
+            f"there is no model to make a service of, so that {', '.join(idle)} would be ignored: leave them out"
+        )
+    if not any(isinstance(model, RemoteModel) for model, _ in models) and any(model == "base" for model, _ in models):
+        raise ValueError(
+            "ref_model='base' is scored where the policy lives: there is nothing to serve, take the local class"
+        )
 
 
 def _check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
@@ -119,6 +151,10 @@ class RayRetrieveLogProb(RetrieveLogProb):
         _check_one("model", model, model_factory)
         _check_possible(kwargs, policy_is_served=True)
         options, rest = _split(kwargs)
+        named = {key: value for key, value in options.items() if key != "memory"}
+        _check_used(
+            [(model, model_factory)], use_ray_service=use_ray_service, actor_name=actor_name, device=device, **named
+        )
         with ExitStack() as undo:
             served = serve_model(model, model_factory, actor_name=actor_name, device=device, options=options, undo=undo)
             super().__init__(served, **rest)
@@ -159,6 +195,14 @@ class RayRetrieveKL(RetrieveKL):
         _check_one("ref_model", ref_model, ref_model_factory)
         _check_possible(kwargs, policy_is_served=gen_model_factory is not None or not isinstance(gen_model, str))
         options, rest = _split(kwargs)
+        named = {key: value for key, value in options.items() if key != "memory"}
+        _check_used(
+            [(gen_model, gen_model_factory), (ref_model, ref_model_factory)],
+            use_ray_service=use_ray_service,
+            actor_name=actor_name,
+            device=device,
+            **named,
+        )
         gen_name = None if actor_name is None else f"{actor_name}-gen"
         with ExitStack() as undo:
             gen = serve_model(
@@ -196,6 +240,14 @@ class RayKLRewardTransform(KLRewardTransform):
     ) -> None:
         _check_one("ref_model", ref_model, ref_model_factory)
         options, rest = _split(kwargs)
+        named = {key: value for key, value in options.items() if key != "memory"}
+        _check_used(
+            [(ref_model, ref_model_factory)],
+            use_ray_service=use_ray_service,
+            actor_name=actor_name,
+            device=device,
+            **named,
+        )
         with ExitStack() as undo:
             served = serve_model(
                 ref_model, ref_model_factory, actor_name=actor_name, device=device, options=options, undo=undo

@@ -58,6 +58,7 @@ class Request:
         settings: how.
         version: of the weights; None for whichever the replica holds.
         caller: who asks, for fairness.
+        newest: version that the caller has seen: a replica that holds less is behind, or has lost what it held.
     """
 
     tokens: np.ndarray
@@ -66,6 +67,7 @@ class Request:
     settings: Settings
     version: int | None = None
     caller: str = ""
+    newest: int = 0
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class Request:
         *,
         version: int | None,
         caller: str,
+        newest: int = 0,
     ) -> Request:
         """From flat tokens ``[N]``, lengths ``[S]`` and a mask ``[N]``.
 
@@ -96,6 +99,7 @@ class Request:
             settings,
             version,
             caller,
+            newest,
         )
 
     @property
@@ -119,14 +123,21 @@ class Request:
 
     def pack(self) -> bytes:
         """What is sent."""
-        about = (self.tokens.dtype.itemsize, self.mask is not None, *astuple(self.settings), self.version, self.caller)
+        about = (
+            self.tokens.dtype.itemsize,
+            self.mask is not None,
+            *astuple(self.settings),
+            self.version,
+            self.caller,
+            self.newest,
+        )
         mask = () if self.mask is None else (self.mask,)
         return _join(about, self.lengths.astype(np.int64), self.tokens, *mask)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Request:
         """What was sent."""
-        (width, masked, *settings, version, caller), parts = _split(packed)
+        (width, masked, *settings, version, caller, newest), parts = _split(packed)
         return cls(
             np.frombuffer(parts[1], np.int32 if width == 4 else np.int64),
             np.frombuffer(parts[0], np.int64),
@@ -134,6 +145,7 @@ class Request:
             Settings(*settings),
             version,
             caller,
+            newest,
         )
 
 
