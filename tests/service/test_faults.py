@@ -139,21 +139,21 @@ def test_bad_requests_beside_good_ones(service: ScoringService, local: LogProbSc
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 def test_a_slow_model_and_a_full_queue() -> None:
-    with ScoringService(factory=partial(slow, 0.6), max_queue=1, max_tokens=1, max_wait=0.0, **CPUS) as service:
+    with ScoringService(factory=partial(slow, 0.6), max_queue=1, max_tokens=60, max_wait=0.0, **CPUS) as service:
         impatient = clone(service.model)
         impatient.call(0, "health")
         impatient.timeout = 0.3
         with pytest.raises(ServiceTimeout, match=r"took more than 0\.3 s"):
             impatient.make_scorer().score(sequences(count=1))
         load = Load()
-        patient = clone(service.model, timeout=1.5)
+        patient = clone(service.model, timeout=2.5)
         threads = [threading.Thread(target=load.run, args=(patient, 1)) for _ in range(8)]
         for thread in threads:
             thread.start()
         start = time.monotonic()
         for thread in threads:
             thread.join()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 8
         assert len(load.answers) + len(load.errors) == 8
         assert load.answers
         assert load.errors

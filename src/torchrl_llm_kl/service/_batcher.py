@@ -112,23 +112,25 @@ class Batcher:
         self._outside.append(place)
         try:
             await asyncio.wait_for(place, max(deadline - time.monotonic(), 0))
-        except asyncio.TimeoutError:
-            raise ServiceOverloaded(
-                f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
-                f"{timeout:g} s: add replicas, ask for less at a time, or wait longer (timeout=)"
-            ) from None
-        finally:
+        except BaseException as error:
             if place in self._outside:
                 self._outside.remove(place)
+            self._let_in()  # the place may have been given to somebody who has just gone
+            if isinstance(error, asyncio.TimeoutError):
+                raise ServiceOverloaded(
+                    f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
+                    f"{timeout:g} s: add replicas, ask for less at a time, or wait longer (timeout=)"
+                ) from None
+            raise
 
     def _let_in(self) -> None:
         """Tell as many as there is room for, those first who came first."""
-        for _ in range(len(self._outside) if self._closed else self.max_queue - len(self._waiting)):
-            if not self._outside:
-                return
+        room = len(self._outside) if self._closed else self.max_queue - len(self._waiting)
+        while room > 0 and self._outside:
             place = self._outside.popleft()
             if not place.done():
                 place.set_result(None)
+                room -= 1
 
     async def in_thread(self, call: Callable[[], object]) -> object:
         """Run something where the model runs, between two batches."""

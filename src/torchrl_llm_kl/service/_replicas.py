@@ -141,7 +141,12 @@ class Replicas:
         """
         link = self._link(replica)
         if not link.welcomed:
-            welcome(self.spec, replica, link.handle, link.description, timeout=timeout)
+            try:
+                welcome(self.spec, replica, link.handle, link.description, timeout=timeout)
+            except Exception as error:
+                if not isinstance(error, (ServiceTimeout, *failures())):
+                    self._drop(replica, link)  # the next call finds out anew
+                raise
             name = f"{self._cluster} {self.spec.namespace} {self.spec.replica_name(replica)}"
             with self._lock:
                 first = name not in self._held
@@ -240,7 +245,10 @@ def _session() -> str:
     """Of the cluster that this process is connected to; empty if it is connected to none."""
     import ray
 
-    return "" if not ray.is_initialized() else str(ray.get_runtime_context().get_worker_id())
+    if not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_node_id()} {context.get_job_id()}"
 
 
 def _release(names: list[str]) -> None:
