@@ -31,7 +31,7 @@ class ScoringService:
         factory: returns the model: better for large ones.
         name: of the service. Another process that gives the same name (and the same configuration) shares it; by default a name
             of its own.
-        num_replicas: copies of the model. Sequences that begin alike go to the same one, which remembers them.
+        num_replicas: copies of the model. Answers to one prompt go to the same one, which remembers conversations.
         num_cpus: of each replica.
         num_gpus: of each replica.
         resources: as for ``ray.remote``.
@@ -40,7 +40,8 @@ class ScoringService:
         max_restarts: of each replica; -1 for as often as needed.
         detached: outlive all clients, until :meth:`shutdown`. By default replicas end with their last client.
         tokens_per_batch: of one forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that each replica remembers for conversations that go on.
+        memory: bytes of keys and values that each replica remembers for conversations that go on, for each temperature,
+            dtype and choice of adapters that is asked for.
         max_tokens: of one batch of requests; a call with more goes in several requests.
         max_wait: seconds that a request waits for company.
         max_queue: requests that may wait at one replica.
