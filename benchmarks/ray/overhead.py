@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class Overhead:
     local: float
     remote: float
     stages: dict[str, float]
-    bare: float = math.nan
+    bare: float
 
     @property
     def seconds(self) -> float:

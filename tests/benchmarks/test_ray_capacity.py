@@ -153,8 +153,8 @@ def run() -> RayRun:
             Bytes("both", 32, "here", 10, 20, 10, 21),
         ),
         overheads=(
-            Overhead(32, local=0.005, remote=0.0075, stages={"there": 0.001, "back": 0.0015}),
-            Overhead(512, local=0.05, remote=0.054, stages={"there": 0.002, "back": 0.002}),
+            Overhead(32, local=0.005, remote=0.0075, stages={"there": 0.001, "back": 0.0015}, bare=0.006),
+            Overhead(512, local=0.05, remote=0.054, stages={"there": 0.002, "back": 0.002}, bare=0.051),
         ),
         calibration=Calibration(asdict(REPLICA), [0.001, 0.002], 0.1),
         checks=(Check(2, 0.02, 50.0, 60.0, 0.02, 0.015, 0.04, 0.03),),
