@@ -21,7 +21,7 @@ from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import RayRetrieveLogProb, RemoteModel, ScoringService
 from torchrl_llm_kl.service._batcher import BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, portable
+from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, WeightVersionError, portable
 from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec
 from torchrl_llm_kl.service._metrics import RayMetrics
 from torchrl_llm_kl.service._routing import Router
@@ -287,6 +287,10 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(KeyError, match="no weight 'nowhere'"):
         core.update_weights({**good, "nowhere": torch.zeros(1)}, 1)
     assert core.version == 0
+    core.update_weights(before, 3)
+    with pytest.raises(WeightVersionError, match="version 2 of the weights came after version 3"):
+        core.update_weights(good, 2)
+    assert core.version == 3
     assert all(torch.equal(core.model.state_dict()[key], value) for key, value in before.items())
 
 
