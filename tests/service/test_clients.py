@@ -142,11 +142,11 @@ def test_two_drivers_make_the_same_name_and_one_another(drivers: list[subprocess
 
 
 def test_a_detached_service_outlives_its_driver(drivers: list[subprocess.Popen[str]]) -> None:
-    make = 'print(ScoringService(factory=model, name="stays", num_cpus=0.1, detached=True).stats()[0]["pid"])'
+    make = 'print(ScoringService(factory=model, name="stays", num_cpus=0.1, lifetime="detached").stats()[0]["pid"])'
     drivers.append(driver(make))
     pid = output(drivers[0])
     time.sleep(1)
-    with ScoringService(factory=model, name="stays", detached=True, **CPUS) as service:
+    with ScoringService(factory=model, name="stays", lifetime="detached", **CPUS) as service:
         assert service.stats()[0]["pid"] == int(pid)
         assert_same(
             service.model.make_scorer().score(sequences()).values, LogProbScorer(model()).score(sequences()).values

@@ -427,6 +427,7 @@ def test_statistics_of_a_replica() -> None:
         ({"timeout": 0}, "timeout must be a number of seconds greater than 0"),
         ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1"),
         ({"memory": -1}, "memory must be a number of bytes"),
+        ({"lifetime": "long"}, "lifetime must be 'detached' or None, got 'long'"),
         ({"name": ""}, "name must be a text"),
         ({"name": "a:b"}, "name must be a text without ':'"),
         ({"name": 5}, "name must be a text"),

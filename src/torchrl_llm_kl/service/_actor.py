@@ -254,7 +254,7 @@ class ScoringActor:
         if not self._clients:
             self._left.set()
 
-    async def shutdown(self) -> None:
+    async def close(self) -> None:
         """Refuse what waits and what comes, and end: an end that Ray knows was meant."""
         _LOG.info("replica %s drains", self._name)
         if self._failure is None:

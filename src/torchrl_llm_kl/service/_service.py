@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
@@ -38,7 +38,7 @@ class ScoringService:
         scheduling_strategy: as for ``ray.remote``.
         runtime_env: as for ``ray.remote``.
         max_restarts: of each replica; -1 for as often as needed.
-        detached: outlive all clients, until :meth:`shutdown`. By default replicas end with their last client.
+        lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`. By default replicas end with their last client.
         tokens_per_batch: of one forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica remembers for conversations that go on, for each temperature,
             dtype and choice of adapters that is asked for.
@@ -70,7 +70,7 @@ class ScoringService:
         scheduling_strategy: Any = None,
         runtime_env: Mapping[str, Any] | None = None,
         max_restarts: int = -1,
-        detached: bool = False,
+        lifetime: Literal["detached"] | None = None,
         tokens_per_batch: int | None = None,
         memory: int = DEFAULT_MEMORY,
         max_tokens: int = 65536,
@@ -87,6 +87,8 @@ class ScoringService:
             whole={"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue},
             seconds={"max_wait": max_wait, "timeout": timeout},
         )
+        if lifetime not in (None, "detached"):
+            raise ValueError(f"lifetime must be 'detached' or None, got {lifetime!r}")
         if tokens_per_batch is not None and tokens_per_batch < 1:
             raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
         if memory < 0:
@@ -108,7 +110,7 @@ class ScoringService:
             options,
             num_replicas,
             namespace,
-            detached,
+            lifetime == "detached",
         )
         self.model = RemoteModel(spec, timeout=timeout)
         self.model.replicas.start()
@@ -161,7 +163,7 @@ class ScoringService:
             except ValueError:
                 continue
             with contextlib.suppress(ray.exceptions.RayError):  # an actor that ends gives no answer
-                ray.get(handle.shutdown.remote(), timeout=10)
+                ray.get(handle.close.remote(), timeout=10)
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(handle, no_restart=True)
         keeper = find_keeper(spec.name, spec.namespace)

@@ -24,7 +24,7 @@ SERVICE_ARGS = (
     "scheduling_strategy",
     "runtime_env",
     "max_restarts",
-    "detached",
+    "lifetime",
     "tokens_per_batch",
     "max_tokens",
     "max_wait",
