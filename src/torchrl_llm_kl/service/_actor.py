@@ -108,8 +108,8 @@ class ScoringActor:
             if kept is not None and (kept[0] > self._core.version or self._lost is not None):
                 for weights in kept[1]:
                     self._core.update_weights(weights, kept[0])
+                self._lost = None
                 _LOG.info("replica %s took version %d of the weights again", self._name, kept[0])
-            self._lost = None
         except Exception as error:  # better no answer than one of other weights
             self._lost = portable(error)
             _LOG.warning("replica %s answers nothing: %s", self._name, error)
@@ -268,7 +268,9 @@ class ScoringActor:
             self._left.wait(LEASE / 4)
             self._left.clear()
             since = time.monotonic() - LEASE
-            self._clients = {name: seen for name, seen in tuple(self._clients.items()) if seen > since}
+            for name in tuple(self._clients):  # in place: others come in meanwhile
+                if self._clients.get(name, 0.0) <= since:
+                    self._clients.pop(name, None)
         _LOG.info("replica %s ends with its last client", self._name)
         names = {(entry["namespace"], entry["name"]) for entry in ray.util.list_named_actors(all_namespaces=True)}
         if not any((self._namespace, name) in names for name in self._replicas if name != self._name):
