@@ -80,7 +80,7 @@ class Target:
     """A file that is changed.
 
     Args:
-        file: below ``src/torchrl_llm_kl``.
+        file: below ``torchrl_llm_kl``.
         functions: the only ones to change; None for all.
         graph: whether gradients go through it.
         stages: tests, those that are most about it first.
@@ -93,8 +93,8 @@ class Target:
 
 
 def targets(project: Path) -> list[Target]:
-    """All files, as they are in ``src`` now."""
-    root = project / "src" / PACKAGE
+    """All files, as they are now."""
+    root = project / PACKAGE
     found = sorted({path for pattern in _PATTERNS for path in root.glob(pattern) if path.name != "__init__.py"})
     files = [str(path.relative_to(root)) for path in found if path.name not in _KEYS]
     return [_target(project, root, file) for file in files]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: (file below ``src/torchrl_llm_kl``, function, the line with the change) -> why it is the same.
+#: (file below ``torchrl_llm_kl``, function, the line with the change) -> why it is the same.
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
 

@@ -46,7 +46,7 @@ class Job:
     """A file, and what should notice if it is wrong.
 
     Args:
-        file: below ``src``.
+        file: relative to the project.
         text: what it holds instead; None for the file as it is.
         stages: run one after the other, up to the first test that fails.
         limit: seconds, after which it counts as noticed.
@@ -74,14 +74,14 @@ class Outcome:
 
 
 class Sandbox:
-    """A copy of ``src`` for each job that runs, and one of ``tests`` for all. The project itself is never written to.
+    """A copy of the package for each job that runs, and one of ``tests`` for all. The project itself is never written to.
 
     Processes are forked from this one: what it has imported they need not import again. It must not have imported the
     package, nor have threads.
 
     Args:
-        project: a folder with ``src``, ``tests`` and ``pyproject.toml``.
-        package: what is in ``src``.
+        project: a folder with the package, ``tests`` and ``pyproject.toml``.
+        package: the name of its folder.
         jobs: how many run at once.
         unchanged: parts of the package that no job changes, and that import none that a job changes: imported once.
     """
@@ -95,14 +95,14 @@ class Sandbox:
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
         self._top = Path(self._folder.name).resolve()
         ignored = shutil.ignore_patterns("__pycache__")
-        for name in ("tests", "src"):
-            shutil.copytree(self._project / name, self._top / name, ignore=ignored)
+        for name, target in (("tests", "tests"), (self._package, f"src/{self._package}")):
+            shutil.copytree(self._project / name, self._top / target, ignore=ignored)
         shutil.copy2(self._project / "pyproject.toml", self._top)
         with redirect_stdout(io.StringIO()):
             compileall.compile_dir(self._top / "src", quiet=2)
         for slot in range(self._jobs):
             shutil.copytree(self._top / "src", self._src(slot))
-        own = {self._project / "src", self._project / "tests"}
+        own = {self._project, self._project / "tests"}
         sys.path[:] = [str(self._top / "src"), *(path for path in sys.path if path and Path(path).resolve() not in own)]
         for name in self._unchanged:
             importlib.import_module(name)
@@ -114,7 +114,7 @@ class Sandbox:
         self._folder.cleanup()
 
     def read(self, file: str) -> str:
-        """The text of a file below ``src``, as it was when the copy was made."""
+        """The text of a file of the package, as it was when the copy was made."""
         return (self._top / "src" / file).read_text()
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:

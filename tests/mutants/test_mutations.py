@@ -127,7 +127,7 @@ def test_each_file_has_tests() -> None:
 
 TOY = {
     "pyproject.toml": "",
-    "src/toy/__init__.py": """def larger(a, b):
+    "toy/__init__.py": """def larger(a, b):
     return a if a > b else b
 
 
@@ -167,7 +167,7 @@ def test_copies_are_tested_and_the_project_stays_as_it_is(tmp_path: Path) -> Non
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     # The project comes first on the path, as if it were installed there.
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'src'}{os.pathsep}{PROJECT / 'tests'}"}
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT / 'tests'}"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         env=env,
