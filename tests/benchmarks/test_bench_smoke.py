@@ -14,12 +14,11 @@ for name in ("matplotlib", "rich"):
     pytest.importorskip(name)
 typer_testing = pytest.importorskip("typer.testing")
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks import __main__ as cli  # noqa: E402
 from benchmarks.agreement import DisagreementError, largest_difference  # noqa: E402
 from benchmarks.measure import Contender, HostMeter, Measured, alternate  # noqa: E402
 from benchmarks.results import Outcome, Result, Run, Targets, Turns  # noqa: E402
 from benchmarks.workloads import WORKLOADS, imports, kl_computation  # noqa: E402
-
-from benchmarks import __main__ as cli  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

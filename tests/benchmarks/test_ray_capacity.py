@@ -21,7 +21,6 @@ from benchmarks.ray.comparison import Bytes, Calls, Case, Line  # noqa: E402
 from benchmarks.ray.events import Observed, Replica, quantile, simulate  # noqa: E402
 from benchmarks.ray.overhead import Overhead  # noqa: E402
 from benchmarks.ray.results import RayRun  # noqa: E402
-
 from torchrl_llm_kl.service import ScoringService  # noqa: E402
 
 REPLICA = Replica(fixed=0.004, each=0.0005, rate=30_000, max_wait=0.003)

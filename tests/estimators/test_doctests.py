@@ -6,10 +6,10 @@ import pkgutil
 
 import pytest
 
-import torchrl_llm_kl._checks
+import torchrl_llm_kl._numerics
 from torchrl_llm_kl import estimators
 
-MODULES = [torchrl_llm_kl._checks.__name__] + [
+MODULES = [torchrl_llm_kl._numerics.__name__] + [
     f"{estimators.__name__}.{module.name}" for module in pkgutil.iter_modules(estimators.__path__)
 ]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_llm_kl._checks import check_range
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages._registry import advantage
 from torchrl_llm_kl.advantages._whiten import whitened
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_choice, check_range
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.advantages._groups import Groups
 from torchrl_llm_kl.advantages._registry import advantage
 

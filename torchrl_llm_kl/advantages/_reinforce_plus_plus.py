@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_range
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages._gae import estimate
 from torchrl_llm_kl.advantages._registry import advantage
 from torchrl_llm_kl.advantages._whiten import whitened

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrl_llm_kl._checks import check_choice
+from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 
 __all__ = ["Algorithm"]

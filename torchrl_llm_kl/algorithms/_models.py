@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from torchrl_llm_kl.losses import PolicyLoss
-from torchrl_llm_kl.scoring import LogProbScorer
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
+from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
 from torchrl_llm_kl.transforms._interface import ModelInterface
 
 __all__ = ["WrappedModel", "check_loss_args", "exact_reference", "reference_to_score", "scoring_settings", "to_score"]

@@ -14,8 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_same_shape
-from torchrl_llm_kl.estimators._numerics import widen
+from torchrl_llm_kl._numerics import check_same_shape, widen
 
 
 def _log_ratio(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_same_shape
+from torchrl_llm_kl._numerics import check_same_shape
 from torchrl_llm_kl.losses._term import check_is_mask
 
 __all__ = ["AGGREGATIONS", "Aggregation", "aggregate", "check_aggregation", "count"]

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, cast
 
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_same_shape
+from torchrl_llm_kl._numerics import check_same_shape
 from torchrl_llm_kl.losses._numerics import clean
 from torchrl_llm_kl.losses._term import LossTerm, check_is_mask
 

@@ -24,9 +24,8 @@ from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.losses._token_loss import TokenLoss, merged_metrics, zero_of
 from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
 from torchrl_llm_kl.losses.corrections import apply_correction
-from torchrl_llm_kl.scoring import LogProbScorer, Scores
+from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, Scores
 from torchrl_llm_kl.transforms._interface import TOKENS_FULL
-from torchrl_llm_kl.transforms._scorers import ScorerSlot
 
 __all__ = ["PolicyLoss"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_same_shape
+from torchrl_llm_kl._numerics import check_same_shape
 
 __all__ = ["LossTerm"]
 

@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._checks import check_choice
+from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.losses._aggregate import aggregate, check_aggregation
 from torchrl_llm_kl.losses._denominators import read_denominators, total_counts, write_denominators
 from torchrl_llm_kl.losses._entries import Counted, find_key, per_token

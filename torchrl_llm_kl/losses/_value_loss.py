@@ -12,7 +12,7 @@ from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._checks import check_range, check_same_shape
+from torchrl_llm_kl._numerics import check_range, check_same_shape
 from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_token, require_key
 from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean
 from torchrl_llm_kl.losses._part import Part

@@ -11,6 +11,7 @@ from torchrl_llm_kl.masks._errors import (
 )
 from torchrl_llm_kl.masks._history import history_to_messages
 from torchrl_llm_kl.masks._lengths import mask_from_prompt_lengths
+from torchrl_llm_kl.masks._tokens import encode_with_mask as encode_with_mask
 
 __all__ = [
     "AssistantMaskError",

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import Scores
-from torchrl_llm_kl.scoring._states import Readings
+from torchrl_llm_kl.scoring import Readings, Scores
 from torchrl_llm_kl.service._exchange import Exchange, Part
 from torchrl_llm_kl.service._leases import client_name
 from torchrl_llm_kl.service._lifecycle import ServiceSpec

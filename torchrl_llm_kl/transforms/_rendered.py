@@ -11,8 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from torchrl_llm_kl.masks import history_to_messages, render_conversations
-from torchrl_llm_kl.masks._tokens import encode_with_mask
+from torchrl_llm_kl.masks import encode_with_mask, history_to_messages, render_conversations
 from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, read_column
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
-from torchrl_llm_kl.scoring._model import evaluating
+from torchrl_llm_kl.scoring import evaluating
 from torchrl_llm_kl.transforms._base import Output, StepTransform
 from torchrl_llm_kl.transforms._interface import ModelInterface
 from torchrl_llm_kl.transforms._located import Scope, locate

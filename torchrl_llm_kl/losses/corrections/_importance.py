@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_choice, check_same_shape
+from torchrl_llm_kl._numerics import check_choice, check_same_shape
 from torchrl_llm_kl.losses._numerics import (
     LARGEST_LOG_RATIO,
     Scalar,

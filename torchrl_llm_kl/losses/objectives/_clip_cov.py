@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_range
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.losses._numerics import Scalar, masked_mean, probability_ratio
 from torchrl_llm_kl.losses._objective import objective
 from torchrl_llm_kl.losses._term import LossTerm

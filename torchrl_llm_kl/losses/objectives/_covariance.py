@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_range, check_same_shape
+from torchrl_llm_kl._numerics import check_range, check_same_shape
 from torchrl_llm_kl.losses._numerics import Scalar, masked_mean, probability_ratio
 from torchrl_llm_kl.losses._term import check_is_mask
 from torchrl_llm_kl.losses.objectives._ppo import clipped_surrogate

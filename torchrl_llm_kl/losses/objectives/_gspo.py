@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_choice, check_range
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.losses._numerics import Scalar, bounded_exp, sequence_mean
 from torchrl_llm_kl.losses._objective import objective
 from torchrl_llm_kl.losses._term import LossTerm

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from torchrl_llm_kl._checks import check_range
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean
 from torchrl_llm_kl.losses._objective import objective
 from torchrl_llm_kl.losses._term import LossTerm

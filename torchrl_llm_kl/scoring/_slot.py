@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_llm_kl.scoring import LogProbScorer
+from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 __all__ = ["ScorerSlot"]
 

@@ -1,0 +1,153 @@
+"""Argument checks and masked arithmetic that every layer shares.
+
+Shapes: ``[*B, T]`` is one number per token, with any batch dimensions ``*B`` in front of the ``T`` tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Scalar",
+    "check_choice",
+    "check_clip_range",
+    "check_finite",
+    "check_is_mask",
+    "check_range",
+    "check_same_shape",
+    "masked_mean",
+    "masked_sum",
+    "widen",
+]
+
+#: A hyper-parameter: a number, or a 0-dim tensor that a schedule changes in place.
+Scalar = float | Tensor
+
+# ------------------------------------------------------------------ checks
+
+
+def check_same_shape(**named_tensors: Tensor | None) -> None:
+    """Raise unless every given tensor has the shape of the first one; ``None`` stands for "not given".
+
+    Broadcasting would silently turn ``[B, T]`` against ``[B, 1]`` into a wrong number, so nothing here broadcasts.
+
+    Raises:
+        ValueError: names the first pair that differs, with both shapes.
+
+    Example:
+        >>> import torch
+        >>> check_same_shape(log_prob=torch.zeros(2, 3), ref_log_prob=torch.zeros(2, 1))
+        Traceback (most recent call last):
+        ...
+        ValueError: log_prob has shape (2, 3) but ref_log_prob has shape (2, 1); they must be equal.
+    """
+    given = [(name, tuple(tensor.shape)) for name, tensor in named_tensors.items() if tensor is not None]
+    for name, shape in given[1:]:
+        first_name, first_shape = given[0]
+        if shape != first_shape:
+            raise ValueError(f"{first_name} has shape {first_shape} but {name} has shape {shape}; they must be equal.")
+
+
+def check_is_mask(**named: Tensor | None) -> None:
+    """Raise a TypeError for the first given tensor that is not boolean."""
+    for name, tensor in named.items():
+        if tensor is not None and tensor.dtype != torch.bool:
+            raise TypeError(f"{name} must be boolean, got {tensor.dtype}: pass {name}.bool().")
+
+
+def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: Any) -> None:
+    """Raise a ValueError unless each named number lies in ``[low, high]`` and is greater than ``above``.
+
+    Tensors and None pass: reading a tensor would stall an accelerator.
+    """
+    for name, value in named.items():
+        if isinstance(value, (int, float)) and not (low <= value <= high and value > above):
+            bounds = [f"at least {low:g}"] * (low > -math.inf)
+            bounds += [f"greater than {above:g}"] * (above > -math.inf)
+            bounds += [f"at most {high:g}"] * (high < math.inf)
+            raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}.")
+
+
+def check_choice(choices: Sequence[str | None], **named: Any) -> None:
+    """Raise a ValueError unless each named value is one of ``choices``."""
+    for name, value in named.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_clip_range(clip_low: Any, clip_high: Any) -> None:
+    """Raise a ValueError unless ``1 - clip_low`` and ``1 + clip_high`` bound a probability ratio; None is no bound."""
+    check_range(0.0, 1.0, clip_low=clip_low)
+    check_range(0.0, clip_high=clip_high)
+
+
+def check_finite(
+    named: Mapping[str, Tensor],
+    *,
+    read: Tensor | None = None,
+    place: Callable[[int], str],
+    advice: str,
+) -> None:
+    """Raise a ValueError that names the first NaN or infinite number, with one look at an accelerator for all tensors.
+
+    Args:
+        named: tensors of one shape; the keys name them in the message.
+
+    Keyword Args:
+        read: bool, same shape: True where a number is used. What stands elsewhere may be anything. None: everywhere.
+        place: describes a flat index, such as ``"sequence 2, position 7"``.
+        advice: what to do about it, as a sentence.
+
+    Example:
+        >>> import torch
+        >>> check_finite({"the reward": torch.tensor([0.0, torch.nan])}, place="row {}".format, advice="Drop the row.")
+        Traceback (most recent call last):
+        ...
+        ValueError: the reward is nan at row 1: expected a finite number. Drop the row.
+    """
+    if not named:
+        return
+    # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
+    used = {name: x.detach() if read is None else torch.where(read, x.detach(), 0) for name, x in named.items()}
+    sums = torch.stack([x.sum(dtype=torch.float64 if x.device.type == "cpu" else None).float() for x in used.values()])
+    if bool(sums.isfinite().all()):
+        return
+    for name, value in used.items():
+        bad = ~value.isfinite().reshape(-1)
+        if bool(bad.any()):
+            at = int(bad.nonzero()[0])
+            found = float(value.reshape(-1)[at])
+            raise ValueError(f"{name} is {found} at {place(at)}: expected a finite number. {advice}")
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Bring tensors to their common dtype, float32 at least.
+
+    A bfloat16 log-prob near -8 is known to 0.03 nats only; the difference of two of them must not be rounded again.
+
+    Example:
+        >>> import torch
+        >>> [t.dtype for t in widen(torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float16))]
+        [torch.float32, torch.float32]
+    """
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    return tuple(t.to(dtype) for t in tensors)
+
+
+def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the masked-in tokens; 0-dim."""
+    return torch.where(mask, value, 0).sum()
+
+
+def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the masked-in tokens, 0 if there are none; 0-dim."""
+    return masked_sum(value, mask) / mask.sum().clamp(min=1)

@@ -1,0 +1,160 @@
+"""Names: a registry with aliases and suggestions, and hyper-parameters under the names of other libraries."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Hyperparameters", "Registry", "UnknownNameError", "did_you_mean"]
+
+T = TypeVar("T")
+
+
+class UnknownNameError(ValueError):
+    """A name that is not registered; the message lists the known names and suggests the nearest one."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``" Did you mean 'grpo'?"``, to end a message with; empty if no known name is near.
+
+    Example:
+        >>> did_you_mean("grpoo", ["ppo", "grpo"])
+        " Did you mean 'grpo'?"
+    """
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Named things of one kind; a read-only mapping with :meth:`add`.
+
+    Looking an unknown name up raises an error that suggests the nearest one. Iteration gives the names in the order in
+    which they were added, without aliases; ``in`` knows names alone, ``[]`` aliases too.
+
+    Args:
+        kind: what the things are called in messages.
+        error: raised for an unknown name.
+        aliases: other names: alias -> name.
+
+    Example:
+        >>> shapes = Registry[int]("shape", aliases={"box": "square"})
+        >>> shapes.add("square", 4)
+        4
+        >>> shapes["box"]
+        4
+        >>> shapes["sqare"]
+        Traceback (most recent call last):
+        ...
+        torchrl_llm_kl._registry.UnknownNameError: unknown shape 'sqare'; known: square. Did you mean 'square'?
+    """
+
+    def __init__(
+        self, kind: str, *, error: type[ValueError] = UnknownNameError, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self.kind, self._error, self.aliases = kind, error, dict(aliases or {})
+        self._items: dict[str, T] = {}
+
+    def add(self, name: str, item: T) -> T:
+        """Register ``item`` and return it.
+
+        Raises:
+            ValueError: if the name is taken.
+        """
+        if name in self._items or name in self.aliases:
+            raise ValueError(f"the {self.kind} {name!r} is registered already: choose another name.")
+        self._items[name] = item
+        return item
+
+    def __getitem__(self, name: str) -> T:
+        own = self.aliases.get(name, name) if isinstance(name, str) else name
+        if isinstance(own, str) and own in self._items:
+            return self._items[own]
+        hint = did_you_mean(name, [*self._items, *self.aliases])
+        raise self._error(f"unknown {self.kind} {name!r}; known: {', '.join(self._items)}.{hint}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The hyper-parameters of a registered function, and what other libraries call them.
+
+    Args:
+        owner: the function's name, for messages.
+        names: its own hyper-parameters.
+        aliases: other names: alias -> one name, or several that it sets at once.
+        obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
+        refused: those that cannot be honoured -> (the one value that asks for nothing, what to do instead).
+
+    Example:
+        >>> ppo = Hyperparameters("ppo", ("clip_low", "clip_high"), {"clip_range": ("clip_low", "clip_high")})
+        >>> ppo.translate({"clip_range": 0.2, "clip_high": 0.28})
+        {'clip_low': 0.2, 'clip_high': 0.28}
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    obsolete: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Every name that :meth:`translate` takes."""
+        return (*self.names, *self.aliases, *self.obsolete, *self.refused)
+
+    def translate(self, given: Mapping[str, Any], *, stacklevel: int = 3) -> dict[str, Any]:
+        """``given`` under the function's own names; None for an alias of several names sets nothing.
+
+        Raises:
+            TypeError: if there is no such hyper-parameter, or one is given under two names.
+            ValueError: if one asks for what cannot be honoured.
+
+        Warns:
+            UserWarning: if one has no effect here.
+        """
+        out: dict[str, Any] = {}
+        # A name for one side wins over one for both: `clip_high=0.28` beside `clip_range=0.2`.
+        for key in sorted(given, key=lambda key: -len(self._targets(key))):
+            value = given[key]
+            if key in self.refused:
+                harmless, advice = self.refused[key]
+                if value != harmless:
+                    raise ValueError(f"{self.owner}: {key}={value!r} cannot be honoured: {advice}.")
+            elif key in self.obsolete:
+                if value is not None:
+                    warnings.warn(
+                        f"{self.owner}: {key} has no effect here: {self.obsolete[key]}.", stacklevel=stacklevel
+                    )
+            else:
+                out |= self._translated(key, value, given)
+        return out
+
+    def _translated(self, key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        targets = self._targets(key)
+        unknown = [target for target in targets if target not in self.names]
+        if unknown:
+            also = f" (or {', '.join(self.aliases)})" if self.aliases else ""
+            raise TypeError(
+                f"{self.owner} has no hyper-parameter {key!r}; it has {', '.join(self.names) or 'none'}{also}."
+                f"{did_you_mean(key, [*self.names, *self.aliases])}"
+            )
+        if len(targets) > 1:
+            return {} if value is None else dict.fromkeys(targets, value)
+        twins = [other for other in given if other != key and self._targets(other) == targets]
+        if twins:
+            raise TypeError(f"{self.owner}: {key!r} and {twins[0]!r} are the same hyper-parameter: pass one of them.")
+        return {targets[0]: value}
+
+    def _targets(self, key: str) -> tuple[str, ...]:
+        return self.aliases.get(key, (key,))
