@@ -49,7 +49,18 @@ _HOME = {
     "get_objective": "losses",
     "make_algorithm": "algorithms",
 }
-_LAYERS = ("ragged", "estimators", "masks", "scoring", "transforms", "advantages", "losses", "algorithms", "service")
+_LAYERS = (
+    "ragged",
+    "estimators",
+    "masks",
+    "scoring",
+    "rollouts",
+    "transforms",
+    "advantages",
+    "losses",
+    "algorithms",
+    "service",
+)
 
 __all__ = [
     "AdaptiveKLCoefficient",

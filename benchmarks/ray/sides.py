@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torchrl.envs.llm.transforms.kl import RayRetrieveKL as TorchRLRayRetrieveKL
-from torchrl.envs.llm.transforms.kl import RetrieveLogProb as TorchRLRetrieveLogProb
+from torchrl.envs.llm.transforms.kl import (
+    RayRetrieveKL as TorchRLRayRetrieveKL,
+    RetrieveLogProb as TorchRLRetrieveLogProb,
+)
 from torchrl.envs.transforms.ray_service import RayTransform
 
 from benchmarks.models import QUICK, ModelSize, qwen2, wrapper

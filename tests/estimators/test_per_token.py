@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_llm_kl.estimators import StraightThrough, UnknownEstimatorError, available_estimators, get_estimator
-from torchrl_llm_kl.estimators import corrected_k3 as corrected_k3_fn
-from torchrl_llm_kl.estimators import k3 as k3_fn
-from torchrl_llm_kl.estimators import low_var_kl as low_var_kl_fn
+from torchrl_llm_kl.estimators import (
+    StraightThrough,
+    UnknownEstimatorError,
+    available_estimators,
+    corrected_k3 as corrected_k3_fn,
+    get_estimator,
+    k3 as k3_fn,
+    low_var_kl as low_var_kl_fn,
+)
 
 PER_TOKEN = [name for name in available_estimators() if name != "exact"]
 E = math.e

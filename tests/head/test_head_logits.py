@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 from head_reference import INF, Sizes, jensen_shannon_of, kl_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from torchrl_llm_kl.head import logits_kl

@@ -21,8 +21,7 @@ from head_reference import (
     make_targets,
     plain,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from torchrl_llm_kl.head import linear_kl, linear_pair

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ragged_cases import DTYPES, FEATURES, KINDS, cases, elements, jagged, make, plain
 from torch.testing import assert_close
 

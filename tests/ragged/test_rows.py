@@ -9,8 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import LogProbs
 
-from torchrl_llm_kl.ragged import Rows, own_leaves, read_column, read_node, read_ragged, write_ragged
-from torchrl_llm_kl.ragged import _rows as module
+from torchrl_llm_kl.ragged import Rows, _rows as module, own_leaves, read_column, read_node, read_ragged, write_ragged
 
 LENGTHS = [3, 1, 2]
 KEY = ("a", "b", "x")

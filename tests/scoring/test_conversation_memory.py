@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_scorer_shared import body_tokens, ids
 from torch import Tensor
 from torch.testing import assert_close

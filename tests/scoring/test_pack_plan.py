@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_tree import ANSWERS, batches, build
 
 from torchrl_llm_kl.scoring._pack_plan import plan_packs

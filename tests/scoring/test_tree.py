@@ -8,8 +8,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import _tree

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence

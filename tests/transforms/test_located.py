@@ -155,7 +155,7 @@ def test_sampled_tokens(data: TensorDictBase, scope: Any, want: list[Any], ref_m
         (tokens(full=FULL), "turn", r"cannot tell which tokens.*found \('tokens', 'full'\), but neither"),
         (tokens(full=FULL, prompt=[[3, 4], [7, 9]]), "turn", r"sequence 1, position 1: .*does not start with"),
         (tokens(full=FULL, prompt=[[3, 4, 5, 6, 1]] * 2), "turn", r"sequence 0: .* has 5 tokens, more than the 4"),
-        (tokens(full=FULL, prompt=[[3, 4], [7, 8]]), "full", r"scope='full' counts .* found neither"),
+        (tokens(full=FULL, prompt=[[3, 4], [7, 8]]), "full", r"scope='full' scores .* found neither"),
         (
             tokens([[0, 1, 0, 1], [0, 0, 0, 0]], full=FULL),
             "turn",

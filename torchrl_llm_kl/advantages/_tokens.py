@@ -10,10 +10,10 @@ from torch import Tensor
 
 from torchrl_llm_kl.advantages._entries import require
 from torchrl_llm_kl.ragged import Ragged, read_ragged, same_rows, write_ragged
+from torchrl_llm_kl.rollouts import TokenisingOptions
 from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
 from torchrl_llm_kl.transforms._interface import ModelInterface
 from torchrl_llm_kl.transforms._located import locate
-from torchrl_llm_kl.transforms._rendered import TokenisingOptions
 from torchrl_llm_kl.transforms._reward import token_reward
 
 __all__ = ["ResponseTokens"]

@@ -11,9 +11,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged, read_column
+from torchrl_llm_kl.rollouts import TokenisingOptions
 from torchrl_llm_kl.transforms._interface import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, locate
-from torchrl_llm_kl.transforms._rendered import TokenisingOptions
 
 __all__ = ["MASKING_STRATEGIES", "MaskingStrategy", "TokenReader"]
 

@@ -7,7 +7,6 @@ from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer
 from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._slot import ScorerSlot as ScorerSlot
 from torchrl_llm_kl.scoring._states import Readings as Readings
-from torchrl_llm_kl.scoring._wrapper import is_wrapper as is_wrapper
-from torchrl_llm_kl.scoring._wrapper import unwrap as unwrap
+from torchrl_llm_kl.scoring._wrapper import is_wrapper as is_wrapper, unwrap as unwrap
 
 __all__ = ["DEFAULT_MEMORY", "LogProbScorer", "Scores", "TokenCritic", "plan_micro_batches"]

@@ -13,6 +13,7 @@ from torchrl.data import Composite
 
 from torchrl_llm_kl.estimators import as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged
+from torchrl_llm_kl.rollouts import TokenisingOptions
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot
 from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
 from torchrl_llm_kl.transforms._container import in_env
@@ -21,7 +22,6 @@ from torchrl_llm_kl.transforms._factories import RayVariant, resolve_factory
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
 from torchrl_llm_kl.transforms._pairs import check_finite, check_pair, estimate_kl
-from torchrl_llm_kl.transforms._rendered import TokenisingOptions
 from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, penalised_reward
 from torchrl_llm_kl.transforms._sampled import sampled_log_probs
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 
+from torchrl_llm_kl.rollouts import TokenisingOptions
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores
 from torchrl_llm_kl.transforms._base import Output, StepTransform
 from torchrl_llm_kl.transforms._container import collector_policy, in_env
 from torchrl_llm_kl.transforms._factories import RayVariant
 from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
 from torchrl_llm_kl.transforms._located import Located, Scope, locate
-from torchrl_llm_kl.transforms._rendered import TokenisingOptions
 
 __all__ = ["RetrieveLogProb"]
 

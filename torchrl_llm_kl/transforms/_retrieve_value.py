@@ -9,11 +9,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
+from torchrl_llm_kl.rollouts import TokenisingOptions
 from torchrl_llm_kl.scoring import evaluating
 from torchrl_llm_kl.transforms._base import Output, StepTransform
 from torchrl_llm_kl.transforms._interface import ModelInterface
 from torchrl_llm_kl.transforms._located import Scope, locate
-from torchrl_llm_kl.transforms._rendered import TokenisingOptions
 
 __all__ = ["RetrieveValue"]
 

@@ -1,23 +1,24 @@
-"""Tokens made from text or history, for data that holds no sampled tokens."""
+"""Token ids rendered from text or conversations, for data that holds no sampled tokens."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_non_tensor
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.masks import encode_with_mask, history_to_messages, render_conversations
+from torchrl_llm_kl.masks import RenderedConversation, encode_with_mask, history_to_messages, render_conversations
 from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, read_column
-from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
+from torchrl_llm_kl.rollouts._entries import leaves
+from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
 
-__all__ = ["TokenisingOptions", "render_history", "render_text"]
+Scope = Literal["turn", "full"]
 
-# torchrl's defaults for `tokenizer_kwargs`: accepted, since they ask for what happens anyway.
+# torchrl's defaults for `tokenizer_kwargs`: accepted, since rendering does this anyway.
 _IMPLIED: dict[str, tuple[Any, ...]] = {
     "return_assistant_tokens_mask": (True,),
     "tokenize": (True,),
@@ -29,7 +30,13 @@ _IMPLIED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class TokenisingOptions:
-    """How text becomes tokens where there are none: the arguments of the same names of the transforms."""
+    """How text becomes tokens: the transforms' arguments of these names. See :meth:`make`.
+
+    Args:
+        tokenizer: instead of the model's own; None for that.
+        padding_side: for a model with ``pad_output=True``.
+        template_kwargs: the chat template's arguments, over the model's own.
+    """
 
     tokenizer: Any = None
     padding_side: PaddingSide = "left"
@@ -37,7 +44,11 @@ class TokenisingOptions:
 
     @classmethod
     def make(cls, tokenizer: Any, tokenizer_kwargs: Mapping[str, Any] | None, padding_side: str) -> TokenisingOptions:
-        """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed."""
+        """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed.
+
+        Raises:
+            ValueError: for an argument that cannot be honoured.
+        """
         kwargs = dict(tokenizer_kwargs or {})
         for name, allowed in _IMPLIED.items():
             if name in kwargs and (value := kwargs.pop(name)) not in allowed:
@@ -48,8 +59,16 @@ class TokenisingOptions:
                 )
         return cls(tokenizer, check_padding_side(padding_side), kwargs)
 
-    def of(self, interface: ModelInterface) -> tuple[Any, dict[str, Any]]:
-        """The tokenizer and the template arguments for a model: the transform's own before the model's."""
+    def can_tokenise(self, interface: ModelInterface) -> bool:
+        """Whether there is a tokenizer: the transform's or the model's."""
+        return (self.tokenizer or interface.tokenizer) is not None
+
+    def resolve(self, interface: ModelInterface) -> tuple[Any, dict[str, Any]]:
+        """The tokenizer and the template arguments for a model.
+
+        Raises:
+            ValueError: if there is no tokenizer, or no chat template of the given name.
+        """
         tokenizer = self.tokenizer if self.tokenizer is not None else interface.tokenizer
         if tokenizer is None:
             raise ValueError(
@@ -71,25 +90,31 @@ def _named_template(tokenizer: Any, name: str) -> str:
 
     known = history._CHAT_TEMPLATES
     if name not in known:
-        raise ValueError(f"no chat template is called {name!r}; torchrl knows {sorted(known)}")
+        raise ValueError(f"no chat template is called {name!r}; torchrl knows {sorted(known)}.")
     return known[name]
+
+
+# ------------------------------------------------------------------ conversations
 
 
 def render_history(
     td: TensorDictBase,
     interface: ModelInterface,
-    *,
-    scope: str,
-    assistant_only: bool,
     options: TokenisingOptions,
+    *,
     key: NestedKey,
+    scope: Scope,
+    assistant_only: bool = True,
     add_generation_prompt: bool = False,
 ) -> tuple[Ragged, Tensor]:
-    """Render and tokenise the conversations under ``key`` on the model's own template.
+    """Render and tokenise the conversations under ``key`` with the model's own chat template.
 
-    With ``scope="turn"`` and a prompt beside the full history, only the turns behind the prompt count.
+    With ``scope="turn"`` and a prompt beside the full history, only the turns after the prompt are masked in.
+
+    Returns:
+        Token ids and the mask of the assistant's tokens (all True without ``assistant_only``); both ``[N]``.
     """
-    tokenizer, kwargs = options.of(interface)
+    tokenizer, kwargs = options.resolve(interface)
     conversations = _conversations(td, key)
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
     rendered = render_conversations(
@@ -99,20 +124,23 @@ def render_history(
         assistant_mask=assistant_only,
         **kwargs,
     )
-    ids, masks = [r.token_ids for r in rendered], [r.assistant_mask for r in rendered]
-    if not assistant_only:
-        masks = [torch.ones_like(mask) for mask in masks]
-    elif scope == "turn" and key != sub_key(interface.history_key, "prompt"):
-        prompts = _conversations(td, sub_key(interface.history_key, "prompt"), missing_ok=True)
+    masks = [r.assistant_mask if assistant_only else torch.ones_like(r.assistant_mask) for r in rendered]
+    prompt_key = sub_key(interface.history_key, "prompt")
+    if assistant_only and scope == "turn" and key != prompt_key:
+        prompts = _conversations(td, prompt_key, missing_ok=True)
         if prompts is not None:
             masks = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
-    return _arrange(td, interface, options, ids, masks)
+    return _arrange(td, interface, options, [r.token_ids for r in rendered], masks)
 
 
 def _response_masks(
-    tokenizer: Any, rendered: list[Any], conversations: list[Any], prompts: list[Any], kwargs: dict[str, Any]
+    tokenizer: Any,
+    rendered: list[RenderedConversation],
+    conversations: list[Any],
+    prompts: list[Any],
+    kwargs: dict[str, Any],
 ) -> list[Tensor]:
-    """The masks of the turns behind the prompt: a conversation has the spans of its prompt first."""
+    """Masks of the turns after the prompt: a conversation begins with the spans of its prompt."""
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
         if conversation[: len(prompt)] != prompt:
             raise ValueError(
@@ -135,42 +163,49 @@ def _conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = Fal
     column = read_column(td, key) if not isinstance(key, str) else td.get(key, None)
     if column is None and missing_ok:
         return None
-    from torchrl.data.llm import History
-
     if isinstance(column, list):
-        return [history_to_messages(_as_history(item, History, key)) for item in column]
-    nested = history_to_messages(_as_history(column, History, key))
+        return [history_to_messages(_as_history(item, key)) for item in column]
+    nested = history_to_messages(_as_history(column, key))
     for _ in range(td.batch_dims - 1):
         nested = [item for part in nested for item in part]
     return nested if td.batch_dims else [nested]
 
 
-def _as_history(value: Any, cls: type, key: NestedKey) -> Any:
+def _as_history(value: Any, key: NestedKey) -> Any:
+    from torchrl.data.llm import History
+
     if isinstance(value, TensorDictBase):
-        return cls._from_tensordict(value)  # type: ignore[attr-defined]
-    if not isinstance(value, cls):
-        raise TypeError(f"expected a torchrl History under {key!r}, found {type(value).__name__}")
+        return History._from_tensordict(value)
+    if not isinstance(value, History):
+        raise TypeError(f"expected a torchrl History under {key!r}, found {type(value).__name__}.")
     return value
+
+
+# ------------------------------------------------------------------ plain text
 
 
 def render_text(
     td: TensorDictBase,
     interface: ModelInterface,
-    *,
-    assistant_only: bool,
-    scope: str,
     options: TokenisingOptions,
+    *,
     key: NestedKey,
+    scope: Scope,
+    assistant_only: bool = True,
 ) -> tuple[Ragged, Tensor]:
-    """Tokenise the texts under ``key``; the assistant's part is what follows the prompt's text."""
-    tokenizer, _ = options.of(interface)
+    """Tokenise the texts under ``key``; the assistant's part is what follows the prompt's text.
+
+    Returns:
+        Token ids and the mask of the assistant's tokens; both ``[N]``.
+    """
+    tokenizer, _ = options.resolve(interface)
     if options.template_kwargs:
         raise ValueError(
             f"tokenizer_kwargs {sorted(options.template_kwargs)} belong to a chat template, and input_mode='text' renders "
             f"none: leave them out, or use input_mode='history'."
         )
     texts = _texts(read_column(td, key), td, key)
-    prompts = None
+    starts = [0] * len(texts)
     if assistant_only:
         prompt_key = sub_key(interface.text_key, "prompt")
         column = read_column(td, prompt_key)
@@ -181,31 +216,18 @@ def render_text(
                 + " Use input_mode='history', store sampled tokens, or set assistant_only=False."
             )
         prompts = _texts(column, td, prompt_key)
-    spans = []
-    for row, text in enumerate(texts):
-        start = 0 if prompts is None else _common_prefix(text, prompts[row], row)
-        spans.append([(start, len(text))] if start < len(text) else [])
+        starts = [_common_prefix(text, prompts[row], row) for row, text in enumerate(texts)]
+    spans = [[(start, len(text))] if start < len(text) else [] for text, start in zip(texts, starts, strict=True)]
     pairs = encode_with_mask(tokenizer, texts, spans)
     return _arrange(td, interface, options, [ids for ids, _ in pairs], [mask for _, mask in pairs])
 
 
 def _texts(column: Any, td: TensorDictBase, key: NestedKey) -> list[str]:
-    flat = list(_strings(column))
+    flat = list(leaves(column))
     if len(flat) != td.batch_size.numel() or not all(isinstance(text, str) for text in flat):
         kinds = sorted({type(text).__name__ for text in flat})
-        raise TypeError(f"expected {td.batch_size.numel()} strings under {key!r}, found {len(flat)} of type {kinds}")
+        raise TypeError(f"expected {td.batch_size.numel()} strings under {key!r}, found {len(flat)} of type {kinds}.")
     return flat
-
-
-def _strings(value: Any) -> Iterator[Any]:
-    """The leaves of non-tensor data, however TensorDict holds it: plain, wrapped, stacked."""
-    if is_non_tensor(value):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
-    else:
-        yield value
 
 
 def _common_prefix(text: str, prompt: str, row: int) -> int:
@@ -213,11 +235,14 @@ def _common_prefix(text: str, prompt: str, row: int) -> int:
         return len(prompt)
     start = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), min(len(text), len(prompt)))
     warnings.warn(
-        f"sequence {row}: the full text does not start with its prompt; they differ from character {start} on. What "
-        f"follows the common part counts as the assistant's.",
+        f"sequence {row}: the full text does not start with its prompt; they differ from character {start} on. The text "
+        f"after their common prefix is scored as the assistant's.",
         stacklevel=2,
     )
     return start
+
+
+# ------------------------------------------------------------------ layout
 
 
 def _arrange(
@@ -227,7 +252,7 @@ def _arrange(
     ids: list[Tensor],
     masks: list[Tensor],
 ) -> tuple[Ragged, Tensor]:
-    """Rows in the form that the model's settings ask for: padded, nested, or leaves of a lazy stack."""
+    """Rows in the layout that the model's settings request: padded, nested, or leaves of a lazy stack."""
     device = td.device or torch.device("cpu")
     rows = Ragged.from_list([row.to(device) for row in ids], td.batch_size)
     mask = torch.cat(masks).to(device).bool()

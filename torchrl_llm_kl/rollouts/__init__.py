@@ -1,0 +1,61 @@
+"""How a rollout's TensorDict is read and written: keys, tokens and masks, entries, rewards and denominators.
+
+``transforms``, ``advantages`` and ``losses`` stand on this layer side by side. It knows nothing of a model's inside, or of Ray.
+"""
+
+from __future__ import annotations
+
+from torchrl_llm_kl.rollouts._entries import (
+    MissingEntryError as MissingEntryError,
+    describe_entries as describe_entries,
+    find_key,
+    outcomes as outcomes,
+    per_sequence,
+    per_token,
+    read_result as read_result,
+    require_key,
+    sequence_ids_of as sequence_ids_of,
+    sequence_integers as sequence_integers,
+    sequence_sums as sequence_sums,
+)
+from torchrl_llm_kl.rollouts._keys import (
+    ATTENTION_MASK as ATTENTION_MASK,
+    TOKENS_FULL as TOKENS_FULL,
+    ModelInterface,
+    sub_key as sub_key,
+)
+from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions
+from torchrl_llm_kl.rollouts._response import ResponseTokens
+from torchrl_llm_kl.rollouts._rewards import (
+    RewardPlacement,
+    check_reward_placement as check_reward_placement,
+    read_denominators as read_denominators,
+    token_reward,
+    write_denominators as write_denominators,
+)
+from torchrl_llm_kl.rollouts._tokens import (
+    Located,
+    MaskingStrategy,
+    TokenReader as TokenReader,
+    assistant_mask as assistant_mask,
+    check_scope as check_scope,
+    first_difference as first_difference,
+    locate,
+)
+
+__all__ = [
+    "Located",
+    "MaskingStrategy",
+    "MissingEntryError",
+    "ModelInterface",
+    "ResponseTokens",
+    "RewardPlacement",
+    "Scope",
+    "TokenisingOptions",
+    "find_key",
+    "locate",
+    "per_sequence",
+    "per_token",
+    "require_key",
+    "token_reward",
+]

@@ -1,0 +1,339 @@
+"""Reading entries of a rollout: one lookup with one fallback, and values per sequence or per token.
+
+**The fallback.** TorchRL writes the results of a step under ``"next"``; data that was flattened, stored or built by hand often
+holds them at the root. Everything here that looks an entry up takes the key as given, and otherwise the same key on the other
+side of ``"next"``: ``("next", "reward")`` falls back to ``"reward"``, and ``"query"`` to ``("next", "query")``.
+
+Shapes: ``S`` sequences, ``N`` tokens of all sequences together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_non_tensor, unravel_key
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl.ragged import Dense, Ragged, read_column, read_node, read_ragged, same_rows, segment_sum
+from torchrl_llm_kl.rollouts._keys import ATTENTION_MASK, TOKENS_FULL
+
+# ------------------------------------------------------------------ lookup
+
+
+class MissingEntryError(KeyError):
+    """An entry that must be read is not in the data."""
+
+    def __str__(self) -> str:
+        # KeyError shows its message in quotes, with every quote inside escaped.
+        return str(self.args[0])
+
+
+def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
+    """``key`` if ``td`` holds it, else the key on the other side of ``"next"`` if it holds that, else None.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict(reward=torch.ones(2, 1), batch_size=[2])
+        >>> find_key(td, ("next", "reward")), find_key(td, "advantage")
+        ('reward', None)
+    """
+    path = unravel_key(key)
+    path = (path,) if isinstance(path, str) else path
+    other = path[1:] if path[0] == "next" else ("next", *path)
+    for candidate in filter(None, (path, other)):
+        if read_column(td, candidate) is not None:
+            return candidate if len(candidate) > 1 else candidate[0]
+    return None
+
+
+def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> NestedKey:
+    """:func:`find_key`, or a :class:`MissingEntryError` that begins with ``what`` and ends with ``advice``."""
+    found = find_key(td, key)
+    if found is None:
+        raise MissingEntryError(f"{what}: expected {key!r} in the TensorDict, found: {describe_entries(td)}. {advice}")
+    return found
+
+
+def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> Ragged | None:
+    """A variable-length entry of a step's result ``next_td``, else of the step ``td`` itself; ``[N]``."""
+    value = read_ragged(next_td, key)
+    return read_ragged(td, key) if value is None and next_td is not td else value
+
+
+def describe_entries(td: TensorDictBase) -> str:
+    """The entries of ``td``, for a message: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
+    next_td = read_node(td, "next")
+    return _names(td) + ("" if next_td is None else f"; in 'next': {_names(next_td)}")
+
+
+def _names(td: TensorDictBase) -> str:
+    names = {".".join(key[:2]) if isinstance(key, tuple) else key for key in td.keys(True) if key[0] != "next"}
+    parents = {name.split(".")[0] for name in names if "." in name}
+    return ", ".join(sorted(names - parents - {"next"})) or "nothing"
+
+
+# ------------------------------------------------------------------ one value per token
+
+
+def per_token(
+    td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None, *, fill: float = math.nan
+) -> Tensor:
+    """An entry at each token; ``[N]``.
+
+    One number per sequence is repeated for all of its tokens. Rows shorter than their tokens hold the response alone: they
+    begin with its first token.
+
+    Args:
+        td: the data, which holds ``key``.
+        key: the entry.
+        tokens: all tokens.
+        responses: True at response tokens; ``[N]``; None if unknown.
+
+    Keyword Args:
+        fill: for tokens that such a row does not cover.
+
+    Raises:
+        ValueError: if a row is longer than its tokens, holds several numbers per token, or cannot be placed.
+        TypeError: if the entry is no tensor.
+    """
+    whole = per_sequence(td, key)
+    if whole is not None:
+        return whole.to(tokens.values.device)[tokens.sequence_ids]
+    data = read_ragged(td, key)
+    assert data is not None
+    values = data.slots()
+    if values.ndim > 1:
+        if values[0].numel() != 1:
+            raise ValueError(f"{key!r} must hold one number per token, found rows of {tuple(values.shape[1:])} each.")
+        values = values.reshape(values.shape[0])
+    if data.num_sequences != tokens.num_sequences:
+        raise ValueError(f"{key!r} has {data.num_sequences} sequences, the tokens have {tokens.num_sequences}.")
+    if same_rows(data.container, tokens.container):
+        return values if tokens.keep is None else values[tokens.keep]
+    widths = data.container.row_lengths
+    if torch.equal(widths, tokens.lengths):
+        return values
+    if not values.is_floating_point() and values.dtype != torch.bool:
+        values = values.float()
+    slots_first = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
+    return _at_responses(values, widths, key, tokens, responses, fill, slots_first=slots_first)
+
+
+def _at_responses(
+    values: Tensor,
+    widths: Tensor,
+    key: NestedKey,
+    tokens: Ragged,
+    responses: Tensor | None,
+    fill: float,
+    *,
+    slots_first: bool,
+) -> Tensor:
+    """Align rows with the end of their sequence: its last token, or the last slot of a padded block."""
+    slots = Ragged(tokens.slots(), tokens.container.row_lengths, tokens.container)
+    ends = [(tokens, None), (slots, tokens.keep)]
+    for every, keep in ends[::-1] if slots_first else ends:
+        start = every.lengths - widths
+        if bool((start < 0).any()):
+            continue
+        if responses is not None:
+            where = responses if keep is None else torch.zeros_like(keep).index_put((keep,), responses)
+            first = _first_true(every, where)
+            all_but_the_first = bool((start == 1).all())  # log-probs of every token that has a prefix
+            if not all_but_the_first and not bool(((first == every.lengths) | (start == first)).all()):
+                continue
+        after = ~every.first(start)
+        out = values.new_full(after.shape, fill).masked_scatter(after, values)
+        return out if keep is None else out[keep]
+    too_long = widths > tokens.container.row_lengths
+    row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0
+    raise ValueError(
+        f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
+        f"{int(tokens.container.row_lengths[row])} tokens. Rows of the response alone must begin with its first token: pass "
+        "nested rows of exactly its length, or one value for each token of the sequence."
+    )
+
+
+def _first_true(tokens: Ragged, mask: Tensor) -> Tensor:
+    """The position of the first True of each sequence, its length if there is none; ``[S]``."""
+    position = torch.where(mask, tokens.positions, tokens.lengths[tokens.sequence_ids])
+    return tokens.lengths.scatter_reduce(0, tokens.sequence_ids, position, "amin")
+
+
+# ------------------------------------------------------------------ one value per sequence
+
+
+def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """An entry with one number per sequence; ``[S]``, or None if it has another shape."""
+    column = read_column(td, key)
+    if isinstance(column, list):
+        if not all(isinstance(leaf, Tensor) and leaf.numel() == 1 for leaf in column):
+            return None
+        return torch.stack([leaf.reshape(()) for leaf in column])
+    if not isinstance(column, Tensor):
+        raise TypeError(f"expected a tensor under {key!r}, found {type(column).__name__}.")
+    if column.is_nested or column.numel() != td.batch_size.numel():
+        return None
+    return column.reshape(-1)
+
+
+def sequence_sums(value: Any, rows: int, what: str) -> Tensor:
+    """The sum of each row's numbers, in float32 or wider, without graph; ``[S]``.
+
+    Args:
+        value: a column: one number per row, or several, padded, nested or as a list of rows.
+        rows: ``S``.
+        what: the entry, for messages.
+
+    Raises:
+        TypeError: if the column holds no tensors.
+        ValueError: if its numbers do not divide evenly among the rows.
+    """
+    if isinstance(value, list):
+        _check_tensors(value, what)
+        sizes = torch.tensor([row.numel() for row in value])
+        flat = _wide(torch.cat([row.reshape(-1) for row in value]))
+        return segment_sum(flat, sizes.to(flat.device))
+    _check_tensors([value], what)
+    if value.is_nested:
+        data = Ragged.from_nested(value)
+        value = data.like(_wide(data.values)).sum()
+    if value.numel() % rows:
+        raise ValueError(f"{what} has shape {tuple(value.shape)}: expected as many numbers for each of {rows} rows.")
+    return _wide(value).reshape(rows, -1).sum(-1)
+
+
+def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
+    """The outcome reward of each sequence, in float32 or wider; ``[S]``.
+
+    Args:
+        td: tells how many tokens each sequence has, and which of them are padding, where a reward is ignored.
+        value: the reward: one number per sequence, or one per token, which are added up.
+        what: the entry, for messages.
+
+    Raises:
+        TypeError: if the reward holds no tensors.
+        ValueError: if a sequence has several numbers, but not one for each of its tokens.
+    """
+    widths = _row_widths(value, td)
+    tokens = None if widths is None or all(width == 1 for width in widths) else _padded_tokens(td)
+    if tokens is None or widths is None:
+        return sequence_sums(value, td.batch_size.numel(), what)
+    expected = tokens.container.row_sizes
+    if widths != expected:
+        row = next(i for i, (a, b) in enumerate(zip(widths, expected, strict=True)) if a != b)
+        shape = tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else f"rows of {widths}"
+        raise ValueError(
+            f"{what} has shape {shape}: expected one number for each sequence, or one for each token; sequence {row} has "
+            f"{widths[row]} numbers and {expected[row]} tokens. Add up several rewards, with their weights, first."
+        )
+    rows = value if isinstance(value, list) else value.unbind() if value.is_nested else [value]
+    flat = torch.cat([row.reshape(-1) for row in rows])
+    if tokens.keep is not None:
+        flat = torch.where(tokens.keep.to(flat.device), flat, 0)
+    return sequence_sums(list(flat.split(expected)), len(expected), what)
+
+
+def _padded_tokens(td: TensorDictBase) -> Ragged | None:
+    tokens = read_ragged(td, TOKENS_FULL, ATTENTION_MASK)
+    if tokens is not None:
+        return tokens
+    mask = read_ragged(td, ATTENTION_MASK)
+    return None if mask is None else Ragged.from_slots(mask.slots(), mask.container, mask.slots().bool())
+
+
+def _row_widths(value: Any, td: TensorDictBase) -> list[int] | None:
+    """How many numbers each sequence has; None for what is no tensor, or does not divide among them."""
+    if isinstance(value, list):
+        return [row.numel() for row in value] if all(isinstance(row, Tensor) for row in value) else None
+    if not isinstance(value, Tensor):
+        return None
+    if value.is_nested:
+        return [row.numel() for row in value.unbind()]
+    rows = td.batch_size.numel()
+    return None if value.numel() % rows else [value.numel() // rows] * rows
+
+
+def sequence_integers(value: Any, rows: int, what: str) -> Tensor:
+    """One integer per row; int64 ``[S]``.
+
+    Raises:
+        TypeError: if the column holds no integer tensors.
+        ValueError: if it does not hold one integer per row.
+    """
+    values = value if isinstance(value, list) else [value]
+    _check_tensors(values, what)
+    flat = torch.cat([x.reshape(-1) for x in values])
+    if flat.is_floating_point() or flat.dtype == torch.bool:
+        raise TypeError(f"{what} must be of an integer dtype, found {flat.dtype}.")
+    if flat.numel() != rows:
+        raise ValueError(f"{what} must have one number for each of {rows} rows, found {flat.numel()} numbers.")
+    return flat.long()
+
+
+def sequence_ids_of(value: Any, rows: int, what: str) -> Tensor:
+    """A number per row, equal for rows with equal values; int64 ``[S]``.
+
+    Args:
+        value: a column of integers, one or several per row (a prompt's tokens, padded or nested), or of strings.
+        rows: ``S``.
+        what: the entry, for messages.
+
+    Raises:
+        TypeError: if the column holds neither integers nor strings.
+        ValueError: if it does not hold one value per row.
+    """
+    data = _as_rows(value, rows)
+    if data is not None:
+        if data.values.is_floating_point() or data.values.dtype == torch.bool:
+            raise TypeError(f"{what} must be integers or strings, found {data.values.dtype}.")
+        table = torch.cat([data.lengths.unsqueeze(1), data.to_padded()], 1)  # the length tells padding from a token 0
+        return torch.unique(table, dim=0, return_inverse=True)[1]
+    names = list(leaves(value))
+    if len(names) == 1:
+        names *= rows  # one for the whole batch
+    if len(names) != rows:
+        raise ValueError(f"{what} must have one value for each of {rows} rows, found {len(names)}.")
+    number: dict[Hashable, int] = {}
+    for name in names:
+        if not isinstance(name, (str, int, bytes)):
+            raise TypeError(f"{what} must be integers or strings, found {type(name).__name__}.")
+        number.setdefault(name, len(number))
+    return torch.tensor([number[name] for name in names])
+
+
+def _as_rows(value: Any, rows: int) -> Ragged | None:
+    """The numbers of each row in one dimension; None for what is no tensor."""
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            data = Ragged.from_nested(value)
+            return data.like(data.values.reshape(data.values.shape[0])) if data.values.ndim > 1 else data
+        return Ragged.from_padded(value.reshape(rows, -1)) if value.numel() else None
+    if isinstance(value, list) and all(isinstance(row, Tensor) for row in value):
+        return Ragged.from_list([row.reshape(-1) for row in value])
+    return None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The leaves of non-tensor data, however TensorDict holds it: plain, wrapped or stacked."""
+    if is_non_tensor(value):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def _check_tensors(values: list[Any], what: str) -> None:
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{what} must be a tensor, found {type(value).__name__}.")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return widen(x.detach())[0]

@@ -1,0 +1,104 @@
+"""Where a rollout's entries are: TorchRL's default keys, and those of a given model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tensordict import NestedKey
+
+TOKENS_FULL: NestedKey = ("tokens", "full")
+ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
+
+
+def sub_key(key: NestedKey, name: str) -> NestedKey:
+    """``(key, name)`` as one nested key."""
+    return (key, name) if isinstance(key, str) else (*key, name)
+
+
+@dataclass(frozen=True)
+class ModelInterface:
+    """Keys and tokenisation of a model. The defaults are those of a TorchRL wrapper with ``input_mode="tokens"``.
+
+    Args:
+        input_mode: what the model reads: ``"tokens"``, ``"text"`` or ``"history"``.
+        input_key: the entry it reads.
+        tokens_key: parent of the token entries ``full``, ``prompt`` and ``response``.
+        text_key: parent of the text entries.
+        masks_key: parent of ``all_attention_mask`` and ``all_assistant_mask``.
+        history_key: parent of the conversation entries.
+        attention_mask_key: a mask of padding outside ``masks_key``.
+        log_probs_key: parent of the log-prob entries.
+        in_keys: all entries the model reads.
+        pad_output: whether the model pads what it returns.
+        layout: of nested output, where it does not pad.
+        tokenizer: for text and conversations; None if there is none.
+        template_kwargs: the chat template's arguments.
+
+    Example:
+        >>> ModelInterface().tokens_full
+        ('tokens', 'full')
+    """
+
+    input_mode: str = "tokens"
+    input_key: NestedKey = TOKENS_FULL
+    tokens_key: NestedKey = "tokens"
+    text_key: NestedKey = "text"
+    masks_key: NestedKey = "masks"
+    history_key: NestedKey = "history"
+    attention_mask_key: NestedKey = "attention_mask"
+    log_probs_key: NestedKey = "log_probs"
+    in_keys: tuple[NestedKey, ...] = (TOKENS_FULL,)
+    pad_output: bool = False
+    layout: torch.layout = torch.strided
+    tokenizer: Any = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any) -> ModelInterface:
+        """Read the interface off a TorchRL wrapper; a bare transformers model has the defaults."""
+        known = getattr(model, "interface", None)  # of a model in another process
+        if isinstance(known, cls):
+            return known
+        if not hasattr(model, "input_mode"):
+            return cls()
+        # A policy that generates reads the prompt; it is scored on the "full" entry beside it.
+        generates = getattr(model, "generate", False) is True
+        input_key = model.input_key if hasattr(model, "input_key") else model.in_keys[0]
+        if generates and isinstance(input_key, tuple) and input_key[-1] == "prompt":
+            input_key = (*input_key[:-1], "full")
+
+        def given(*names: str) -> dict[str, Any]:
+            return {name: getattr(model, name) for name in names if getattr(model, name, None) is not None}
+
+        return cls(
+            input_mode=model.input_mode,
+            input_key=input_key,
+            in_keys=(input_key,) if generates else tuple(model.in_keys),
+            pad_output=bool(getattr(model, "pad_output", False)),
+            layout=getattr(model, "layout", None) or torch.strided,
+            tokenizer=getattr(model, "tokenizer", None),
+            template_kwargs=given("chat_template", "chat_template_name"),
+            **given("tokens_key", "text_key", "masks_key", "history_key", "attention_mask_key", "log_probs_key"),
+        )
+
+    @property
+    def tokens_full(self) -> NestedKey:
+        """The sampled tokens: the model's own input if it reads tokens."""
+        return self.input_key if self.input_mode == "tokens" else sub_key(self.tokens_key, "full")
+
+    @property
+    def prompt_tokens(self) -> NestedKey:
+        """The prompt's tokens, which tell where the response begins."""
+        return sub_key(self.tokens_key, "prompt")
+
+    @property
+    def assistant_mask(self) -> NestedKey:
+        """True at every token that the assistant produced."""
+        return sub_key(self.masks_key, "all_assistant_mask")
+
+    def with_history_key(self, key: NestedKey) -> ModelInterface:
+        """A copy that reads conversations from ``(key, "full")``, unless the model has an input key of its own."""
+        own = self.input_mode == "history" and self.input_key == sub_key(self.history_key, "full")
+        return replace(self, history_key=key, input_key=sub_key(key, "full") if own else self.input_key)

@@ -1,0 +1,108 @@
+"""The masked-in tokens of a batch as dense tensors, and back into the layout of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_finite, widen
+from torchrl_llm_kl.ragged import Ragged, segment_sum, write_ragged
+
+
+class ResponseTokens:
+    """Masked-in tokens, those of each sequence moved together: objectives and advantages see neither prompts nor padding.
+
+    Shapes: ``N`` tokens of all sequences, ``S`` sequences, ``T`` the most masked-in tokens of one sequence (at least 1).
+
+    Args:
+        tokens: the sequences; their layout is the one that :meth:`restore` and :meth:`write` produce.
+        mask: True at masked-in tokens; bool ``[N]``.
+
+    Attributes:
+        tokens: as given.
+        flat_mask: as given; ``[N]``.
+        mask: True where :meth:`gather` puts a token; bool ``[S, T]``.
+
+    Example:
+        >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
+        >>> response = ResponseTokens(tokens, torch.tensor([False, True, True, False, True]))
+        >>> response.gather(tokens.values).tolist()
+        [[8, 9], [6, 0]]
+        >>> response.scatter(response.gather(tokens.values)).tolist()
+        [0, 8, 9, 0, 6]
+    """
+
+    def __init__(self, tokens: Ragged, mask: Tensor) -> None:
+        self.tokens, self.flat_mask = tokens, mask
+        self.elements = mask.nonzero().squeeze(-1)
+        self.rows = tokens.sequence_ids[self.elements]
+        lengths = segment_sum(mask.long(), tokens.lengths)
+        first = lengths.cumsum(0) - lengths
+        self.columns = torch.arange(self.elements.numel(), device=mask.device) - first[self.rows]
+        width = int(lengths.max().clamp(min=1))
+        self.mask = torch.arange(width, device=mask.device) < lengths.unsqueeze(-1)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the mask is empty."""
+        return self.elements.numel() == 0
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Values per token ``[N]`` at the masked-in ones; ``[S, T]``, 0 elsewhere."""
+        return values.new_zeros(self.mask.shape).index_put((self.rows, self.columns), values[self.elements])
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`gather`: ``[S, T]`` to ``[N]``, 0 at all other tokens."""
+        flat = values.new_zeros(self.tokens.values.shape[0])
+        return flat.index_put((self.elements,), values[self.rows, self.columns])
+
+    def broadcast(self, per_sequence: Tensor) -> Tensor:
+        """A number per sequence ``[S]`` at each of its masked-in tokens; ``[N]``, 0 at all others."""
+        return torch.where(self.flat_mask, per_sequence[self.tokens.sequence_ids], 0)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of ``values [N]`` over the masked-in tokens of each sequence; ``[S]``, 0 for a sequence without any."""
+        kept = torch.where(self.flat_mask, widen(values)[0], 0)
+        return self.tokens.like(kept).sum() / self.tokens.like(self.flat_mask).sum().clamp(min=1)
+
+    def restore(self, values: Tensor) -> Tensor | list[Tensor]:
+        """``[S, T]`` in the layout of the tokens, 0 elsewhere.
+
+        One value per sequence ``[S, 1]`` comes back in the shape of the batch, one per pair of sequences ``[P, 1]`` as ``[P]``.
+        """
+        if values.shape != self.mask.shape:
+            shape = self.tokens.container.batch_shape
+            return values.reshape(shape) if values.numel() == shape.numel() else values.squeeze(-1)
+        return self.tokens.like(self.scatter(values)).restore()
+
+    def write(self, td: TensorDictBase, key: NestedKey, values: Tensor) -> TensorDictBase:
+        """Store ``values [N]`` as ``[*B, T, 1]`` in the layout of the tokens; returns what takes the place of ``td``."""
+        return write_ragged(td, key, self.tokens.like(values.unsqueeze(-1)).slots(), self.tokens.container)
+
+    def check_finite(
+        self,
+        named: Mapping[str, Tensor],
+        *,
+        ignore: Tensor | None = None,
+        advice: str = "Mask the token, or fix the entry.",
+    ) -> None:
+        """Raise a ValueError that names the first NaN or infinite masked-in number, its sequence and its position.
+
+        Args:
+            named: ``[S, T]`` each; the keys name them in the message. Integers pass.
+
+        Keyword Args:
+            ignore: bool ``[S, T]``: True at tokens whose numbers are not used.
+            advice: ends the message.
+        """
+        floats = {name: x for name, x in named.items() if x.is_floating_point() and x.shape == self.mask.shape}
+        read = self.mask if ignore is None else self.mask & ~ignore
+        check_finite(floats, read=read, place=self._place, advice=advice)
+
+    def _place(self, at: int) -> str:
+        row, column = divmod(at, self.mask.shape[1])
+        element = self.elements[(self.rows == row) & (self.columns == column)][0]
+        return f"sequence {row}, position {int(self.tokens.positions[element])}"

@@ -1,0 +1,163 @@
+"""Rewards per token, and the denominators of a whole batch beside its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl.ragged import Ragged, read_column, read_node
+from torchrl_llm_kl.rollouts._keys import sub_key
+
+# ------------------------------------------------------------------ rewards
+
+#: Where an outcome reward goes: on the last response token, or on every token.
+RewardPlacement = Literal["last", "broadcast"]
+
+
+def check_reward_placement(value: str) -> RewardPlacement:
+    """Return ``value`` if it is a placement, else raise a ValueError."""
+    if value not in get_args(RewardPlacement):
+        raise ValueError(f"reward_placement must be one of {get_args(RewardPlacement)}, got {value!r}.")
+    return value  # type: ignore[return-value]
+
+
+def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Ragged:
+    """The reward of each token: an outcome is placed, a reward per token stays where it is.
+
+    Args:
+        reward: None (0), an outcome per sequence (``[*B]``, ``[*B, 1]``, ``[*B, 1, 1]``), or a reward per token
+            (``[*B, T, 1]``, dense or nested, or a list of rows).
+        like: the sequences, with any value per token.
+        mask: the response tokens; ``[N]``, None for all.
+        placement: ``"last"``: an outcome goes to the last response token of its sequence (the last token of a sequence that
+            has none), so that token rewards sum to it; ``"broadcast"``: to every token, as torchrl does.
+
+    Returns:
+        ``[N, 1]``, float32 or wider.
+
+    Raises:
+        ValueError: if the reward fits neither the sequences nor the tokens.
+
+    Example:
+        >>> like = Ragged.from_list([torch.zeros(2), torch.zeros(3)])
+        >>> token_reward(torch.tensor([1.0, -1.0]), like, None, "last").values.squeeze(-1).tolist()
+        [0.0, 1.0, 0.0, 0.0, -1.0]
+    """
+    if reward is None:
+        return like.like(like.values.new_zeros(like.values.shape[0], 1))
+    flat, counts = _flatten(reward, like)
+    sizes = like.container.row_sizes
+    flat = widen(flat.to(like.values.device))[0]
+    if counts == [1] * len(sizes):
+        values = _place(flat, like, mask, placement)
+    elif counts == sizes:
+        values = flat if like.keep is None else flat[like.keep]
+    else:
+        found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
+        raise ValueError(
+            f"The rewards have shape {found} but the kl has {sizes} tokens per sequence. The rewards should have "
+            f"one number for each sequence, or one more dimension than the KL: [*B, T, 1], one number for each token."
+        )
+    return like.like(values.unsqueeze(-1))
+
+
+def _flatten(reward: Any, like: Ragged) -> tuple[Tensor, list[int]]:
+    """All numbers of a reward, and how many each sequence has."""
+    if isinstance(reward, list):
+        try:
+            flat = torch.cat(reward)
+        except RuntimeError:  # scalars
+            flat = torch.cat([row.reshape(-1) for row in reward])
+        return flat.reshape(-1), [row.numel() for row in reward]
+    if not isinstance(reward, Tensor):
+        raise TypeError(f"expected the reward to be a tensor, found {type(reward).__name__}.")
+    if reward.is_nested:
+        data = Ragged.from_nested(reward)
+        slots = data.slots()
+        features = slots.shape[1:].numel()
+        return slots.reshape(-1), [size * features for size in data.container.row_sizes]
+    sequences = like.num_sequences
+    per_sequence = reward.numel() // max(sequences, 1)
+    if reward.numel() != per_sequence * sequences:
+        raise ValueError(
+            f"The rewards have shape {tuple(reward.shape)}: expected one or more for each of {sequences} sequences."
+        )
+    return reward.reshape(-1), [per_sequence] * sequences
+
+
+def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Tensor:
+    if placement == "broadcast":
+        return outcome[like.sequence_ids]
+    empty = (like.lengths == 0) & (outcome != 0)
+    if bool(empty.any()):
+        row = int(empty.nonzero()[0])
+        raise ValueError(
+            f"sequence {row} has no token to hold its reward of {float(outcome[row]):g}: drop empty sequences first."
+        )
+    last = like.offsets[1:] - 1
+    if mask is not None:
+        last = _last_true(like, mask, last)
+    used = like.lengths > 0
+    return outcome.new_zeros(like.values.shape[0]).index_put((last[used],), outcome[used])
+
+
+def _last_true(like: Ragged, mask: Tensor, otherwise: Tensor) -> Tensor:
+    """The last element of each sequence where the mask is True, ``otherwise`` where it is nowhere; ``[S]``."""
+    count = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[like.offsets]  # of True before each end
+    found = count[1:] > count[:-1]
+    where = mask.nonzero().squeeze(-1)
+    return otherwise.index_put((found,), where[count[1:][found] - 1])
+
+
+# ------------------------------------------------------------------ denominators
+
+
+def write_denominators(td: TensorDictBase, key: NestedKey, counts: Mapping[tuple[str, str], Tensor]) -> None:
+    """Store the counts of a whole batch beside each of its rows, so that they travel with any part of it.
+
+    Args:
+        td: the batch.
+        key: parent of the entries ``<name>/<mode>``.
+        counts: 0-dim, by name of the term and aggregation mode.
+    """
+    for (name, mode), value in counts.items():
+        td.set(sub_key(key, f"{name}/{mode}"), value.expand(td.batch_size).clone())
+
+
+def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[str, str]]) -> dict[str, Tensor] | None:
+    """The counts that :func:`write_denominators` stored, by name of the term; None if there are none.
+
+    Args:
+        td: any rows of the batch.
+        key: parent of the entries.
+        terms: name and aggregation mode of each term.
+
+    Raises:
+        ValueError: if the rows come from batches that were counted apart, or were counted for another loss.
+    """
+    node = read_node(td, key) if isinstance(key, str) else td.get(key, None)
+    stored = set() if node is None else set(node.keys())
+    if not stored:
+        return None
+    out: dict[str, Tensor] = {}
+    for name, mode in terms:
+        entry = f"{name}/{mode}"
+        if entry not in stored:
+            raise ValueError(
+                f"the batch was counted for {', '.join(sorted(stored))} but not for {entry}: count it with this loss."
+            )
+        column = read_column(td, sub_key(key, entry))
+        assert column is not None
+        values = torch.stack(column).flatten() if isinstance(column, list) else column.flatten()
+        if values.device.type == "cpu" and values.numel() and bool((values != values[0]).any()):
+            raise ValueError(
+                f"rows of batches that were counted apart: found denominators {values.unique().tolist()} of {name}. Put the "
+                f"batch of one optimiser step together first, then count it."
+            )
+        out[name] = values[0]
+    return out

@@ -1,0 +1,376 @@
+"""Which tokens of a rollout are scored: the sampled ones, and which of them the assistant produced.
+
+Sampled tokens come first. They are what the policy produced, and the rollout's bookkeeping (where the prompt ended) tells what
+the assistant said without a template. Text and conversations are rendered only when the data holds no tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged, same_rows
+from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries
+from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
+from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
+
+#: torchrl's names. ``sft``: the response of each step; ``rlhf``: everything the assistant said; ``generic``: all tokens with a
+#: prefix.
+MaskingStrategy = Literal["sft", "rlhf", "generic"]
+
+
+def check_scope(scope: str) -> Scope:
+    """Return ``scope`` if it is ``"turn"`` or ``"full"``, else raise a ValueError."""
+    if scope not in get_args(Scope):
+        raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}.")
+    return scope  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """Token ids in the layout of the data, and which of them are scored.
+
+    Args:
+        tokens: token ids; ``[N]``.
+        mask: True at tokens to score; ``[N]``. Never the first token of a sequence.
+        source: the entry that the tokens come from.
+        sampled: False if the tokens were rendered from text.
+    """
+
+    tokens: Ragged
+    mask: Tensor
+    source: NestedKey
+    sampled: bool
+
+
+def locate(
+    td: TensorDictBase,
+    interface: ModelInterface | None = None,
+    *,
+    assistant_only: bool = True,
+    scope: Scope = "turn",
+    options: TokenisingOptions | None = None,
+) -> Located:
+    """Find the tokens of a step or a conversation, and the mask of those to score.
+
+    Args:
+        td: the step, of any batch size.
+        interface: keys and tokenisation of the model; TorchRL's defaults if None.
+
+    Keyword Args:
+        assistant_only: only what the assistant produced; otherwise every token that has a prefix.
+        scope: ``"turn"``: the response of this step; ``"full"``: the assistant's earlier turns too.
+        options: for text and conversations.
+
+    Raises:
+        KeyError: if there is nothing to score.
+        ValueError: if the assistant's tokens cannot be told from the prompt.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
+        >>> locate(TensorDict(tokens=tokens, batch_size=[1])).mask.tolist()
+        [False, False, True, True]
+    """
+    interface = ModelInterface() if interface is None else interface
+    options = TokenisingOptions() if options is None else options
+    key = interface.tokens_full
+    tokens = _read_tokens(td, key, interface)
+    if tokens is not None:
+        mask = _mask_of_sampled(td, tokens, interface, scope, options) if assistant_only else None
+        after_first = tokens.positions > 0
+        return Located(tokens, after_first if mask is None else mask & after_first, key, sampled=True)
+    source = _text_source(td, interface, options)
+    if source is None:
+        expected = sorted({str(key), str(interface.input_key)})
+        raise MissingEntryError(
+            f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found: {describe_entries(td)}. Run the "
+            f"policy first, or give the model the `input_key` that holds the data."
+        )
+    kind, key = source
+    render = render_history if kind == "history" else render_text
+    tokens, mask = render(td, interface, options, key=key, scope=scope, assistant_only=assistant_only)
+    return Located(tokens, mask & (tokens.positions > 0), key, sampled=False)
+
+
+def _read_tokens(td: TensorDictBase, key: NestedKey, interface: ModelInterface) -> Ragged | None:
+    attention = sub_key(interface.masks_key, "all_attention_mask")
+    mask_key = attention if has_entry(td, attention) else interface.attention_mask_key
+    tokens = read_ragged(td, key, mask_key)
+    if tokens is not None and tokens.values.is_floating_point():
+        raise TypeError(f"expected integer token ids under {key!r}, found {tokens.values.dtype}.")
+    return tokens
+
+
+def _text_source(
+    td: TensorDictBase, interface: ModelInterface, options: TokenisingOptions
+) -> tuple[str, NestedKey] | None:
+    """The model's own input if it is text or a history; with a tokenizer, any the data has."""
+    candidates = [(interface.input_mode, interface.input_key)]
+    if options.can_tokenise(interface):
+        candidates += [
+            ("history", sub_key(interface.history_key, "full")),
+            ("text", sub_key(interface.text_key, "full")),
+        ]
+    return next(((kind, key) for kind, key in candidates if kind != "tokens" and has_entry(td, key)), None)
+
+
+# ------------------------------------------------------------------ the assistant's tokens
+
+
+def _mask_of_sampled(
+    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, scope: Scope, options: TokenisingOptions
+) -> Tensor:
+    """The assistant's tokens: by the data's mask, else the prompt's length, else by rendering the conversation; ``[N]``."""
+    given = _given_mask(td, tokens, interface)
+    response = response_mask(td, tokens, interface)
+    if given is not None:
+        mask = given if response is None or scope == "full" else given & response
+        _check_given(mask, response, tokens, interface)
+        return mask
+    if response is not None:
+        return response if scope == "turn" else _with_earlier_turns(td, tokens, response, interface, options)
+    rendered = _mask_of_history(td, tokens, interface, options)
+    if rendered is None:
+        raise ValueError(
+            f"cannot tell which tokens the assistant produced: found {interface.tokens_full!r}, but neither "
+            f"{interface.prompt_tokens!r} nor {interface.assistant_mask!r} nor a history that renders to these tokens. Add "
+            f"one of them, or set assistant_only=False."
+        )
+    return rendered
+
+
+def assistant_mask(
+    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, *, every: Ragged | None = None
+) -> Tensor | None:
+    """The assistant's tokens of a step by its mask and its prompt's length; ``[N]``, or None if the data has neither.
+
+    Args:
+        td: the step.
+        tokens: the sequences, without padding.
+        interface: where mask and prompt are.
+
+    Keyword Args:
+        every: see :func:`response_mask`.
+    """
+    given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface, every=every)
+    if given is None or response is None:
+        return response if given is None else given
+    return given & response
+
+
+def response_mask(
+    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, *, every: Ragged | None = None
+) -> Tensor | None:
+    """True after the prompt; ``[N]``, or None if the data has no prompt tokens.
+
+    The prompt may be padded as the whole sequence is (its slots are then the first ones of the sequence), or hold its own
+    tokens alone.
+
+    Args:
+        td: the step.
+        tokens: the sequences, without padding.
+        interface: where the prompt is.
+
+    Keyword Args:
+        every: the sequences with the ids of their padding, which a padded prompt has too; read from ``td`` if None.
+
+    Raises:
+        ValueError: if a sampled sequence does not start with its prompt.
+    """
+    key = interface.prompt_tokens
+    prompt = read_ragged(td, key)
+    if prompt is None or prompt.num_sequences != tokens.num_sequences:
+        return None
+    widths = prompt.container.row_lengths
+    every = read_ragged(td, interface.tokens_full) if every is None else every
+    assert every is not None
+    too_long = widths > every.lengths
+    if bool(too_long.any()):
+        row = int(too_long.nonzero()[0])
+        raise ValueError(
+            f"sequence {row}: {key!r} has {int(widths[row])} tokens, more than the {int(every.lengths[row])} of the "
+            f"whole sequence. A rollout's full tokens are prompt + response: pass both from the same step."
+        )
+    in_prompt = every.first(widths)
+    if torch.equal(prompt.slots(), every.values[in_prompt]):
+        return ~in_prompt if tokens.keep is None else ~in_prompt[tokens.keep]
+    if tokens.keep is not None and bool((widths <= tokens.lengths).all()):
+        first = tokens.first(widths)
+        if torch.equal(prompt.slots(), tokens.values[first]):
+            return ~first
+    differs = torch.zeros_like(in_prompt)
+    differs[in_prompt] = prompt.slots() != every.values[in_prompt]
+    at = int(differs.nonzero()[0])
+    row, position = int(every.sequence_ids[at]), int(every.positions[at])
+    raise ValueError(
+        f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}. Pad both the same way, "
+        f"or neither; and if pad_token == eos_token, give the tokenizer a pad token of its own: torchrl drops end tokens "
+        f"from unpadded sequences."
+    )
+
+
+def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
+    """The data's own assistant mask at the kept tokens; ``[N]``."""
+    key = interface.assistant_mask
+    found = read_ragged(td, key)
+    if found is None:
+        return None
+    if not same_rows(tokens.container, found.container):
+        raise ValueError(
+            f"{key!r} must have the length of the tokens: found row lengths {found.container.row_sizes}, "
+            f"expected {tokens.container.row_sizes}."
+        )
+    slots = found.slots().bool()
+    return slots if tokens.keep is None else slots[tokens.keep]
+
+
+def _check_given(mask: Tensor, response: Tensor | None, tokens: Ragged, interface: ModelInterface) -> None:
+    """Refuse a mask that is False throughout a sequence in which the assistant spoke: it would silently score nothing."""
+    spoken = tokens.lengths > 0 if response is None else tokens.like(response.long()).sum() > 0
+    empty = spoken & (tokens.like(mask.long()).sum() == 0)
+    if bool(empty.any()):
+        template = interface.template_kwargs.get("chat_template_name")
+        template = template or getattr(interface.tokenizer, "chat_template", None)
+        raise ValueError(
+            f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere"
+            f"{'' if response is None else ' in its response'}: the template "
+            f"{repr(str(template)[:60]) if template else '(unknown)'} marked no assistant turn. Remove the mask entry to use "
+            f"the rollout's own bookkeeping, or mask with this package's render_conversations; a conversation without "
+            f"assistant turns needs assistant_only=False."
+        )
+
+
+def _mask_of_history(
+    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, options: TokenisingOptions
+) -> Tensor | None:
+    """The template's mask of ``history.full``, if that renders to exactly these tokens."""
+    key = sub_key(interface.history_key, "full")
+    if not options.can_tokenise(interface) or not has_entry(td, key):
+        return None
+    rendered, mask = render_history(td, interface, options, scope="full", key=key)
+    return mask if first_difference(rendered, tokens) is None else None
+
+
+def _with_earlier_turns(
+    td: TensorDictBase, tokens: Ragged, response: Tensor, interface: ModelInterface, options: TokenisingOptions
+) -> Tensor:
+    """The response and the assistant turns inside the prompt, found by rendering the prompt's history."""
+    key = sub_key(interface.history_key, "prompt")
+    if not options.can_tokenise(interface) or not has_entry(td, key):
+        raise ValueError(
+            f"scope='full' scores the assistant turns inside the prompt too, and the data does not tell where they are: "
+            f"found neither {interface.assistant_mask!r} nor {key!r} with a tokenizer. Add one of them, or use scope='turn'."
+        )
+    rendered, mask = render_history(td, interface, options, scope="full", key=key, add_generation_prompt=True)
+    in_prompt = ~response
+    lengths = tokens.like(in_prompt.long()).sum()
+    prompt = Ragged.from_list(list(tokens.values[in_prompt].split(lengths.tolist())))
+    difference = first_difference(rendered, prompt)
+    if difference is not None:
+        raise ValueError(
+            f"scope='full': rendering {key!r} again produces other tokens than the prompt that was sampled from, first at "
+            f"sequence {difference[0]}, position {difference[1]}. Use scope='turn', or store {interface.assistant_mask!r}."
+        )
+    out = response.clone()
+    out[in_prompt] = mask
+    return out
+
+
+def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
+    """Sequence and position of the first token in which two sets of sequences differ; None if they are equal."""
+    if torch.equal(a.lengths, b.lengths) and torch.equal(a.values, b.values):
+        return None
+    for row, (x, y) in enumerate(zip(a.to_list(), b.to_list(), strict=True)):
+        n = min(len(x), len(y))
+        different = (x[:n] != y[:n]).nonzero()
+        if len(different) or len(x) != len(y):
+            return row, int(different[0]) if len(different) else n
+    return None
+
+
+# ------------------------------------------------------------------ what a loss trains on
+
+
+@dataclass(frozen=True)
+class TokenReader:
+    """Reads the tokens and the mask of a masking strategy from rollouts.
+
+    Args:
+        interface: keys and tokenisation of the model.
+        strategy: which tokens are masked in.
+    """
+
+    interface: ModelInterface
+    strategy: MaskingStrategy
+
+    @classmethod
+    def of(cls, model: Any, tokens_key: NestedKey, strategy: MaskingStrategy) -> TokenReader:
+        """For a model, and the entry that holds the tokens."""
+        check_choice(get_args(MaskingStrategy), masking_strategy=strategy)
+        interface = ModelInterface.of(model)
+        if tokens_key == TOKENS_FULL:
+            return cls(interface, strategy)
+        if interface.input_mode == "tokens":
+            return cls(replace(interface, input_key=tokens_key), strategy)
+        if not isinstance(tokens_key, tuple) or tokens_key[-1] != "full":
+            raise ValueError(
+                f"an actor of input_mode={interface.input_mode!r} needs the whole sequences under (..., 'full'), got "
+                f"the key {tokens_key!r}."
+            )
+        parent = tokens_key[0] if len(tokens_key) == 2 else tokens_key[:-1]
+        return cls(replace(interface, tokens_key=parent), strategy)
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """The entry that the strategy needs beside the tokens."""
+        mask = {"sft": [self.interface.prompt_tokens], "rlhf": [self.interface.assistant_mask], "generic": []}
+        return list(mask[self.strategy])
+
+    def with_batch_dims(self, td: TensorDictBase) -> TensorDictBase:
+        """``td`` with the tokens' own dimension outside its batch size.
+
+        ``dispatch`` builds a TensorDict whose batch size is all that the keyword arguments have in common: the tokens' own
+        dimension too, if each has it.
+        """
+        tokens = read_column(td, self.interface.tokens_full)
+        if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.ndim == td.batch_dims > 0:
+            td = td.copy()
+            td.batch_size = td.batch_size[:-1]
+        return td
+
+    def locate(self, td: TensorDictBase) -> Located:
+        """The tokens, and the mask of the strategy."""
+        return locate(
+            td,
+            self.interface,
+            assistant_only=self.strategy != "generic",
+            scope="full" if self.strategy == "rlhf" else "turn",
+        )
+
+    def without_unscored(self, mask: Tensor, old: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
+        """Drop first generated tokens whose log-prob the sampler never computed; ``[N]``.
+
+        torchrl's wrappers store exactly 0 for the first token they generate, at the root. The first token of a row with other
+        log-probs is dropped if its own is exactly 0; if it really had probability 1, it has no gradient anyway.
+        """
+        if isinstance(key, tuple) and key[0] == "next":  # written by a transform, which scores every token
+            return mask
+        before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
+        first = mask & (~before | (tokens.positions == 0))
+        scored = tokens.like((mask & (old != 0)).long()).sum() > 0
+        unscored = first & (old == 0) & scored[tokens.sequence_ids]
+        if bool(unscored.any()):
+            warnings.warn(
+                f"{key!r} holds exactly 0 for the first generated token of {int(unscored.sum())} responses: torchrl's "
+                "wrappers never compute it. Those tokens are left out of the loss; RetrieveKL and RetrieveLogProb score "
+                "every token.",
+                stacklevel=4,
+            )
+        return mask & ~unscored
