@@ -13,8 +13,12 @@ __all__ = ["Hyperparameters", "Registry", "UnknownNameError", "did_you_mean"]
 T = TypeVar("T")
 
 
-class UnknownNameError(ValueError):
+class UnknownNameError(KeyError, ValueError):
     """A name that is not registered; the message lists the known names and suggests the nearest one."""
+
+    def __str__(self) -> str:
+        # KeyError shows its message in quotes, with every quote inside escaped.
+        return str(self.args[0])
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
