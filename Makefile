@@ -1,4 +1,4 @@
-# Every target works on a machine that has only Python 3.10+ with venv and pip, and make.
+# Requirements of every target: make, and Python 3.10+ with venv and pip.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,36 +9,36 @@ READY := $(VENV)/.ready
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-setup: $(READY)  ## Make .venv with everything
+setup: $(READY)  ## Create .venv with all dependencies
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
 	touch $@
 
-demo: $(READY)  ## Train a small model on Countdown with the KL held at a target; writes runs/demo
+demo: $(READY)  ## Train a small model on Countdown, with the KL held at a target; writes runs/demo
 	$(BIN)/python tutorials/countdown_grpo.py $(ARGS)
 
-demo-ray: $(READY)  ## The same with one reference for four collectors over Ray, killed halfway; writes runs/ray
+demo-ray: $(READY)  ## Run the demo with four collectors that share one Ray reference, killed halfway; writes runs/ray
 	$(BIN)/python tutorials/ray_shared_reference.py $(ARGS)
 
-test: $(READY)  ## Run the tests
+test: $(READY)  ## Run the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
-test-slow: $(READY)  ## Run the tests that take minutes
+test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-mutants: $(READY)  ## Break the maths in one place at a time: does a test fail? Takes minutes
+mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (minutes)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
-# Waiting threads sleep: ones that spin keep those they wait for off the cores of a machine that others use.
-bench: $(READY)  ## Compare with torchrl on the same work, in turns; writes benchmarks/RESULTS.md
+# On a shared machine, set OMP_WAIT_POLICY=passive: spinning threads keep the ones they wait for off the cores.
+bench: $(READY)  ## Compare speed and memory with torchrl on the CPU; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks run $(ARGS)
 
-bench-gpu: $(READY)  ## The same on a CUDA device; writes benchmarks/cuda/RESULTS.md
+bench-gpu: $(READY)  ## Compare speed and memory with torchrl on a CUDA device; writes benchmarks/cuda/RESULTS.md
 	$(BIN)/python -m benchmarks run --device cuda $(ARGS)
 
-bench-ray: $(READY)  ## Compare the Ray service with torchrl's, and say how many replicas collectors need; writes benchmarks/RAY.md
+bench-ray: $(READY)  ## Compare the Ray service with torchrl's and count the replicas needed; writes benchmarks/RAY.md
 	$(BIN)/python -m benchmarks.ray run $(ARGS)
 
 lint: $(READY)  ## Check style and formatting
@@ -48,10 +48,10 @@ lint: $(READY)  ## Check style and formatting
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
-docs: $(READY)  ## Write the generated tables of docs/ again
+docs: $(READY)  ## Regenerate the tables in docs/
 	$(BIN)/python docs/build_estimator_table.py
 	$(BIN)/python docs/build_chat_template_table.py
 	$(BIN)/python docs/build_algorithm_table.py
 
-clean:  ## Remove .venv and what runs have written
+clean:  ## Remove .venv, runs and caches
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

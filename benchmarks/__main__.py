@@ -28,7 +28,7 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
 
 class Device(str, Enum):
-    """Where to run."""
+    """Where the models run."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -41,31 +41,33 @@ class Weights(str, Enum):
     bfloat16 = "bfloat16"
 
 
-Out = Annotated[Path | None, typer.Option(help="Where results go; by default this folder, runs/bench for quick runs.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder of the results. Default: benchmarks, or runs/bench for quick runs.")
+]
 
 
 @app.command()
 def run(
-    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(WORKLOADS)}; may be repeated.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each contender; the median counts.")] = 3,
-    quick: Annotated[bool, typer.Option(help="The smallest sizes, to see that everything works.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(WORKLOADS)}; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per contender; the result is their median.")] = 3,
+    quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
     device: Annotated[Device, typer.Option()] = Device.cpu,
-    dtype: Annotated[Weights, typer.Option(help="Of the weights.")] = Weights.float32,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of torch; by default as many as torch takes.")] = None,
+    dtype: Annotated[Weights, typer.Option(help="Dtype of the weights.")] = Weights.float32,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads. Default: torch's own.")] = None,
     out: Out = None,
 ) -> None:
-    """Measure, and write results.json, RESULTS.md and results.png.
+    """Measure; write results.json, RESULTS.md and results.png.
 
-    With --only the other results in results.json stay, if they were measured in the same place.
+    With --only, the other results in results.json are kept if they come from the same machine, versions and settings.
     """
     console = Console()
     if device is Device.cuda and not torch.cuda.is_available():
-        console.print("--device cuda: torch finds no CUDA device here. Run `make bench` for the comparison on the CPU.")
+        console.print("--device cuda: torch found no CUDA device. Run `make bench` for the comparison on the CPU.")
         raise typer.Exit(1)
     if threads is not None:
         torch.set_num_threads(threads)
     warnings.filterwarnings("ignore")
-    warnings.filterwarnings("default", message=".*LogProbScorer")  # a slower path would be news
+    warnings.filterwarnings("default", message=".*LogProbScorer")  # show if a scorer takes a slower path
     settings = Settings(repeats, quick, torch.device(device.value), getattr(torch, dtype.value))
     asked = [_known(name) for name in only or WORKLOADS]
     folder = out or _default_folder(settings)
@@ -78,7 +80,9 @@ def run(
     )
     earlier = Run.load(folder) if only and (folder / RESULTS).exists() else None
     if earlier is not None and not earlier.same_place(empty):
-        raise typer.BadParameter(f"{folder / RESULTS} was measured otherwise: give another --out, or run all")
+        raise typer.BadParameter(
+            f"{folder / RESULTS} has other settings, versions or another machine: pass another --out, or run all."
+        )
     names = [name for name in asked if device is Device.cpu or WORKLOADS[name].cuda]
     done = _measure(names, settings, empty, console)
     _write(done if earlier is None else earlier.updated(done), folder, console)
@@ -86,16 +90,16 @@ def run(
 
 @app.command()
 def render(out: Out = None) -> None:
-    """Write RESULTS.md and results.png again from results.json."""
+    """Rewrite RESULTS.md and results.png from results.json."""
     folder = out or HERE
     if not (folder / RESULTS).exists():
-        raise typer.BadParameter(f"no {RESULTS} in {folder}: run first")
+        raise typer.BadParameter(f"no {RESULTS} in {folder}: run the benchmark first.")
     _write(Run.load(folder), folder, Console())
 
 
 def _known(name: str) -> str:
     if name not in WORKLOADS:
-        raise typer.BadParameter(f"no workload {name!r}: expected one of {', '.join(WORKLOADS)}")
+        raise typer.BadParameter(f"no workload {name!r}: expected one of {', '.join(WORKLOADS)}.")
     return name
 
 
@@ -106,7 +110,7 @@ def _measure(names: list[str], settings: Settings, empty: Run, console: Console)
         task = progress.add_task("", total=len(names))
         for name in names:
             workload = WORKLOADS[name]
-            progress.update(task, description=f"{name}: do both agree?")
+            progress.update(task, description=f"{name}: check agreement")
             told = replace(settings, on_run=lambda who, name=name: progress.update(task, description=f"{name}: {who}"))
             targets = workload.targets if settings.device.type == "cpu" else Targets()
             results.append(Result(name, workload.title, targets, workload.measure(told)))

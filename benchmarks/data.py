@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_llm_kl import Ragged
 
-# openai/grade-school-math (MIT), when the file is at hand; made-up lengths of the same distribution otherwise.
+# openai/grade-school-math (MIT) if the file exists, else random tokens with similar lengths.
 _SHARED = Path(__file__).parents[2] / "shared" / "data"
 REAL_ANSWERS = Path(os.environ.get("KL_BENCH_DATA", _SHARED)) / "gsm8k_model_solutions.jsonl"
 
@@ -34,7 +34,7 @@ class Batch:
         return sum(len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True))
 
     def padded(self, device: torch.device | None = None) -> TensorDictBase:
-        """As a rollout of a policy with ``pad_output=True``: prompts padded on the left, responses on the right."""
+        """The batch as a rollout with ``pad_output=True``: prompts padded on the left, responses on the right."""
         prompt = _pad(self.prompts, left=True)
         response = _pad(self.responses, left=False)
         in_prompt = _pad([torch.ones_like(p) for p in self.prompts], left=True)
@@ -49,11 +49,11 @@ class Batch:
         ).to(device)
 
     def padded_response(self) -> Tensor:
-        """Where the tokens of :meth:`padded` are part of a response; ``[S, T]`` bool."""
+        """Mask of the response tokens in :meth:`padded`; ``[S, T]`` bool."""
         return torch.cat([torch.zeros_like(_pad(self.prompts, left=True)), self._in_response()], -1).bool()
 
     def ragged(self, device: torch.device | None = None) -> tuple[Ragged, Tensor]:
-        """Token ids without padding, and which of them are part of a response; ``[N]``."""
+        """Token ids without padding, and the mask of the response tokens; ``[N]``."""
         rows = [torch.cat(row) for row in zip(self.prompts, self.responses, strict=True)]
         sequences = Ragged.from_list([row.to(device) for row in rows])
         prompts = torch.tensor([len(prompt) for prompt in self.prompts], device=device)
@@ -69,7 +69,7 @@ def _pad(rows: list[Tensor], *, left: bool) -> Tensor:
 
 
 def grouped(groups: int, size: int, vocab: int, *, seed: int = 0) -> Batch:
-    """``groups`` prompts with ``size`` answers each; real questions and answers where they are at hand."""
+    """``groups`` prompts with ``size`` answers each: real questions and answers if available."""
     generator = torch.Generator().manual_seed(seed)
     if REAL_ANSWERS.exists():
         lines = REAL_ANSWERS.read_text(encoding="utf-8").splitlines()[:groups]
@@ -80,7 +80,7 @@ def grouped(groups: int, size: int, vocab: int, *, seed: int = 0) -> Batch:
             answers = [_ids(v["solution"], vocab) for v in row.values() if isinstance(v, dict)]
             for i in range(size):
                 answer = answers[i % len(answers)]
-                if i >= len(answers):  # more than the four real ones: other words, the same lengths
+                if i >= len(answers):  # beyond the four real answers: random tokens of the same length
                     answer = torch.randint(vocab, answer.shape, generator=generator)
                 prompts.append(question)
                 responses.append(answer)
@@ -96,9 +96,9 @@ def grouped(groups: int, size: int, vocab: int, *, seed: int = 0) -> Batch:
 
 
 def conversation(turns: int, vocab: int, *, seed: int = 0) -> list[Batch]:
-    """One conversation as it stands at each turn: all tokens so far, the last 100 or so of them the assistant's answer.
+    """One conversation at each of its turns: all tokens so far, ending with the assistant's answer of about 100 tokens.
 
-    A turn adds 150 to 200 tokens, a question and its answer.
+    A turn adds a question and its answer, 150 to 200 tokens.
     """
     pairs, source = _question_answer_pairs(turns, vocab, seed)
     so_far = torch.zeros(0, dtype=torch.long)
@@ -123,7 +123,7 @@ def _question_answer_pairs(count: int, vocab: int, seed: int) -> tuple[list[tupl
 
 
 def independent(count: int, vocab: int, *, shortest: int = 100, longest: int = 800, seed: int = 0) -> Batch:
-    """Sequences of ``shortest`` to ``longest`` tokens without a shared prompt; a quarter of each is its prompt."""
+    """Sequences of ``shortest`` to ``longest`` tokens without a shared prompt; the first quarter of each is its prompt."""
     generator = torch.Generator().manual_seed(seed)
     prompts, responses = [], []
     for length in torch.linspace(shortest, longest, count).long().tolist():
@@ -134,13 +134,13 @@ def independent(count: int, vocab: int, *, shortest: int = 100, longest: int = 8
 
 
 def _ids(text: str, vocab: int) -> Tensor:
-    """A token for each word piece of up to four characters: about as many as a trained vocabulary of that size gives."""
+    """One token per word piece of up to six letters: about as many as a trained tokenizer of that vocabulary produces."""
     pieces = re.findall(r"\d|\s?[A-Za-z]{1,6}|[^\sA-Za-z\d]", text)
     return torch.tensor([hash_of(piece) % vocab for piece in pieces])
 
 
 def hash_of(piece: str) -> int:
-    """The same in every process."""
+    """A hash that is equal in all processes, unlike Python's own."""
     value = 0
     for byte in piece.encode():
         value = (value * 257 + byte) % 2_147_483_647

@@ -1,4 +1,4 @@
-"""Where a run took place: the machine, the versions, the settings."""
+"""The environment of a run: machine, versions and settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.workloads import Settings
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What bears on the figures, and no date."""
+    """Properties of the machine that affect the figures."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {
         "processor": _processor(),
@@ -25,14 +25,14 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of all that runs."""
+    """Versions of Python and the packages."""
     packages = ("torch", "tensordict", "torchrl", "transformers", "torchrl-llm-kl")
     found = {name.replace("-", "_"): version(name) for name in packages}
     return {"python": platform.python_version(), **found}
 
 
 def described(settings: Settings) -> dict[str, str]:
-    """How it ran."""
+    """Settings that affect the figures."""
     return {
         "threads": str(torch.get_num_threads()),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "(not set)"),

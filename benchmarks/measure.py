@@ -1,4 +1,4 @@
-"""Time and peak memory of functions that do the same work, alternating in one process."""
+"""Time and peak memory of functions that do the same work, interleaved in one process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CLEAR_PEAK = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time.
+    """A function to time.
 
     Args:
-        run: takes what ``prepare`` returned.
-        prepare: outside the timing and the memory account, before every run: inputs that a run changes, an empty cache.
+        run: called with the result of ``prepare``.
+        prepare: called before every run, outside the measurement: copies inputs that a run modifies, empties a cache.
     """
 
     run: Callable[[Any], object]
@@ -33,59 +33,61 @@ class Contender:
 
 @dataclass(frozen=True)
 class Measured:
-    """Every repeat: seconds, and MiB above what the process held before (none where memory was not measured)."""
+    """Seconds of each repeat, and its peak in MiB above the memory held before (empty if not measured)."""
 
     all_seconds: list[float]
     all_peaks_mib: list[float]
 
     @property
     def seconds(self) -> float:
-        """The median."""
+        """Median time."""
         return statistics.median(self.all_seconds)
 
     @property
     def peak_mib(self) -> float | None:
-        """The median."""
+        """Median peak; None if memory was not measured."""
         return statistics.median(self.all_peaks_mib) if self.all_peaks_mib else None
 
 
 class Meter(Protocol):
-    """Where memory is counted, and how long to wait until work is done."""
+    """Measures peak memory on a device and waits for its work."""
 
     def reset(self) -> None:
-        """Count the peak from here."""
+        """Start a new peak measurement."""
 
     def wait(self) -> None:
-        """Until all work is done."""
+        """Wait until all work is done."""
 
     def peak_mib(self) -> float | None:
-        """Since the reset, above what was held then."""
+        """Peak since the reset, above the memory held then; None if unknown."""
 
 
 class HostMeter:
-    """The kernel's account of this process; no memory where the system keeps none (outside Linux)."""
+    """Memory of this process as the Linux kernel reports it; other systems report none."""
 
     def reset(self) -> None:
-        """Count the peak from here."""
+        """Start a new peak measurement."""
         gc.collect()
         if _CLEAR_PEAK.exists():
-            ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory goes back: nobody lives on another's leftovers
+            ctypes.CDLL("libc.so.6").malloc_trim(
+                0
+            )  # return freed memory to the system, so that no run reuses another's
             _CLEAR_PEAK.write_text("5")
             self._before = _status_mib("VmRSS")
 
     def wait(self) -> None:
-        """Work on the host is done when it returns."""
+        """Nothing to wait for: work on the host is synchronous."""
 
     def peak_mib(self) -> float | None:
-        """Since the reset, above what was held then."""
+        """Peak since the reset, above the memory held then."""
         return _status_mib("VmHWM") - self._before if _CLEAR_PEAK.exists() else None
 
 
 class CudaMeter:
-    """What torch's allocator has handed out on the current CUDA device."""
+    """Memory that torch has allocated on the current CUDA device."""
 
     def reset(self) -> None:
-        """Count the peak from here."""
+        """Start a new peak measurement."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -93,11 +95,11 @@ class CudaMeter:
         self._before = torch.cuda.memory_allocated()
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         torch.cuda.synchronize()
 
     def peak_mib(self) -> float | None:
-        """Since the reset, above what was held then."""
+        """Peak since the reset, above the memory held then."""
         return (torch.cuda.max_memory_allocated() - self._before) / MIB
 
 
@@ -113,7 +115,7 @@ def alternate(
     warm_up: int = 0,
     on_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Measured]:
-    """Run all contenders in turn, ``repeats`` times, so that a noisy machine is noisy for all of them."""
+    """Interleave ``repeats`` runs of all contenders, so that other load on the machine affects all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, list[float]] = {name: [] for name in contenders}
     with _everything_old():
@@ -129,7 +131,7 @@ def alternate(
 
 @contextmanager
 def _everything_old() -> Iterator[None]:
-    """Spare the collector what is there already: with torch loaded a full collection takes a quarter of a second."""
+    """Hide existing objects from the garbage collector: with torch loaded, a full collection takes a quarter of a second."""
     gc.collect()
     gc.freeze()
     try:

@@ -28,7 +28,7 @@ QUICK = ModelSize(vocab=97, hidden=32, layers=2)
 def qwen2(
     size: ModelSize, *, seed: int = 0, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """In evaluation mode, embedding and head apart."""
+    """A random-weight Qwen2 in evaluation mode, with untied embedding and head."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=size.vocab,
@@ -44,7 +44,7 @@ def qwen2(
 
 
 def tokenizer() -> Any:
-    """What torchrl's wrapper asks of one; tokens are given as ids."""
+    """A minimal tokenizer for torchrl's wrapper; the benchmarks pass token ids."""
     from tokenizers import Tokenizer, models
 
     return PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""One figure: how much faster, how much smaller, and what each turn of a conversation costs."""
+"""One figure: speed-up, memory saving, and the cost of each turn of a conversation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OURS, _THEIRS, _TARGET = "tab:blue", "tab:gray", "tab:red"
 
 
 def save_plot(run: Run, folder: Path) -> None:
-    """Write it to ``folder``."""
+    """Write the figure to ``folder``."""
     turns = next((result.outcome.turns for result in run.results if result.outcome.turns), None)
     figure, axes = plt.subplots(1, 3 if turns else 2, figsize=(14 if turns else 10, 4.2), layout="constrained")
     figure.suptitle(f"Beside torchrl {run.versions['torchrl']}: the same work, the same numbers")
-    work = [result for result in run.results if result.outcome.difference is not None]  # imports are none
+    work = [result for result in run.results if result.outcome.difference is not None]  # imports compute no numbers
     _ratios(axes[0], "times faster", [(r.name, r.faster, r.targets.faster) for r in work])
     _ratios(axes[1], "times less peak memory", [(r.name, r.smaller, r.targets.smaller) for r in work if r.smaller])
     if turns:

@@ -1,4 +1,4 @@
-"""The results as a table on the terminal and as a page."""
+"""The results as a terminal table and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from rich.table import Table
 from benchmarks.measure import Measured
 from benchmarks.results import Goal, Result, Run
 
-# Written by hand after a look at a profile: why what is missed is missed.
+# Written by hand from profiles: why some targets are missed.
 PROFILE = Path(__file__).with_name("profile.md")
 
 _INTRO = """# Benchmark
 
 Written by `{command}`; do not edit.
 
-torchrl {torchrl} and this library do the same work on the same data in one process, in turns; figures are medians. Each
-comparison first checks that both compute the same numbers, to the difference in the table. Memory is the peak above what the
-process held before. Where torchrl scores without a loss it runs under `no_grad`, without which it keeps the graphs of both
-models.
+torchrl {torchrl} and this library do the same work on the same data, interleaved in one process; figures are medians. Each
+comparison first checks that both compute the same numbers, up to the difference in the table. Memory is the peak above the
+memory that the process held before. Scoring without a loss runs under `no_grad` in torchrl, which otherwise keeps the graphs
+of both models.
 """
 
 
 def terminal_table(run: Run) -> Table:
-    """What was measured, for people to read."""
+    """The figures and targets as a table for the terminal."""
     table = Table(title=f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}")
     for header in ("", "torchrl", "here", "faster", "less memory", "differ by"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True, min_width=0 if header else 5)
@@ -36,7 +36,7 @@ def terminal_table(run: Run) -> Table:
 
 
 def markdown(run: Run) -> str:
-    """The page."""
+    """The page RESULTS.md."""
     parts = [_INTRO.format(command=run.command, torchrl=run.versions["torchrl"])]
     if run.settings.get("quick") == "yes":
         parts.append("**A quick run of the smallest sizes: these figures mean nothing.**\n")

@@ -1,4 +1,4 @@
-"""What was measured and what was promised; as JSON, so that the report can be written again without running."""
+"""Measured figures and their targets, stored as JSON, so that the report can be rewritten without a new run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True)
 class Targets:
-    """What a workload should reach; None where nothing is promised.
+    """Targets of a workload; None for no target.
 
     Args:
-        faster: at least so many times.
-        smaller: at least so many times less peak memory.
-        roofline: at least this part of the speed of a bare matrix product.
-        growth: at most this much dearer is a new token of the last turn than one of the first.
+        faster: minimum speed-up.
+        smaller: minimum factor of peak memory saved.
+        roofline: minimum fraction of the speed of a bare matrix product.
+        growth: maximum time of a new token in the last turn, relative to the first turn.
     """
 
     faster: float | None = None
@@ -32,29 +32,29 @@ class Targets:
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation scored at every turn: seconds of each turn."""
+    """A conversation scored at every turn: seconds and new tokens per turn."""
 
     new_tokens: list[int]
     theirs: list[float]
     ours: list[float]
 
     def growth(self, seconds: list[float]) -> float:
-        """Time of a new token in the last turn, over that in the first."""
+        """Time of a new token in the last turn, relative to the first."""
         return seconds[-1] / self.new_tokens[-1] / (seconds[0] / self.new_tokens[0])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a workload measured.
+    """The measurements of a workload.
 
     Args:
         work: its size in words.
-        theirs: torchrl.
-        ours: this library.
-        difference: the largest between the numbers that both computed; None where no numbers are.
-        roofline: of ours.
+        theirs: measured for torchrl.
+        ours: measured for this library.
+        difference: the largest between the numbers of the two; None if the workload computes none.
+        roofline: of this library.
         turns: of a conversation.
-        notes: what a reader should know.
+        notes: remarks for the reader.
     """
 
     work: str
@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure beside its target; ``short`` where there is little room."""
+    """A figure and its target; ``short`` is its name where space is limited."""
 
     what: str
     short: str
@@ -84,7 +84,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Result:
-    """A workload, what it measured and what was promised."""
+    """A workload with its measurements and targets."""
 
     name: str
     title: str
@@ -93,18 +93,18 @@ class Result:
 
     @property
     def faster(self) -> float:
-        """How many times slower torchrl is."""
+        """Time of torchrl, relative to this library."""
         return self.outcome.theirs.seconds / self.outcome.ours.seconds
 
     @property
     def smaller(self) -> float | None:
-        """How many times more memory torchrl needs at its peak; pages cannot tell anything below 1 MiB."""
+        """Peak memory of torchrl, relative to this library; pages are too coarse to measure less than 1 MiB."""
         theirs, ours = self.outcome.theirs.peak_mib, self.outcome.ours.peak_mib
         return None if theirs is None or ours is None or theirs < 1 else theirs / max(ours, 1.0)
 
     @property
     def goals(self) -> list[Goal]:
-        """Every target, and what was found."""
+        """The figures that have a target."""
         targets, roofline, turns = self.targets, self.outcome.roofline, self.outcome.turns
         goals = []
         if targets.faster is not None:
@@ -123,7 +123,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the benchmark: where, how, and what came out."""
+    """One run of the benchmark: its environment and its results."""
 
     command: str
     settings: dict[str, str]
@@ -132,22 +132,22 @@ class Run:
     results: tuple[Result, ...]
 
     def same_place(self, other: Run) -> bool:
-        """Whether the figures of both may stand in one table."""
+        """Whether both runs have the same settings, machine and versions, so that one table may hold both."""
         return all(getattr(self, name) == getattr(other, name) for name in ("settings", "machine", "versions"))
 
     def updated(self, newer: Run) -> Run:
-        """With the results of ``newer`` in place of its own."""
+        """A copy in which the results of ``newer`` replace those of the same name."""
         results = {result.name: result for result in (*self.results, *newer.results)}
         return replace(self, results=tuple(results.values()))
 
     def save(self, folder: Path) -> None:
-        """Write it to ``folder``."""
+        """Write the run to ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULTS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Run:
-        """Read what :meth:`save` has written."""
+        """Read a run that :meth:`save` wrote."""
         data = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         return cls(**{**data, "results": tuple(_result(item) for item in data["results"])})
 

@@ -1,4 +1,4 @@
-"""How near a workload comes to the speed of a bare matrix product on the same machine."""
+"""Speed of a workload relative to a bare matrix product on the same machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class BodyShape:
     """Widths of a decoder with rotary attention and a gated MLP.
 
     Args:
-        hidden: of the residual stream.
-        intermediate: of the MLP.
-        queries: all query heads together.
-        keys: all key heads together; values have the same.
-        layers: how many.
+        hidden: width of the residual stream.
+        intermediate: width of the MLP.
+        queries: width of all query heads together.
+        keys: width of all key heads together, and of all value heads.
+        layers: number of layers.
         vocab: outputs of the head.
     """
 
@@ -33,7 +33,7 @@ class BodyShape:
 
     @classmethod
     def of(cls, config: Any) -> BodyShape:
-        """From a transformers configuration of the Qwen2 family."""
+        """Read the widths from a transformers configuration of the Qwen2 family."""
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             hidden=config.hidden_size,
@@ -47,12 +47,12 @@ class BodyShape:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What had to be multiplied, how fast the machine multiplies, and how long the work took.
+    """The multiply-adds of a workload, the speed of the machine, and the time that the work took.
 
     Args:
-        multiply_adds: that the work needs once.
+        multiply_adds: that the work needs, without repetition.
         product_flops: floating-point operations per second of the best matrix product of the run.
-        seconds: of the work.
+        seconds: time of the work.
     """
 
     multiply_adds: int
@@ -61,21 +61,21 @@ class Roofline:
 
     @property
     def fraction(self) -> float:
-        """1 if the work took no longer than its products alone at full speed."""
+        """Fraction of the product's speed: 1 if the work takes no longer than its products alone at full speed."""
         return 2 * self.multiply_adds / self.product_flops / self.seconds
 
 
 def needed_multiply_adds(sequences: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]], shape: BodyShape) -> int:
-    """Multiply-adds to score tokens under one model, nothing twice and nothing in vain.
+    """Multiply-adds needed to score tokens under one model, without repeated or unused work.
 
-    Every distinct prefix that a scored token depends on goes through the body once: its linear layers, and the products of
-    its queries with the keys and of the weights with the values of all tokens up to itself. Every distinct prefix that
-    predicts a scored token goes through the head once.
+    Every distinct prefix that a scored token depends on passes through the body once: the linear layers, and attention over
+    all its tokens (queries times keys, weights times values). Every distinct prefix that predicts a scored token passes
+    through the head once.
 
     Args:
         sequences: token ids of each sequence.
-        scored: which of them are scored, never the first of a sequence.
-        shape: of the model.
+        scored: True for each scored token, never the first of a sequence.
+        shape: widths of the model.
     """
     depths, heads = _distinct_prefixes(sequences, scored)
     linear = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
@@ -84,7 +84,7 @@ def needed_multiply_adds(sequences: Sequence[Sequence[int]], scored: Sequence[Se
 
 
 def _distinct_prefixes(sequences: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]]) -> tuple[list[int], int]:
-    """Lengths of the distinct prefixes to forward, and how many of them predict a scored token."""
+    """Lengths of the distinct prefixes to compute, and the number of them that predict a scored token."""
     nodes: dict[tuple[int, int], int] = {}  # (node of the prefix without its last token, last token) -> node
     depths: list[int] = []
     predicting: set[int] = set()
@@ -103,7 +103,7 @@ def _distinct_prefixes(sequences: Sequence[Sequence[int]], scored: Sequence[Sequ
 
 
 def matrix_product(size: int) -> Contender:
-    """A bare float32 product of two square matrices: what the machine can do at best, ``2 size^3`` operations."""
+    """A bare float32 product of two square matrices, ``2 size^3`` operations: the best speed of the machine."""
     a, b = torch.rand(size, size), torch.rand(size, size)
     out = torch.empty(size, size)
     return Contender(lambda _: torch.mm(a, b, out=out))

@@ -1,6 +1,6 @@
-"""Writes ``docs/chat_templates.md``: what the assistant mask does on the chat templates that TRL ships.
+"""Write ``docs/chat_templates.md``: the assistant mask on the chat templates that TRL ships.
 
-Run ``python docs/build_chat_template_table.py`` after a change to the masks or to the TRL version.
+Run ``python docs/build_chat_template_table.py`` after changes to the masks and for a new version of TRL.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import template_pairs  # noqa: E402
 
 HEAD = """# The assistant mask on real chat templates
 
-TRL {version} ships many models' own chat templates and, for most, a second one with `{{% generation %}}` blocks. The
-table compares the mask that `render_conversation` finds on a model's own template, without any marks, with those
-marks, on byte-level tokens. Conversations: {conversations}.
+TRL {version} ships the chat templates of many models and, for most, a second version with `{{% generation %}}` blocks. The
+table compares two masks: the one that `render_conversation` finds on a model's own, unmarked template, and the one
+that the blocks mark. Tokens are byte-level. Conversations: {conversations}.
 
-A mask holds what the model emits after the generation prompt, end-of-turn token included. The pairs do not agree among
-themselves on headers and on white space, so these are listed: "only TRL marks" is everything TRL marks and this
-library does not. A thinking tag appears there where the model's generation prompt ends with it; `<EOS>` appears where
-a template closes the whole conversation with a second end token, which belongs to no turn. The reverse occurs once, on
-diffusion_gemma: its marks end behind the last character of the answer, and where that takes several tokens (an emoji),
-transformers counts only the first of them.
+A mask covers everything the model emits after the generation prompt, including the end-of-turn token. The marked
+templates do not agree among themselves on headers and white space, so the column "only TRL marks" lists everything that
+TRL marks and this library does not. It shows a thinking tag if the model's generation prompt ends with one, and `<EOS>`
+if a template closes the whole conversation with a second end token, which belongs to no turn. The reverse occurs once,
+on diffusion_gemma: its blocks end after the last character of the answer, and if that character takes several tokens
+(an emoji), transformers masks only the first of them.
 
-"Texts differ" means that TRL's second template renders another text (it keeps the reasoning of earlier turns, say), so
-the masks can't be compared; "refused", that the model's template does not take such a conversation.
+"Texts differ": TRL's version renders another text (it keeps the reasoning of earlier turns, for example), so the masks
+cannot be compared. "Refused": the model's template does not accept such a conversation.
 
 Built by `docs/build_chat_template_table.py`.
 

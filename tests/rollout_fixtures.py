@@ -1,4 +1,4 @@
-"""Fixtures of the folders that work on rollouts: their `conftest.py` import them."""
+"""Fixtures for the test folders that use rollouts; each `conftest.py` imports them."""
 
 from __future__ import annotations
 

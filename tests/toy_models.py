@@ -1,4 +1,4 @@
-"""Tiny causal language models with random weights, one of each family: no download, a few milliseconds each."""
+"""Tiny causal language models with random weights, one per family; each builds in milliseconds, without a download."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 VOCAB_SIZE = 97
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
-# Wide enough that distributions are far from uniform and positions matter.
+# A range large enough for distributions far from uniform and for positions to matter.
 _WEIGHTS = {"initializer_range": 0.4}
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _GROUPED = {"intermediate_size": 64, "num_key_value_heads": 2}
@@ -73,9 +73,9 @@ def _opt(**config: Any) -> nn.Module:
 
     renamed = {"intermediate_size": "ffn_dim", "initializer_range": "init_std"}
     config = {renamed.get(name, name): value for name, value in config.items() if name != "num_key_value_heads"}
-    # No norm before the head: weights as wide as the other families' would give logits ten times as large.
+    # OPT has no norm before the head: with the other families' range its logits would be ten times as large.
     config["init_std"] *= 0.5
-    # The embedding is narrower than the body, as in OPT-350m: the decoder projects out before the head.
+    # The embedding is narrower than the body, as in OPT-350m: the decoder ends with a projection.
     return OPTForCausalLM(
         OPTConfig(**{"word_embed_proj_dim": 16, "dropout": 0.0, "do_layer_norm_before": False, **config})
     )
@@ -97,9 +97,9 @@ FAMILIES = tuple(_BUILDERS)
 
 
 def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A float32 model of ``family`` in evaluation mode, the same for the same seed.
+    """A float32 model of ``family`` in evaluation mode, deterministic in ``seed``.
 
-    ``overrides`` go to the configuration, under the names that most families use (``hidden_size``,
+    ``overrides`` are configuration entries, under the names that most families use (``hidden_size``,
     ``num_hidden_layers``, ``intermediate_size``, ``initializer_range``, ...).
     """
     config = {"vocab_size": VOCAB_SIZE, **_SIZES, **_WEIGHTS, **_NO_SPECIAL_TOKENS, **_GROUPED, **overrides}

@@ -1,4 +1,4 @@
-"""Rollouts of a tiny policy in TorchRL's chat env, and what the transforms should make of them, computed the slow way."""
+"""Rollouts of a tiny policy in TorchRL's chat env, and reference results for the transforms, computed the slow way."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_scoring_wrapper(model: nn.Module, tokenizer: Any, *, pad_output: bool, 
 
 
 class Outcome(Transform):
-    """An outcome reward for each env, the same at every turn, of shape ``[B, *features]``."""
+    """A constant outcome reward per env, of shape ``[B, *features]``."""
 
     def __init__(self, features: tuple[int, ...] = (1,)) -> None:
         super().__init__(in_keys=[], out_keys=["reward"])
@@ -67,7 +67,7 @@ class Outcome(Transform):
 def make_env(
     tokenizer: Any, *transforms: Transform, envs: int = 2, turns: int = 1, input_mode: str = "history"
 ) -> EnvBase:
-    """A chat env over :data:`QUERIES` with the outcome reward, done after ``turns``, and ``transforms`` behind."""
+    """A chat env over :data:`QUERIES` with the outcome reward, done after ``turns``, then ``transforms``."""
     env = ChatEnv.from_dataloader(
         DataLoader([{"query": q} for q in QUERIES] * 100, batch_size=1, collate_fn=_collate),
         batch_size=(envs,),
@@ -92,7 +92,7 @@ def collect(
 
 
 def steps(td: TensorDictBase) -> Iterator[TensorDictBase]:
-    """Every single step of a batch of any shape."""
+    """The single steps of a batch of any shape."""
     if td.batch_dims == 0:
         yield td
         return
@@ -105,14 +105,14 @@ def flat(td: TensorDictBase) -> TensorDictBase:
 
 
 def plain_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
-    """One sequence through the plain model; 0 for the first token."""
+    """Log-probs of one sequence under the plain model; 0 for the first token."""
     with torch.no_grad():
         log_probs = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
     return torch.cat([torch.zeros(1), log_probs[:-1].gather(-1, ids[1:, None])[:, 0]])
 
 
 def response_log_probs(model: nn.Module, step: TensorDictBase) -> Tensor:
-    """What a step's log-probs should be: the plain model's on the response, 0 on prompt and padding."""
+    """The expected log-probs of a step: the plain model's on the response, 0 on prompt and padding."""
     full, attention = step["tokens", "full"], step["masks", "all_attention_mask"]
     out = torch.zeros(len(full))
     out[attention] = plain_log_probs(model, full[attention])
@@ -121,7 +121,7 @@ def response_log_probs(model: nn.Module, step: TensorDictBase) -> Tensor:
 
 
 def leaves(td: TensorDictBase) -> dict[Any, Any]:
-    """Every leaf of a single step, copied, for a before-and-after comparison."""
+    """Copies of all leaves of a single step, for a before-and-after comparison."""
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in td.items(True, True)}
 
 

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer for tests: every byte is a token, so no model hub is needed and any text round-trips."""
+"""A byte-level tokenizer for tests: every byte is a token, so any text round-trips, without a model hub."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def build_tokenizer(
     merges: Sequence[tuple[str, str]] = (),
     name_or_path: str = "toy",
 ) -> PreTrainedTokenizerFast:
-    """256 byte tokens (ids 0-255), the products of ``merges``, then the special tokens.
+    """A tokenizer of 256 byte tokens (ids 0-255), the results of ``merges``, and the special tokens, in this order.
 
-    ``merges`` are pairs of already known tokens in the byte alphabet (``"Ġ"`` is a space, ``"Ċ"`` a newline).
+    ``merges`` are pairs of known tokens in the byte alphabet (``"Ġ"`` is a space, ``"Ċ"`` a newline).
     """
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in merges:

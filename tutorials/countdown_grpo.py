@@ -1,14 +1,14 @@
-"""Teach a language model to play Countdown, while a KL penalty keeps it near the model that it started from.
+"""Teach a language model to play Countdown, while a KL penalty keeps it near its initial weights.
 
 Run it with ``python tutorials/countdown_grpo.py``: two CPU cores, no network, a few minutes. It
 
-1. makes a byte-level tokenizer and a small Qwen2, and warms the model up on mediocre worked answers;
-2. freezes a copy: the reference;
-3. lets the model answer problems, rewards right answers *minus a coefficient times the KL to the reference*, and trains it
-   on the result, while the coefficient adapts so that the KL stays at a target;
-4. prints how many problems that it has never seen it solves, before and after.
+1. builds a byte-level tokenizer and a small Qwen2, and warms the model up on demonstrations, many of which are wrong;
+2. freezes a copy as the reference;
+3. samples answers, rewards right ones *minus a coefficient times the KL to the reference*, and trains the model on this
+   reward, while the coefficient adapts to hold the KL at a target;
+4. prints the share of held-out problems that the model solves before and after.
 
-``--model`` runs the same loop on any transformers checkpoint. Read on from :func:`train`.
+``--model`` runs the same loop on any transformers checkpoint. Start reading at :func:`train`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from countdown.task import Problem, all_problems, make_env, split_problems
 from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
 from torchrl_llm_kl.algorithms import get_algorithm
 
-# torchrl's LLM components hold lists of strings as stacks; they refuse to start without this.
+# Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
 
-NUM_PROMPTS = 16  # problems a step
-GROUP_SIZE = 8  # answers to each of them, compared with one another
-EPOCHS = 2  # passes over the answers of a step
-MINIBATCHES = 2  # updates in each pass
-WARMUP_STEPS = 300  # few enough to leave RL something to do
-LOSS_KEYS = (  # what the losses read of a batch
+NUM_PROMPTS = 16  # problems per step
+GROUP_SIZE = 8  # answers per problem, compared with one another
+EPOCHS = 2  # passes over the answers of each step
+MINIBATCHES = 2  # updates per pass
+WARMUP_STEPS = 300  # few enough to leave room for RL
+LOSS_KEYS = (  # the entries that the losses read
     ("tokens", "full"),
     ("tokens", "prompt"),
     ("masks", "all_attention_mask"),
@@ -63,7 +63,7 @@ LOSS_KEYS = (  # what the losses read of a batch
     "loss_mask",
     "expert_mask",
 )
-TEACHER_STEPS = 300  # of supervision on right answers, for the algorithms that learn from a teacher
+TEACHER_STEPS = 300  # supervised steps on right answers, for algorithms that learn from a teacher
 
 
 def train(
@@ -82,12 +82,12 @@ def train(
     metrics: MetricsFile,
     teacher: PreTrainedModel | None = None,
 ) -> None:
-    """Train ``policy`` in place; the model as it comes in is the reference."""
+    """Train ``policy`` in place; the reference is a copy of its initial weights."""
     batch_size = num_prompts * group_size
     reference = copy.deepcopy(policy).requires_grad_(False)
 
-    # An algorithm is a preset: which advantage, which objective, where the KL goes. Here the KL goes into the reward, times
-    # a coefficient of which each step may change 10 % (0.2 * n / horizon) so that the KL stays at its target.
+    # An algorithm is a preset of advantage, objective and KL placement. Here the KL is part of the reward, times a
+    # coefficient that changes by at most 10 % per step (0.2 * n / horizon) to hold the KL at its target.
     coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
     parts = build(
         algorithm,
@@ -99,9 +99,9 @@ def train(
     )
     experts = expert_buffer(problems, tokenizer, seed=seed) if parts.algorithm.use_rollout else None
 
-    # The transform scores each answer under the policy that the collector runs and under the reference, and writes both
-    # log-probs, their difference per token ("kl_penalty") and the reward of each token: minus coefficient times KL, and on
-    # the last token the task's reward beside it. An algorithm without a reference has none: then the KL is only watched.
+    # The transform scores each answer under the collector's policy and under the reference. It writes both log-probs, their
+    # difference per token ("kl_penalty") and the reward per token: minus coefficient times KL, plus the task's reward on
+    # the last token. Algorithms without a reference have no such transform: the KL is then monitored only.
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):
         kl = RetrieveKL("from_collector", reference, add_to_reward=False)
@@ -115,24 +115,22 @@ def train(
     )
     losses = [loss for loss in (parts.loss, parts.critic_loss) if loss is not None]
     optimizer = torch.optim.Adam([p for loss in losses for p in loss.parameters() if p.requires_grad], lr=lr)
-    # Down to nothing: the noise of the updates moves the policy away from the reference as well, and earns no reward.
+    # Decay to 0: noise in the updates also moves the policy away from the reference, and earns no reward.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
     with progress_bar() as bar:
         task = bar.add_task(algorithm, total=steps, status="")
         start = time.perf_counter()
         for step, batch in enumerate(collector):
-            batch = parts.prepare(label(batch, group_size), count=False)  # scores the critic, writes advantages
-            answers = batch.select(
-                *LOSS_KEYS, strict=False
-            ).contiguous()  # dense, without the strings: quicker to index
+            batch = parts.prepare(label(batch, group_size), count=False)  # evaluates the critic, writes advantages
+            answers = batch.select(*LOSS_KEYS, strict=False).contiguous()  # dense and without strings: faster to index
             if experts is not None:
                 answers = with_experts(answers, experts)
             learn(policy, answers, losses, optimizer)
             schedule.step()
             row = summarise(batch, step=step, coefficient=coefficient().item(), seconds=time.perf_counter() - start)
             metrics.append(row)
-            # Too far from the reference: the penalty grows. Nearer than need be: it shrinks.
+            # The penalty grows if the KL is above its target, and shrinks if it is below.
             coefficient.update(row["kl"], n=batch_size)
             bar.update(task, advance=1, status=STATUS.format(**row))
     collector.shutdown()
@@ -144,7 +142,7 @@ def learn(
     losses: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """The updates of one step, on minibatches of its answers."""
+    """Update the policy on minibatches of one step's answers."""
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(answers)).chunk(MINIBATCHES):
             optimizer.zero_grad()
@@ -159,11 +157,11 @@ STATUS = "right {success:4.0%}  reward {reward:.2f}  KL {kl:5.2f}  coefficient {
 
 
 def summarise(batch: TensorDictBase, *, step: int, coefficient: float, seconds: float) -> Metrics:
-    """Means over the answers of a step. KL is in nats per answer: the sum over its tokens."""
+    """Means over the answers of a step; the KL is in nats per answer, summed over its tokens."""
     kl = batch["next", "kl_penalty"].sum(-1).mean().item()
     reward = batch["next", "reward"]
     penalised = reward.flatten(1).sum(-1).mean().item()
-    in_reward = reward.shape[1] > 1  # by tokens: then the KL is in it
+    in_reward = reward.shape[1] > 1  # one reward per token: it includes the KL
     prompt_width = batch["tokens", "prompt"].shape[-1]
     return {
         "step": step,
@@ -199,14 +197,14 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = MAX_NEW_TOKENS,
     model: Annotated[
         str | None,
-        typer.Option(help="A transformers checkpoint (folder or hub name), instead of the small model made here."),
+        typer.Option(help="A transformers checkpoint (folder or hub name). Default: the small model built here."),
     ] = None,
     save_model: Annotated[
         Path | None, typer.Option(help="Save the trained model and its tokenizer in this folder.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for metrics.jsonl and curves.png.")] = Path("runs/demo"),
 ) -> None:
-    """Teach a language model to play Countdown, with a KL penalty that holds it near where it started."""
+    """Teach a language model to play Countdown, with a KL penalty that keeps it near its initial weights."""
     check_options(algorithm=algorithm, kl_target=kl_target, lr=lr, out=out)
     silence_dependencies()
     start = time.perf_counter()
@@ -255,14 +253,14 @@ def main(
 
 
 def make_policy(problems: list[Problem]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The small model made here, untrained."""
-    torch.set_num_threads(1)  # more only wait for each other on a model this small, and the numbers depend on how many
+    """Build the small model, untrained."""
+    torch.set_num_threads(1)  # more only wait for one another on a model this small, and change the numbers
     tokenizer = build_tokenizer(problems)
     return build_model(tokenizer), tokenizer
 
 
 def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A checkpoint, or an error that says why not."""
+    """Load a checkpoint; a failure is reported as a bad option."""
     try:
         return load_checkpoint(name)
     except (OSError, ValueError) as error:
@@ -271,18 +269,20 @@ def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def check_options(*, algorithm: str, kl_target: float, lr: float, out: Path) -> None:
     if algorithm not in ON_POLICY:
-        raise typer.BadParameter(f"{algorithm!r} is none of {', '.join(ON_POLICY)}.", param_hint="--algorithm")
+        raise typer.BadParameter(
+            f"{algorithm!r} is none of {', '.join(ON_POLICY)}: choose one of them.", param_hint="--algorithm"
+        )
     for name, value in (("--kl-target", kl_target), ("--lr", lr)):
         if not value > 0:
-            raise typer.BadParameter(f"{value:g} is not greater than 0.", param_hint=name)
+            raise typer.BadParameter(f"{value:g} is not greater than 0: choose a positive number.", param_hint=name)
     if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file, not a folder.", param_hint="--out")
+        raise typer.BadParameter(f"{out} is a file, expected a folder: choose another path.", param_hint="--out")
 
 
 def silence_dependencies() -> None:
     warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
-    warnings.filterwarnings("ignore", message="size_average and reduce")  # torchrl's way to call cross_entropy
-    transformers.utils.logging.disable_progress_bar()  # of writing one small file
+    warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy
+    transformers.utils.logging.disable_progress_bar()  # for writing one small file
 
 
 if __name__ == "__main__":

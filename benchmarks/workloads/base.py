@@ -1,4 +1,4 @@
-"""What a workload is, and how it is asked to run."""
+"""A workload, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run.
+    """The settings of a run.
 
     Args:
-        repeats: of each contender; the median counts.
-        quick: the smallest models and batches, to see that everything works.
-        device: where models and data are.
+        repeats: runs per contender; the result is their median.
+        quick: use the smallest models and batches, as a smoke test.
+        device: of models and data.
         dtype: of the weights.
-        on_run: told of each contender before it runs.
+        on_run: called with the name of each contender before it runs.
     """
 
     repeats: int = 3
@@ -34,17 +34,17 @@ class Settings:
     on_run: Callable[[str], None] = lambda name: None
 
     def size(self, full: ModelSize) -> ModelSize:
-        """The model to use."""
+        """The model size of this run."""
         return QUICK if self.quick else full
 
     def at_least(self, repeats: int) -> int:
-        """Repeats of a workload so short that it needs more of them."""
+        """Number of repeats of a short workload, which needs more of them."""
         return self.repeats if self.quick else max(self.repeats, repeats)
 
     def alternate(
         self, contenders: Mapping[str, Contender], *, repeats: int | None = None, warm_up: int = 0
     ) -> dict[str, Measured]:
-        """Measure all contenders in turn."""
+        """Measure all contenders, interleaved."""
         return alternate(
             contenders,
             meter_of(self.device),
@@ -62,8 +62,8 @@ class Workload:
         name: for the command line.
         title: for the tables.
         measure: checks that the libraries agree, then measures both.
-        targets: what it should reach on a CPU.
-        cuda: whether it says something on a GPU.
+        targets: on a CPU.
+        cuda: whether it is meaningful on a GPU.
     """
 
     name: str

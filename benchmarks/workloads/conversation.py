@@ -1,4 +1,4 @@
-"""A conversation scored at every turn under two models, as an env with several turns does."""
+"""A conversation scored at every turn under two models, as in an env with several turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
 from torchrl_llm_kl import LogProbScorer, Ragged
 
 SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
-MEMORY = 256 * MIB  # for each model; all turns fit
+MEMORY = 256 * MIB  # per model; holds all turns
 REMEMBERS = "memory" in inspect.signature(LogProbScorer).parameters
 
 Number = TypeVar("Number", int, float)
@@ -30,7 +30,7 @@ Score = Callable[[Ragged, Tensor], Ragged]
 
 
 def new_scorer(model: Any) -> Score:
-    """A scorer that remembers no conversation yet."""
+    """A scorer with an empty cache."""
     if not REMEMBERS:
         return LogProbScorer(model).score
     options: dict[str, Any] = {"memory": MEMORY}
@@ -38,13 +38,13 @@ def new_scorer(model: Any) -> Score:
 
 
 class Clock:
-    """Seconds of each turn, run by run."""
+    """Records the seconds of each turn in each run."""
 
     def __init__(self) -> None:
         self.runs: list[list[float]] = []
 
     def time(self, turns: list[Callable[[], object]]) -> None:
-        """Run all turns."""
+        """Run and time all turns."""
         marks = [time.perf_counter()]
         for turn in turns:
             turn()
@@ -53,12 +53,12 @@ class Clock:
 
     @property
     def medians(self) -> list[float]:
-        """Of each turn, over runs."""
+        """Median time of each turn over the runs."""
         return [statistics.median(seconds) for seconds in zip(*self.runs, strict=True)]
 
 
 def measure(settings: Settings) -> Outcome:
-    """All turns of one conversation, each with all tokens so far."""
+    """Score all turns of one conversation, each with all tokens so far."""
     size = settings.size(SIZE)
     batches = conversation(3 if settings.quick else 8, size.vocab)
     models = [qwen2(size, seed=seed, dtype=settings.dtype) for seed in (0, 1)]

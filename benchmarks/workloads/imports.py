@@ -1,4 +1,4 @@
-"""What ``import`` costs on top of torchrl, in fresh processes."""
+"""Import time on top of torchrl, in fresh processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps(seconds))
 
 
 def measure(settings: Settings) -> Outcome:
-    """The packages; theirs imports its transforms with it, ours on first use: that is in the note."""
+    """Time the imports. torchrl's includes its transforms; ours loads them on first use, which the note reports."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in STATEMENTS}
     for _ in range(settings.at_least(5)):
         for name, statements in STATEMENTS.items():
@@ -46,7 +46,7 @@ def measure(settings: Settings) -> Outcome:
 
 
 def _seconds_until(statements: list[str]) -> list[float]:
-    """After :data:`BEFORE`, until each statement is done."""
+    """Seconds from the end of :data:`BEFORE` to the end of each statement."""
     command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, BEFORE, *statements]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return list(json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""``KLComputation`` alone: KL and penalised reward of log-probs that are there already, in rows of different lengths."""
+"""``KLComputation`` alone: KL and penalised reward from existing log-probs, in rows of different lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = list[tuple[Tensor, Tensor, Tensor]]  # log-probs of the policy, of the re
 
 
 def lazy(rows: Rows) -> TensorDictBase:
-    """As an env or a collector gives them with ``pad_output=False``."""
+    """The rows as an env or a collector returns them with ``pad_output=False``."""
     return lazy_stack(
         [
             TensorDict(next=TensorDict({("log_probs", "full"): gen, ("ref_log_probs", "full"): ref, "reward": reward}))
@@ -30,7 +30,7 @@ def lazy(rows: Rows) -> TensorDictBase:
 
 
 def nested(rows: Rows) -> TensorDictBase:
-    """As a dense TensorDict has them that went through a wrapper with ``pad_output=False``."""
+    """The rows in a dense TensorDict, as a wrapper with ``pad_output=False`` writes them."""
     gen, ref, reward = zip(*rows, strict=True)
     step = TensorDict(reward=torch.nested.as_nested_tensor(list(reward)), batch_size=[len(rows)])
     step["log_probs"] = lazy_stack([TensorDict(full=row) for row in gen])
@@ -39,7 +39,7 @@ def nested(rows: Rows) -> TensorDictBase:
 
 
 def measure(form: Callable[[Rows], TensorDictBase], settings: Settings) -> Outcome:
-    """Both write the KL and ``reward - coeff * KL`` of each token."""
+    """Both libraries write the KL and ``reward - coeff * KL`` of each token."""
     count = 8 if settings.quick else 256
     data = form(_rows(count))
     theirs, ours = TorchRLKLComputation(coeff=0.5), KLComputation(coeff=0.5)

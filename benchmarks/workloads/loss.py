@@ -1,4 +1,4 @@
-"""A policy-gradient loss, forward and backward: log-probs of a batch with gradient to every parameter."""
+"""A policy-gradient loss, forward and backward: log-probs of a batch, with gradients of all parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
 from torchrl_llm_kl import LogProbScorer
 
 Step = Callable[[], Tensor]
-GRADIENT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the largest entry of a parameter's gradient
+GRADIENT_TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.25,
+}  # relative to the largest entry of a parameter's gradient
 
 
 def measure(full: ModelSize, settings: Settings) -> Outcome:
-    """Both give every response token its log-prob and the model its gradient."""
+    """Both libraries compute the log-probs of the response tokens and the gradients of the model."""
     size = settings.size(full)
     batch = grouped(2, 2, size.vocab) if settings.quick else grouped(4, 4, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype)
@@ -35,7 +38,7 @@ def measure(full: ModelSize, settings: Settings) -> Outcome:
 
 
 def compare(size: ModelSize, settings: Settings, batch: Batch, model: Any, steps: dict[str, Step]) -> Outcome:
-    """Check that both give the same numbers and gradients, then measure them in turn."""
+    """Check that both compute the same numbers and gradients, then measure them, interleaved."""
     difference, of_gradients = _check_agreement(model, steps, settings.dtype)
     found = settings.alternate(
         {
@@ -79,13 +82,13 @@ def _our_step(model: Any, batch: Batch, advantage: Tensor, device: torch.device)
 
 
 def _backward(log_prob: Tensor, advantage: Tensor, response: Tensor) -> None:
-    """Of the mean over response tokens."""
+    """Backward of the mean over response tokens."""
     surrogate = -(log_prob.float() * advantage)
     (torch.where(response, surrogate, 0).sum() / response.sum()).backward()
 
 
 def _check_agreement(model: Any, steps: dict[str, Step], dtype: torch.dtype) -> tuple[float, float]:
-    """The largest difference of log-probs, and of gradients relative to the largest entry of each parameter's."""
+    """Largest difference of the log-probs; largest difference of the gradients, relative to the largest entry of each."""
     log_probs, gradients = {}, {}
     for name, step in steps.items():
         model.zero_grad(set_to_none=True)
@@ -115,7 +118,7 @@ def _workload(name: str, size: ModelSize) -> Workload:
     return Workload(name, title, partial(measure, size), Targets(faster=2, smaller=8), cuda=True)
 
 
-# Small bodies: torchrl's peak is that of its logits, more than three times [16, 310, V]: 10 GiB for the second.
+# Small bodies: torchrl's peak comes from its logits, more than three times [16, 310, V]: 10 GiB for the second size.
 WORKLOADS = (
     _workload("d32k", ModelSize(vocab=32_000, hidden=512, layers=2)),
     _workload("d152k", ModelSize(vocab=151_936, hidden=256, layers=2)),

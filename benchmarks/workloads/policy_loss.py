@@ -1,4 +1,4 @@
-"""A whole loss module, forward and backward, beside torchrl's GRPOLoss: clipped objective, with and without entropy bonus."""
+"""A whole loss module, forward and backward, against torchrl's GRPOLoss: clipped objective, with and without entropy."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ENTROPY_COEFF = 0.01
 
 
 def measure(full: ModelSize, entropy: bool, settings: Settings) -> Outcome:
-    """The same objective of the same rollouts, with gradient to every parameter."""
+    """Both libraries compute one objective on one batch of rollouts, with gradients of all parameters."""
     size = settings.size(full)
     batch = grouped(2, 2, size.vocab) if settings.quick else grouped(4, 4, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype)
     data = _rollouts(batch, settings.device)
     theirs = GRPOLoss(wrapper(model, "log_probs"), entropy_bonus=entropy, entropy_coeff=ENTROPY_COEFF, clip_epsilon=0.2)
     theirs.set_keys(sample_log_prob=("next", "log_probs", "full"))
-    # torchrl's has no dual clip.
+    # torchrl's loss has no dual clip.
     terms = [EntropyBonus(ENTROPY_COEFF)] if entropy else []
     ours = PolicyLoss(model, clip_range=0.2, clip_ratio_c=None, terms=terms)
     steps = {THEIRS: partial(_step, theirs, data), OURS: partial(_step, ours, data)}
@@ -37,7 +37,7 @@ def measure(full: ModelSize, entropy: bool, settings: Settings) -> Outcome:
 
 
 def _rollouts(batch: Batch, device: torch.device) -> TensorDictBase:
-    """With log-probs of a sampler, and an advantage for each token, which GRPOLoss wants."""
+    """Rollouts with log-probs of a sampler, and an advantage per token, as GRPOLoss expects."""
     generator = torch.Generator().manual_seed(0)
     data = batch.padded(device)
     response = batch.padded_response()

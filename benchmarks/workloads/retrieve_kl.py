@@ -1,4 +1,4 @@
-"""``RetrieveKL`` beside torchrl's on the same rollouts: log-probs under two models and the KL."""
+"""``RetrieveKL`` against torchrl's on the same rollouts: log-probs under two models, and the KL."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MakeBatch = Callable[[int], Batch]
 
 
 def measure(full: MakeBatch, quick: MakeBatch, settings: Settings) -> Outcome:
-    """Score under two models and compute the KL, as a transform in torchrl and here."""
+    """Score under two models and compute the KL, with the transforms of both libraries."""
     size = settings.size(SIZE)
     batch = (quick if settings.quick else full)(size.vocab)
     policy, reference = (qwen2(size, seed=seed, device=settings.device, dtype=settings.dtype) for seed in (0, 1))
     gen, ref = wrapper(policy, "log_probs"), wrapper(reference, "ref_log_probs")
-    # Without no_grad torchrl keeps the graph of both models (`detach` is never read there) and needs twice the memory.
+    # Without no_grad, torchrl keeps the graphs of both models (it ignores `detach`) and needs twice the memory.
     theirs = torch.no_grad()(TorchRLRetrieveKL(gen, ref, assistant_only=False, add_to_reward=False))
     ours = RetrieveKL(gen, ref, add_to_reward=False)
     data = batch.padded(settings.device)
@@ -60,7 +60,7 @@ def measure(full: MakeBatch, quick: MakeBatch, settings: Settings) -> Outcome:
 
 
 def _check_agreement(theirs: TensorDictBase, ours: TensorDictBase, batch: Batch, tolerance: float) -> float:
-    """Where both score: the response. Rotary positions make torchrl's padding on the left harmless."""
+    """Compare the responses, which both score. Rotary positions make torchrl's left padding harmless."""
     response = batch.padded_response()
     found, expected = ours["next", "kl_penalty"], theirs["next", "kl_penalty"]
     if expected.is_nested:

@@ -1,4 +1,4 @@
-"""Compares the mask found on a model's own template with the marks TRL gives the same template.
+"""Compare the mask found on a model's own template with the generation blocks that TRL adds to the same template.
 
 TRL ships pairs ``X.jinja`` (as the model has it) and ``X_training.jinja`` (with ``{% generation %}`` blocks). They are
 read from the installed package.
@@ -56,14 +56,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         assistant("4", reasoning_content="two and two"),
     ],
 }
-# These read the content as a list of parts.
+# Templates that read the content as a list of parts.
 _PARTS = {"idefics3", "llava_next", "smolvlm"}
 _CONTROL_TOKEN = re.compile(r"<[|｜][^<>\s'\"{}]*[|｜]>|</?think>|<(?:start|end)_of_[a-z]+>")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``agrees`` (but for ``only_trl``), ``texts differ`` or ``refused`` (with the template's reason)."""
+    """Status ``agrees`` (except for ``only_trl``), ``texts differ`` or ``refused`` (with the template's reason)."""
 
     status: str
     only_trl: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""TorchRL histories as the message dicts a transformers user would write."""
+"""Conversion of TorchRL histories to the message dicts of transformers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_content_in_parts_and_incomplete_messages():
     assert history_to_messages(history) == [user(parts), assistant("b")]
 
 
-def test_the_history_is_left_alone():
+def test_the_history_is_not_modified():
     history = History.from_chats([assistant("", tool_calls=CALL)])
     history_to_messages(history)[0]["tool_calls"][0]["function"]["name"] = "changed"
     assert history_to_messages(history)[0]["tool_calls"] == CALL

@@ -14,7 +14,7 @@ from torchrl_llm_kl.masks import mask_from_prompt_lengths
     [
         ([2, 1], [3, 4], [0, 0, 1, 0, 1, 1, 1]),
         ([0], [3], [0, 1, 1]),  # no prefix, no log-prob
-        ([3], [3], [0, 0, 0]),  # nothing was answered
+        ([3], [3], [0, 0, 0]),  # no answer
         ([0, 0, 2], [0, 1, 3], [0, 0, 0, 1]),  # empty sequences
         ([], [], []),
     ],
@@ -46,7 +46,7 @@ def test_counts(sizes, dtype):
         ([[1]], [[2]], "Flatten batch dimensions"),
     ],
 )
-def test_lengths_that_cannot_be(prompt_lengths, lengths, message):
+def test_impossible_lengths(prompt_lengths, lengths, message):
     with pytest.raises(ValueError, match=message):
         mask_from_prompt_lengths(torch.tensor(prompt_lengths), torch.tensor(lengths))
 

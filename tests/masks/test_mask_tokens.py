@@ -1,17 +1,16 @@
-"""From characters to tokens: borders inside of tokens, characters of several tokens, trimmed offsets, no offsets."""
+"""From characters to tokens: borders inside tokens, characters of several tokens, trimmed offsets, no offsets."""
 
 from __future__ import annotations
 
 import pytest
 from tokenizers import AddedToken, processors
 
-from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
-from torchrl_llm_kl.masks._tokens import encode_with_mask
+from torchrl_llm_kl.masks import AssistantMaskError, encode_with_mask, render_conversation
 from toy_tokenizer import CHATML, build_tokenizer
 
 
 class WithoutOffsets:
-    """A tokenizer that only encodes, as slow ones do; words are tokens if ``words``, else characters."""
+    """A slow tokenizer: it encodes but returns no offsets. Tokens are words if ``words``, else characters."""
 
     is_fast = False
 
@@ -32,13 +31,13 @@ def masked(tokenizer, text, spans) -> str:
     ("span", "expected"),
     [((1, 3), "bc"), ((2, 3), "bc"), ((1, 2), "bc"), ((3, 4), "d"), ((0, 1), ""), ((2, 2), "")],
 )
-def test_a_token_across_the_border_counts(span, expected):
+def test_a_token_that_straddles_the_border_is_masked_in(span, expected):
     tokenizer = build_tokenizer(merges=[("b", "c")])
     assert masked(tokenizer, "abcd", [span]) == expected
 
 
-def test_a_header_merged_with_the_answer_counts():
-    """ "\\n" ends the header and begins the answer; as one token, it holds something that the model said."""
+def test_a_token_of_header_and_answer_is_masked_in():
+    """ "\\n" ends the header and starts the answer; as one token, it holds part of the model's output."""
     tokenizer = build_tokenizer(merges=[("Ċ", "Ċ")])
     rendered = render_conversation(
         tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "\na"}]
@@ -46,20 +45,20 @@ def test_a_header_merged_with_the_answer_counts():
     assert tokenizer.decode(rendered.token_ids[rendered.assistant_mask]) == "\n\na<|im_end|>"
 
 
-def test_every_token_of_a_character_counts():
+def test_every_token_of_a_character_is_masked_in():
     tokenizer = build_tokenizer()
     ((_, mask),) = encode_with_mask(tokenizer, ["a😀b"], [[(1, 2)]])
     assert mask.tolist() == [False, True, True, True, True, False]
 
 
-def test_white_space_that_trimmed_offsets_hide():
+def test_white_space_that_trimmed_offsets_omit():
     tokenizer = build_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert masked(tokenizer, "x a  b \n<|im_end|>\n", [(3, 18)]) == "  b \n<|im_end|>"
     assert masked(tokenizer, "x  y", [(2, 3)]) == " "
 
 
-def test_a_header_token_that_swallows_white_space_does_not_count():
+def test_a_header_token_that_swallows_white_space_is_masked_out():
     tokenizer = build_tokenizer(extra_special_tokens=())
     tokenizer.add_tokens(
         [AddedToken("<bot>", rstrip=True, special=True), AddedToken("<end>", lstrip=True, special=True)]
@@ -69,7 +68,7 @@ def test_a_header_token_that_swallows_white_space_does_not_count():
     assert masked(tokenizer, "x:\n<end>", [(3, 8)]) == "<end>"
 
 
-def test_the_first_token_is_never_masked():
+def test_the_first_token_is_never_masked_in():
     assert masked(build_tokenizer(), "abc", [(0, 3)]) == "bc"
     rendered = render_conversation(
         build_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), [{"role": "assistant", "content": "abc"}]
@@ -82,7 +81,7 @@ def test_empty_text_and_no_spans():
     assert (ids.tolist(), mask.tolist(), none.tolist()) == ([], [], [False, False])
 
 
-def test_without_offsets_pieces_must_give_the_same_tokens():
+def test_without_offsets_the_pieces_must_have_the_tokens_of_the_whole():
     ((ids, mask),) = encode_with_mask(WithoutOffsets(words=False), ["abcde"], [[(1, 2), (3, 5)]])
     assert ids.tolist() == [97, 98, 99, 100, 101]
     assert mask.tolist() == [False, True, False, True, True]

@@ -1,4 +1,4 @@
-"""Masked text of conversations made to mislead, on small templates; every expected text is written by hand."""
+"""Masked text of adversarial conversations on small templates; every expected text is written by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARKED = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
     "{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
 )
-# The same conversation format, written in the ways in which real templates are written.
+# One conversation format, written in the styles of real templates.
 CHATML_VARIANTS = {
     "one string": CHATML,
     "filtered loop": "{% for m in messages if m.role != 'x' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -58,7 +58,7 @@ CHATML_VARIANTS = {
 
 
 def masked_turns(messages, template=CHATML, tokenizer=None, **kwargs) -> list[str]:
-    """The masked text turn by turn, after checking that spans, mask and tokens say the same."""
+    """The masked text turn by turn, after a check that spans, mask and tokens agree."""
     tokenizer = tokenizer or build_tokenizer(template)
     rendered = render_conversation(tokenizer, messages, **kwargs)
     turns = [rendered.text[start:end] for start, end in rendered.assistant_spans]
@@ -102,14 +102,14 @@ ADVERSARIAL = {
 def test_adversarial_conversation(case, variant):
     messages, expected = ADVERSARIAL[case]
     if (case, variant) in {("assistant first", "no variable"), ("assistant first", "captured")}:
-        with pytest.raises(TurnNotFoundError, match=r"message 0 \(assistant\).*can't be located"):
+        with pytest.raises(TurnNotFoundError, match=r"message 0 \(assistant\).*cannot be located"):
             masked_turns(messages, CHATML_VARIANTS[variant])
         return
     assert masked_turns(messages, CHATML_VARIANTS[variant]) == expected
 
 
 @pytest.mark.parametrize("variant", CHATML_VARIANTS)
-def test_a_trailing_generation_prompt_is_not_masked(variant):
+def test_a_trailing_generation_prompt_is_masked_out(variant):
     messages = [user("x"), assistant("a"), assistant("b")]
     expected = ["a" + END, "b" + END]
     assert masked_turns(messages, CHATML_VARIANTS[variant], add_generation_prompt=True) == expected
@@ -155,18 +155,18 @@ THINKING_PROMPT = (
 )
 
 
-def test_a_thinking_tag_is_header_where_the_generation_prompt_ends_with_it():
+def test_a_thinking_tag_at_the_end_of_the_generation_prompt_is_header():
     messages = [user("x"), assistant("a", reasoning_content="hm"), user("y"), assistant("b")]
     assert masked_turns(messages, THINKING_PROMPT) == ["hm</think>a" + END, "b" + END]
 
 
-def test_a_header_is_cut_between_units_not_inside_of_a_tag():
-    """The generation prompt goes on with ``<think>``, the turn with ``<tool>``: the ``<`` they share is no header."""
+def test_a_header_never_ends_inside_a_tag():
+    """The generation prompt continues with ``<think>``, the turn with ``<tool>``: the shared ``<`` is not header."""
     assert masked_turns([user("x"), assistant("<tool>1")], THINKING_PROMPT) == ["<tool>1" + END]
 
 
-def test_content_that_begins_like_the_generation_prompt():
-    """All of ``<think>\\n`` was in the prompt, whoever wrote it; a part of it that the content begins with was not."""
+def test_content_that_starts_like_the_generation_prompt():
+    """A whole ``<think>\\n`` is in the generation prompt; a part of it at the start of the content is not."""
     messages = [user("x"), assistant("<think>\na"), user("y"), assistant("<think>b")]
     assert masked_turns(messages, THINKING_PROMPT) == ["a" + END, "<think>b" + END]
 
@@ -177,13 +177,13 @@ TOOLS = (
 ) + PROMPT
 
 
-def test_tool_calls_are_the_assistants_and_tool_results_are_not():
+def test_tool_calls_are_masked_in_and_tool_results_are_not():
     call = '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call>'
     messages = [user("?"), assistant("", tool_calls=CALL), {"role": "tool", "content": call}, assistant(call)]
     assert masked_turns(messages, TOOLS) == [call + END, call + END]
 
 
-def test_tool_results_written_inside_of_the_assistants_turn_are_left_out():
+def test_tool_results_inside_the_assistants_turn_are_masked_out():
     template = (
         "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
         "{% if m.tool_calls %}<call>{% for k in range(loop.index0 + 1, messages | length) %}"
@@ -194,7 +194,7 @@ def test_tool_results_written_inside_of_the_assistants_turn_are_left_out():
     assert masked_turns(messages, template) == ["<call>", "done" + END]
 
 
-def test_end_token_written_outside_of_the_loop():
+def test_end_token_outside_the_loop_body():
     template = (
         "{% for m in messages %}{% if not loop.first %}{{ eos_token }}{% endif %}{{ m.role }}: {{ m.content }}"
         "{% endfor %}{{ eos_token }}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -222,7 +222,7 @@ def test_template_variables_and_named_templates():
     assert masked_turns(messages, tokenizer=tokenizer, chat_template="{{ extra }}" + CHATML, extra="!") == ["b" + END]
 
 
-def test_text_and_tokens_are_those_of_transformers():
+def test_text_and_tokens_equal_those_of_transformers():
     tokenizer = build_tokenizer()
     messages = [user("é"), assistant("b", tool_calls=None)]
     rendered = render_conversation(tokenizer, messages, add_generation_prompt=True)
@@ -230,7 +230,7 @@ def test_text_and_tokens_are_those_of_transformers():
     assert rendered.token_ids.tolist() == plain["input_ids"]
 
 
-def test_batch_is_the_same_as_one_by_one():
+def test_a_batch_equals_single_conversations():
     tokenizer = build_tokenizer()
     conversations = [[user("a"), assistant("b")], [user("a")], [user("ccc"), assistant("é"), user("d"), assistant("")]]
     for together, messages in zip(render_conversations(tokenizer, conversations), conversations, strict=True):
@@ -241,7 +241,7 @@ def test_batch_is_the_same_as_one_by_one():
     assert render_conversations(tokenizer, []) == []
 
 
-def test_arguments_are_left_alone():
+def test_arguments_are_not_modified():
     tokenizer = build_tokenizer(TOOLS)
     messages = [user("a"), assistant("", tool_calls=CALL)]
     tools = [{"type": "function", "function": {"name": "add"}}]
@@ -278,7 +278,7 @@ def test_a_turn_that_cannot_be_located_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["tokenize", "truncation", "continue_final_message"])
-def test_arguments_that_are_no_template_variables(name):
+def test_reserved_arguments_are_not_template_variables(name):
     with pytest.raises(TypeError, match=f"{name}: not a template variable"):
         render_conversation(build_tokenizer(), [user("x")], **{name: True})
 
@@ -295,7 +295,7 @@ def test_empty_conversation():
         render_conversation(build_tokenizer(), [])
 
 
-# ---- what TorchRL's own masks get wrong ------------------------------------------------------------------------------
+# ---- defects of TorchRL's own masks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["toy", "some/qwen2.5-chat", "some/llama-3"])
@@ -314,7 +314,7 @@ def test_defect_10_the_tokenizers_own_template_is_used(name, marked):
     assert tokenizer.decode(rendered.token_ids[rendered.assistant_mask]) == "y[/A]"
 
 
-def test_defect_11_a_repeated_text_is_masked_where_the_assistant_said_it():
+def test_defect_11_a_repeated_text_is_masked_in_only_in_the_assistants_turn():
     rendered = render_conversation(build_tokenizer(), [user("Answer yes or no"), assistant("yes")])
     assert rendered.text[: rendered.assistant_spans[0][0]].endswith("<|im_start|>assistant\n")
     assert len(rendered.assistant_spans) == 1

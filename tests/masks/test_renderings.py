@@ -1,4 +1,4 @@
-"""How often a template is rendered for one conversation, and that saving renderings changes no mask."""
+"""Number of renderings of a template per conversation; fewer renderings change no mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import template_pairs
 from template_pairs import assistant, user
 
 from torchrl_llm_kl.masks import TurnNotFoundError, render_conversation
-from torchrl_llm_kl.masks._trace import instrument
+from torchrl_llm_kl.masks._template import instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
 END = "<|im_end|>"
@@ -43,7 +43,7 @@ def talk(turns: int) -> list[dict]:
 
 @pytest.fixture
 def renderings(monkeypatch):
-    """A list that grows by one with every rendering of a template."""
+    """A list that grows by one with each rendering of a template."""
     made: list[object] = []
     render = jinja2.Template.render
     monkeypatch.setattr(
@@ -67,7 +67,7 @@ def test_two_renderings_with_a_generation_prompt(renderings, template):
 
 
 @pytest.mark.parametrize("template", ["mistral", "thinking prompt"])
-def test_a_third_rendering_tells_what_the_generation_prompt_adds(renderings, template):
+def test_a_third_rendering_shows_what_the_generation_prompt_adds(renderings, template):
     render_conversation(build_tokenizer(TYPICAL[template]), talk(3), add_generation_prompt=True)
     assert len(renderings) == 3
 
@@ -94,15 +94,15 @@ def test_without_a_mask_no_turn_can_be_missing():
     assert render_conversation(tokenizer, talk(1), assistant_mask=False).text == "222"
 
 
-# TRL's templates that need more than two for four plain turns, and why.
+# TRL's templates that need more than two renderings for four plain turns, and why.
 MORE = {
-    # the loop ends the last turn in another way when a generation prompt follows: one rendering for each
+    # the loop ends the last turn differently before a generation prompt: one rendering for each
     **dict.fromkeys(("gptoss", "gptoss_training"), 3),
-    # what stands behind the loop depends on the last message: one prompt per turn
+    # the text after the loop depends on the last message: one prompt per turn
     **dict.fromkeys(("deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "deepseekv3_training"), 14),
     **dict.fromkeys(("diffusion_gemma", "diffusion_gemma_training", "phi3_training", "phi3_5_training"), 10),
     **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), 10),
-    # no generation prompt, and content in parts: each header is told by rendering the turn with other content
+    # no generation prompt, and content in parts: each header is found by rendering the turn with other content
     **dict.fromkeys(("llava_next", "llava_next_training"), 10),
 }
 
@@ -121,12 +121,12 @@ def test_renderings_of_the_templates_that_trl_ships(renderings):
     assert {template: count for template, count in counts.items() if count != 2} == MORE
 
 
-# ---- a generation prompt that is not every turn's ------------------------------------------------------------------------
+# ---- a generation prompt that varies between turns -----------------------------------------------------------------------
 
 NO_THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if CONDITION %}<think></think>{% endif %}{% endif %}"
 )
-# Each asks for the first answer with an empty thinking block, and for the second without.
+# Each prompts for the first answer with an empty thinking block, and for the second without.
 VARYING = {
     "namespace": "{% set ns = namespace(last='') %}"
     + LOOP.replace("{% endfor %}", "{% set ns.last = m.content %}{% endfor %}")
@@ -147,13 +147,13 @@ VARYING = {
 
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("template", VARYING)
-def test_each_turn_is_cut_by_its_own_generation_prompt(template, prompt):
+def test_each_turn_has_the_header_of_its_own_generation_prompt(template, prompt):
     messages = [user("a /off"), assistant("<think></think>yes"), user("b"), assistant("<think></think>no")]
     rendered = render_conversation(build_tokenizer(VARYING[template]), messages, add_generation_prompt=prompt)
     assert [rendered.text[a:b] for a, b in rendered.assistant_spans] == ["yes" + END, "<think></think>no" + END]
 
 
-BEHIND_THE_LOOP = {
+AFTER_THE_LOOP = {
     "": True,
     PROMPT: True,
     "{% if add_generation_prompt and enable_thinking %}<think>{% endif %}": True,
@@ -166,13 +166,13 @@ BEHIND_THE_LOOP = {
 }
 
 
-@pytest.mark.parametrize("behind", BEHIND_THE_LOOP)
-def test_what_a_generation_prompt_depends_on(behind):
+@pytest.mark.parametrize("after", AFTER_THE_LOOP)
+def test_dependence_of_the_generation_prompt_on_the_messages(after):
     before = "{% set first = messages[0] %}{% set roles = first.role %}{% macro head() %}{{ roles }}{% endmacro %}"
-    read = instrument(before + LOOP + behind)
-    assert read.prompt_is_fixed == BEHIND_THE_LOOP[behind]
-    assert not (read.prompt_is_fixed and read.loop_asks)
-    assert not instrument("{% if messages %}" + LOOP + behind + "{% endif %}").prompt_is_fixed
+    read = instrument(before + LOOP + after)
+    assert read.prompt_is_fixed == AFTER_THE_LOOP[after]
+    assert not (read.prompt_is_fixed and read.loop_reads_flag)
+    assert not instrument("{% if messages %}" + LOOP + after + "{% endif %}").prompt_is_fixed
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_what_a_generation_prompt_depends_on(behind):
         "{% set asked = add_generation_prompt %}" + LOOP.replace("{% endfor %}", "{{ asked }}{% endfor %}"),
     ],
 )
-def test_a_loop_that_asks(loop):
-    assert instrument(loop + PROMPT).loop_asks
+def test_a_loop_that_reads_the_generation_prompt_flag(loop):
+    assert instrument(loop + PROMPT).loop_reads_flag
 
 
-# ---- where content and header meet ---------------------------------------------------------------------------------------
+# ---- the border of header and content ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_a_loop_that_asks(loop):
         ("<answer>{{ m.content }}</s>", "answer", "answer</s>"),
     ],
 )
-def test_without_a_generation_prompt_the_header_is_what_comes_before_any_content(template, content, expected):
+def test_without_a_generation_prompt_the_header_is_the_text_before_any_content(template, content, expected):
     template = "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}" + template + "{% endif %}{% endfor %}"
     rendered = render_conversation(build_tokenizer(template), [user("x"), assistant(content)])
     assert [rendered.text[a:b] for a, b in rendered.assistant_spans] == [expected]
 
 
 @pytest.mark.parametrize("closes", ["", "{% else %}{{ eos_token }}"])
-def test_an_end_token_that_comes_with_the_prompt_alone_is_no_answers(closes):
+def test_an_end_token_that_only_the_prompt_adds_belongs_to_no_answer(closes):
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ eos_token }}assistant: " + closes + "{% endif %}"

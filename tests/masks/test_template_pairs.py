@@ -14,7 +14,7 @@ from template_pairs import CALL, CONVERSATIONS, assistant, compare, conversation
 
 from torchrl_llm_kl.masks import render_conversation
 
-# What TRL marks and we do not: role headers, the thinking tags that a generation prompt ends with, the white space
+# Marked by TRL and not by us: role headers, the thinking tags that a generation prompt ends with, the white space
 # after an end-of-turn token, and Phi's second end token, which closes the conversation and no turn.
 ONLY_TRL = {
     "cohere": set(),
@@ -49,7 +49,7 @@ ONLY_TRL = {
     "qwen3_vl": {"\n"},
     "smolvlm": {"\n"},
 }
-# The marks of this template end on the emoji, of whose four byte tokens transformers counts the first.
+# The blocks of this template end on the emoji; of its four byte tokens, transformers masks in the first.
 ONLY_OURS = {("diffusion_gemma", "system"): ("\ufffd" * 3,)}
 
 ALTERNATE = "Conversation roles must alternate"
@@ -62,7 +62,7 @@ REFUSED = {
     ("gemma3", "tools"): ALTERNATE,
     ("llava_next", "tools"): "Only user and assistant roles",
 }
-# TRL's version writes a newline less (glm4moe) or keeps the thinking blocks of earlier turns (the others).
+# TRL's version writes one newline less (glm4moe) or keeps the thinking blocks of earlier turns (the others).
 TEXTS_DIFFER = {("glm4moe", kind) for kind in CONVERSATIONS} | {
     (template, kind)
     for template in ("qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
@@ -87,7 +87,7 @@ def test_every_template_is_accounted_for():
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("template", ONLY_TRL)
-def test_mask_agrees_with_the_marks(template, kind):
+def test_mask_agrees_with_the_generation_blocks(template, kind):
     outcome = compare(template, kind)
     if (template, kind) in REFUSED:
         assert outcome.status == "refused"
@@ -108,8 +108,8 @@ def test_the_listed_differences_all_occur(template):
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("template", ONLY_TRL)
-def test_marks_brought_to_the_definition_equal_the_mask_without_marks(template, kind):
-    """The same conversation on both templates: with our normalisation nothing differs, header or white space."""
+def test_normalised_blocks_equal_the_mask_without_blocks(template, kind):
+    """One conversation on both templates: after our normalisation, neither headers nor white space differ."""
     if compare(template, kind).status != "agrees":
         assert (template, kind) in REFUSED.keys() | TEXTS_DIFFER
         return
@@ -125,10 +125,10 @@ ACCEPTED = [(t, k) for t in sorted(set(ONLY_TRL) | UNPAIRED) for k in CONVERSATI
 
 
 @pytest.mark.parametrize(("template", "kind"), ACCEPTED)
-def test_every_answer_is_masked_and_no_question(template, kind):
+def test_answers_are_masked_in_and_questions_are_not(template, kind):
     turns = masked_turns(template, conversation(template, kind))
     spoken = [m for m in CONVERSATIONS[kind] if m["role"] == "assistant"]
-    # deepseek_r1_distill never writes tool calls that come with a content, but it does write the turn
+    # deepseek_r1_distill omits the tool calls of a message with content, but it writes the turn
     assert len(turns) == len(spoken)
     for turn, message in zip(turns, spoken, strict=True):
         assert message["content"] in turn
@@ -141,7 +141,7 @@ GLM_CALL = (
     "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>"
 )
 GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
-# Hand-written, for what no marked template can check.
+# Hand-written, for cases that no marked template covers.
 EXPECTED = {
     ("qwen3", "multi"): ["Hello there<|im_end|>", "<think>\n\n</think>\n\nHi<|im_end|>"],
     ("qwen3", "tools"): [CHATML_CALL, "It is 3.<|im_end|>", "<think>\n\n</think>\n\nWelcome<|im_end|>"],
@@ -159,7 +159,7 @@ EXPECTED = {
         "\n<think></think>\nIt is 3.",
         "\n<think></think>\nWelcome",
     ],
-    # the tool's response is written inside of the model's turn, which goes on after it
+    # the tool's response is inside the model's turn, which continues after it
     ("gemma4_v5", "tools"): [GEMMA_CALL, "It is 3.<turn|>", "Welcome<turn|>"],
     ("gemma4_v5", "reasoning"): ["3<turn|>", "<|channel>thought\ntwo and two\n<channel|>4<turn|>"],
     ("llama3_1", "tools"): [
@@ -185,7 +185,7 @@ def test_closed_thinking_belongs_to_the_prompt_when_thinking_is_off():
 
 
 @pytest.mark.parametrize("content", ["", "<|end|>", "a"])
-def test_the_second_end_token_of_phi_is_not_emitted(content):
+def test_the_second_end_token_of_phi_is_masked_out(content):
     messages = [user("x"), assistant(content)]
     assert masked_turns("phi3", messages) == [content + "<|end|>"]
     assert masked_turns("phi3", messages, chat_template=read("phi3_training")) == [content + "<|end|>"]

@@ -1,4 +1,4 @@
-"""Sources of every form with NaN in the padding, and what plain Python loops find in them."""
+"""Sources of every form with NaN in the padding, and their contents as read by plain Python loops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCHES = [(), (1,), (3,), (2, 2), (2, 1, 2), (0,), (2, 0)]
 def elements(
     n: int, features: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, start: int = 1
 ) -> torch.Tensor:
-    """``n`` distinct elements (as far as the dtype allows): a value that lands in a wrong slot shows."""
+    """``n`` distinct elements (as far as the dtype allows): a value in a wrong slot is visible."""
     flat = torch.arange(start, start + n * math.prod(features)).reshape(n, *features)
     return (flat % 2 == 1) if dtype == torch.bool else flat.to(dtype)
 
@@ -42,15 +42,15 @@ def jagged(buffer: torch.Tensor, offsets: list[int], lengths: list[int] | None =
 
 @dataclass
 class Case:
-    """One source, and what must be found in it."""
+    """One source and its expected contents."""
 
     kind: str
-    slots: torch.Tensor  # [M, *F]: what each slot of the source holds
-    table: list[list[bool]]  # for each sequence, which of its slots hold values
+    slots: torch.Tensor  # [M, *F]: the contents of each slot of the source
+    table: list[list[bool]]  # per sequence: whether each slot holds a value
     source: Any
     batch: tuple[int, ...]
     options: dict[str, Any]
-    head: int = 0  # slots before the first sequence, and after the last
+    head: int = 0  # slots before the first sequence; `tail`: after the last
     tail: int = 0
 
     def read(self) -> Ragged:
@@ -68,7 +68,7 @@ class Case:
         return [[value for keep, value in row if keep] for row in with_slots]
 
     def rebuilt(self, values: list, fill: Any) -> list:
-        """The source's form with ``values`` in place of its own, and ``fill`` at the other slots."""
+        """The source's form with ``values`` in place of its own and ``fill`` in the other slots."""
         value = iter(values)
         rows = [[next(value) if keep else fill for keep in row] for row in self.table]
         if self.kind.startswith("jagged"):
@@ -87,7 +87,7 @@ def nest(rows: list, batch: tuple[int, ...]) -> list:
 
 
 def make(kind, table, batch=None, features=(), dtype=torch.float32, side="right", head=0, tail=0) -> Case:
-    """A source of the given kind with NaN (where there is one) in every slot without value."""
+    """A source of the given kind, with NaN (if the dtype has one) in every slot without a value."""
     batch = (len(table),) if batch is None else batch
     real = [False] * head + [keep for row in table for keep in row] + [False] * tail
     slots = elements(len(real), features, dtype)

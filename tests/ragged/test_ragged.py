@@ -57,13 +57,13 @@ def test_sum(case):
     assert_close(x.sum(), expected, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------------- back into the form
+# ---------------------------------------------------------------------- restoring the form
 
 
 @quick
 @given(case=cases())
 def test_restore_the_same_values(case):
-    """``fill`` is exactly what stands at every slot without value, whatever stood there before."""
+    """Every slot without a value holds exactly ``fill``, whatever it held before."""
     fill = 1 if case.slots.dtype == torch.bool else -7
     restored = case.read().restore(fill)
     x = [value for row in case.rows for value in row]
@@ -103,8 +103,8 @@ def test_fill_can_be_infinite(case):
 
 @quick
 @given(case=cases())
-def test_reading_what_was_restored(case):
-    """A second reading of a nested tensor or list finds the same sequences (dense data needs its mask again)."""
+def test_restored_data_is_read_again(case):
+    """Reading a restored nested tensor or list yields the same sequences (dense data needs its mask again)."""
     x = case.read()
     restored = x.restore()
     if case.kind.startswith("padded"):
@@ -145,7 +145,7 @@ def test_left_and_right_lengths_by_hand():
     assert right.restore(-1).tolist() == [[0, -1, -1], [3, 4, -1]]
 
 
-# ---------------------------------------------------------------------- into another form
+# ---------------------------------------------------------------------- conversion to another form
 
 
 @quick
@@ -259,7 +259,7 @@ def test_narrowed_jagged():
 
 
 @pytest.mark.parametrize("kind", ["jagged", "jagged-gaps"])
-def test_restored_jagged_meets_its_source(kind):
+def test_restored_jagged_combines_with_its_source(kind):
     source = make(kind, [[True, True, kind == "jagged"], [True]]).source
     x = Ragged.from_nested(source)
     restored = x.like(10 * x.values).restore()
@@ -269,7 +269,7 @@ def test_restored_jagged_meets_its_source(kind):
     assert plain(list((source + restored).unbind())) == expected
 
 
-def test_jagged_forms_of_the_same_sequences_meet():
+def test_jagged_forms_of_the_same_sequences_combine():
     x = Ragged.from_list([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
     y = x.like(10 * x.values)
     total = x.to_nested(torch.jagged) + y.to_nested(torch.jagged)
@@ -279,7 +279,7 @@ def test_jagged_forms_of_the_same_sequences_meet():
     assert plain(list(total.unbind())) == [[2, 4], [6]]
 
 
-def test_jagged_keeps_what_is_known_of_its_lengths():
+def test_jagged_keeps_its_known_minimum_and_maximum_length():
     source = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
     restored = Ragged.from_nested(source).restore()
     assert (restored._maybe_min_seqlen, restored._maybe_max_seqlen) == (1, 3)
@@ -337,7 +337,7 @@ def test_a_nan_stays_in_its_sequence():
     assert total[1] == 2
 
 
-def test_containers_tell_their_row_lengths():
+def test_containers_report_their_row_lengths():
     dense = Dense(torch.Size([2, 3]), 4, torch.device("cpu"))
     assert dense.row_lengths.tolist() == [4] * 6
     rows = Rows(torch.tensor([2, 1]), torch.Size([2]))
@@ -350,7 +350,7 @@ def test_the_first_elements_of_each_sequence():
     assert x.first(torch.tensor([0, 0, 0])).tolist() == [False] * 5
 
 
-def test_a_mask_of_everything_picks_nothing():
+def test_a_mask_that_is_true_everywhere_is_dropped():
     padded = torch.arange(6.0).reshape(2, 3)
     x = Ragged.from_padded(padded, mask=torch.ones(2, 3, dtype=torch.bool))
     assert x.keep is None

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the layer run."""
+"""The doctests of the layer run."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""Each error says what was found and what was expected."""
+"""Each error reports what was found and what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients reach the values, whatever the form on the way in and out, and nothing comes out of the padding."""
+"""Gradients reach the values through every conversion, and none comes from the padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows_of(data: Any) -> list[torch.Tensor]:
 
 @dataclass
 class Differentiable:
-    """A table of slots per kind; ``NaN`` at every slot without value, and a source built from ``leaf`` by torch."""
+    """A table of slots per kind: ``NaN`` in every slot without a value, and a source that torch builds from ``leaf``."""
 
     kind: str
     table: list[list[bool]]
@@ -89,7 +89,7 @@ def test_gradient_reaches_the_values_and_only_them(form, out):
 
 @pytest.mark.parametrize("form", DIFFERENTIABLE, ids=lambda form: form.kind)
 @pytest.mark.parametrize("out", OUT)
-def test_gradcheck_of_the_way_out(form, out):
+def test_gradcheck_of_the_conversions(form, out):
     x = form.read(*form.leaf())
     values = elements(x.values.shape[0], (2,), torch.float64).requires_grad_()
 
@@ -116,7 +116,7 @@ def test_no_gradient_to_a_fill():
     assert values.grad.tolist() == [1]
 
 
-def test_arguments_are_not_changed():
+def test_arguments_are_not_modified():
     values, mask = torch.tensor([[1.0, math.nan]]), torch.tensor([[True, False]])
     Ragged.from_padded(values, mask=mask).restore(3)
     assert values[0, 0] == 1

@@ -1,4 +1,4 @@
-"""Rows of a lazy stack, read, copied and written through the attributes of their TensorDicts, against the public methods."""
+"""Rows of a lazy stack, read, copied and written through attributes of their TensorDicts and through public methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import LogProbs
 
-from torchrl_llm_kl.ragged import Rows, _rows as module, own_leaves, read_column, read_node, read_ragged, write_ragged
+from torchrl_llm_kl.ragged import (
+    Rows,
+    _tensordict as module,
+    own_leaves,
+    read_column,
+    read_node,
+    read_ragged,
+    write_ragged,
+)
 
 LENGTHS = [3, 1, 2]
 KEY = ("a", "b", "x")
@@ -17,8 +25,8 @@ KEY = ("a", "b", "x")
 
 @pytest.fixture(params=[True, False], ids=["attributes", "public methods"])
 def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both ways must do the same: a later tensordict falls back to the second."""
-    monkeypatch.setattr(module, "_KNOWN", request.param)
+    """Both ways must have the same result: a later tensordict falls back to the public methods."""
+    monkeypatch.setattr(module, "_ATTRIBUTES_KNOWN", request.param)
     return request.param
 
 
@@ -35,15 +43,15 @@ def rows_of(value: Any) -> list[list[float]]:
     return [row.tolist() for row in value]
 
 
-def test_this_version_has_the_attributes_that_are_known() -> None:
-    assert module._KNOWN
+def test_this_tensordict_version_has_the_known_attributes() -> None:
+    assert module._ATTRIBUTES_KNOWN
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"lock": True}], ids=["plain", "device", "locked"])
 @pytest.mark.parametrize("tree", [None, {}, {"a": {}}, {"a": {"b": {}}}, {"missing": {}}], ids=str)
-def test_a_copy_is_that_of_the_public_method(known: bool, tree: Any, options: dict[str, Any]) -> None:
+def test_a_copy_equals_that_of_the_public_method(known: bool, tree: Any, options: dict[str, Any]) -> None:
     nodes = elements(**options)
-    for node, copy in zip(nodes, module.copy_rows(nodes, tree), strict=True):
+    for node, copy in zip(nodes, module._copy_rows(nodes, tree), strict=True):
         assert copy is not node
         want = node.copy()
         assert vars(copy).keys() <= vars(want).keys()
@@ -60,21 +68,21 @@ def test_a_copy_is_that_of_the_public_method(known: bool, tree: Any, options: di
             assert float(node[KEY][0]) in (0, 10, 20)
 
 
-def test_only_nodes_on_the_way_are_copied() -> None:
+def test_only_parents_of_the_entry_are_copied() -> None:
     nodes = elements()
-    (copy, *_) = module.copy_rows(nodes, {"a": {}})
+    (copy, *_) = module._copy_rows(nodes, {"a": {}})
     assert copy["a"] is not nodes[0]["a"]
     assert copy["a"]["b"] is nodes[0]["a"]["b"]
 
 
 def test_names_of_dimensions_are_copied() -> None:
     node = TensorDict({"x": torch.ones(2, 3)}, batch_size=[2, 3], names=["env", "time"])
-    (copy,) = module.copy_rows([node], {})
+    (copy,) = module._copy_rows([node], {})
     assert copy.names == ["env", "time"]
     assert copy.batch_size == (2, 3)
 
 
-def test_where_some_elements_miss_a_node_the_others_are_copied(known: bool) -> None:
+def test_elements_that_have_the_node_are_copied_if_others_lack_it(known: bool) -> None:
     nodes = [TensorDict({("logs", "old"): torch.ones(1)}), TensorDict({"x": torch.ones(1)})]
     td = lazy_stack(list(nodes))
     own_leaves(td, ("logs", "kl"))
@@ -85,7 +93,7 @@ def test_where_some_elements_miss_a_node_the_others_are_copied(known: bool) -> N
 
 
 @pytest.mark.parametrize("dims", [1, 2])
-def test_own_leaves_keeps_what_is_written_from_the_elements(known: bool, dims: int) -> None:
+def test_writes_after_own_leaves_do_not_reach_the_elements(known: bool, dims: int) -> None:
     nodes = elements()
     td = lazy_stack(list(nodes)) if dims == 1 else lazy_stack([lazy_stack(list(nodes))])
     own_leaves(td, "n", ("a", "b", "y"))
@@ -109,52 +117,52 @@ def test_own_leaves_of_a_stack_with_a_locked_part() -> None:
 def test_a_locked_row_is_not_written(known: bool) -> None:
     nodes = [element(0), element(1).lock_()]
     with pytest.raises(RuntimeError, match="locked"):
-        module.set_rows(nodes, ("n",), [torch.ones(1)] * 2)
+        module._set_rows(nodes, ("n",), [torch.ones(1)] * 2)
 
 
 @pytest.mark.parametrize("path", [("n",), ("a", "b", "y"), ("new", "deep", "y")])
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["plain", "device"])
-def test_what_is_set_is_read(known: bool, path: tuple[str, ...], options: dict[str, Any]) -> None:
+def test_set_rows_are_read_back(known: bool, path: tuple[str, ...], options: dict[str, Any]) -> None:
     nodes, rows = elements(**options), [torch.randn(2), torch.randn(0), torch.randn(5)]
-    module.set_rows(nodes, path, rows)
+    module._set_rows(nodes, path, rows)
     assert [node[path].tolist() for node in nodes] == [row.tolist() for row in rows]
-    found = module.read_rows(nodes, path)
+    found = module._read_rows(nodes, path)
     assert found is not None
     assert rows_of(found) == rows_of(rows)
 
 
 def test_a_value_goes_to_the_device_of_its_node(known: bool) -> None:
     node = TensorDict(device="meta")
-    module.set_rows([node], ("x",), [torch.ones(2)])
+    module._set_rows([node], ("x",), [torch.ones(2)])
     assert node["x"].device.type == "meta"
 
 
-def test_a_row_that_does_not_fit_the_batch_of_a_node_inside_is_refused(known: bool) -> None:
+def test_a_row_that_does_not_fit_the_batch_of_an_inner_node_raises(known: bool) -> None:
     node = TensorDict(turns=TensorDict(text=torch.zeros(3), batch_size=[3]))
     with pytest.raises(RuntimeError, match="batch dimension mismatch"):
-        module.set_rows([node], ("turns", "kl"), [torch.ones(5)])
+        module._set_rows([node], ("turns", "kl"), [torch.ones(5)])
 
 
 @pytest.mark.parametrize("path", [("n", "x"), ("a", "b", "x", "y")])
-def test_a_tensor_on_the_way(known: bool, path: tuple[str, ...]) -> None:
+def test_a_tensor_as_parent_of_the_entry(known: bool, path: tuple[str, ...]) -> None:
     for call in (
-        lambda: module.read_rows(elements(), path),
-        lambda: module.set_rows(elements(), path, [torch.ones(1)] * 3),
+        lambda: module._read_rows(elements(), path),
+        lambda: module._set_rows(elements(), path, [torch.ones(1)] * 3),
     ):
         with pytest.raises(TypeError, match=f"expected a nested TensorDict under {path[-2]!r}, got Tensor"):
             call()
 
 
 @pytest.mark.parametrize("path", [("m",), ("a", "m"), ("a", "m", "x"), ("m", "b", "x")])
-def test_what_one_row_misses_is_missing(known: bool, path: tuple[str, ...]) -> None:
+def test_an_entry_that_one_row_lacks_is_missing(known: bool, path: tuple[str, ...]) -> None:
     nodes = elements()
-    module.set_rows(nodes[:2], path, [torch.ones(1)] * 2)
-    assert module.read_rows(nodes, path) is None
+    module._set_rows(nodes[:2], path, [torch.ones(1)] * 2)
+    assert module._read_rows(nodes, path) is None
 
 
-def test_text_is_read_as_the_public_method_gives_it(known: bool) -> None:
+def test_text_is_read_as_the_public_method_returns_it(known: bool) -> None:
     nodes = [TensorDict(text="a"), TensorDict(text="b")]
-    found = module.read_rows(nodes, ("text",))
+    found = module._read_rows(nodes, ("text",))
     assert found is not None
     assert [type(value) for value in found] == [type(node.get("text")) for node in nodes]
     assert [getattr(value, "data", value) for value in found] == ["a", "b"]
@@ -164,8 +172,8 @@ def test_text_is_read_as_the_public_method_gives_it(known: bool) -> None:
 def test_tensorclasses_among_the_rows(known: bool, mixed: bool) -> None:
     second: Any = TensorDict(full=torch.ones(1)) if mixed else LogProbs(full=torch.ones(1))
     nodes = [TensorDict(log_probs=LogProbs(full=torch.zeros(2))), TensorDict(log_probs=second)]
-    module.set_rows(nodes, ("log_probs", "response"), [torch.ones(1), torch.ones(2)])
-    found = module.read_rows(nodes, ("log_probs", "response"))
+    module._set_rows(nodes, ("log_probs", "response"), [torch.ones(1), torch.ones(2)])
+    found = module._read_rows(nodes, ("log_probs", "response"))
     assert found is not None
     assert rows_of(found) == [[1], [1, 1]]
     assert isinstance(nodes[0]["log_probs"], LogProbs)
@@ -185,7 +193,7 @@ def test_the_nodes_of_a_stack_are_a_stack(known: bool, stack_dim: int) -> None:
     assert got.lengths.tolist() == want.lengths.tolist()
 
 
-def test_nodes_that_some_rows_miss() -> None:
+def test_nodes_that_some_rows_lack() -> None:
     assert read_node(lazy_stack([element(0), TensorDict()]), "a") is None
     assert read_node(lazy_stack([lazy_stack([element(0)]), lazy_stack([TensorDict()])]), "a") is None
     assert read_node(TensorDict(), "a") is None

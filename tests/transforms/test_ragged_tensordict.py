@@ -1,4 +1,4 @@
-"""Variable-length entries of TensorDicts of every make: read, written, and kept from other owners."""
+"""Variable-length entries of TensorDicts of every layout: read, written, and isolated from other owners."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_read_a_mask_in_the_form_of_the_entry() -> None:
     ],
     ids=["empty", "other", "unset field", "one leaf without", "one leaf unset"],
 )
-def test_read_nothing(td: TensorDictBase) -> None:
+def test_a_missing_entry_is_none(td: TensorDictBase) -> None:
     assert read_column(td, KEY) is None
     assert read_ragged(td, KEY) is None
     assert not has_entry(td, KEY)
@@ -169,7 +169,7 @@ def test_read_nothing(td: TensorDictBase) -> None:
     ],
     ids=["no tokens", "empty batch", "text", "texts", "features differ", "scalars"],
 )
-def test_read_refuses(td: TensorDictBase, error: type[Exception], text: str) -> None:
+def test_read_errors(td: TensorDictBase, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         read_ragged(td, "x")
 
@@ -177,12 +177,12 @@ def test_read_refuses(td: TensorDictBase, error: type[Exception], text: str) -> 
 @pytest.mark.parametrize(
     "td", [TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2]), lazy_stack([TensorDict({"x": torch.zeros(3)})] * 2)]
 )
-def test_read_below_a_tensor_refuses(td: TensorDictBase) -> None:
+def test_reading_below_a_tensor_raises(td: TensorDictBase) -> None:
     with pytest.raises(TypeError, match=r"expected a nested TensorDict under 'x'.*got Tensor"):
         read_ragged(td, ("x", "full"))
 
 
-def test_read_with_a_mask_of_another_length_refuses() -> None:
+def test_a_mask_of_another_length_raises() -> None:
     td = lazy_stack([TensorDict({"x": torch.zeros(n), "m": torch.ones(m)}) for n, m in ((2, 2), (3, 5))])
     with pytest.raises(ValueError, match="'m' must have the length of 'x': sequence 1 has 5 and 3 positions"):
         read_ragged(td, "x", "m")
@@ -211,7 +211,7 @@ def test_write_what_was_read(layout: str, key: Any) -> None:
     data = read_ragged(td, KEY)
     assert data is not None
     out = write_ragged(td, key, -data.slots().float(), data.container)
-    assert out is td or layout == "dense [2, 2] with a lazy part"  # where ragged rows fit only into a lazy stack
+    assert out is td or layout == "dense [2, 2] with a lazy part"  # here only a lazy stack can hold ragged rows
     assert out.batch_size == BATCH[layout]
     found, before = read_ragged(out, key), read_ragged(out, KEY)
     assert found is not None
@@ -275,7 +275,7 @@ def test_write_padded_rows_into_a_lazy_stack() -> None:
     assert [step["a", "x"].tolist() for step in td.tensordicts] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_write_replaces_what_was_there() -> None:
+def test_write_replaces_the_entry() -> None:
     for td in (
         lazy_stack([TensorDict(x=torch.ones(9)) for _ in ROWS]),
         TensorDict({"x": torch.ones(4, 9)}, batch_size=[4]),
@@ -286,7 +286,7 @@ def test_write_replaces_what_was_there() -> None:
         assert [row.tolist() for row in found.to_list()] == ROWS
 
 
-def test_a_dense_element_that_ragged_rows_do_not_fit_becomes_a_lazy_stack() -> None:
+def test_a_dense_element_that_cannot_hold_ragged_rows_becomes_a_lazy_stack() -> None:
     td = lazy_stack([TensorDict({"kept": torch.arange(4).reshape(2, 2)}, [2, 2])])
     rows = Rows(torch.tensor([3, 1, 2, 4]), torch.Size([1, 2, 2]))
     assert write_ragged(td, "x", torch.cat(tensors()), rows) is td
@@ -320,7 +320,7 @@ def test_round_trip_through_any_stack(lengths: list[int], dims: tuple[int, int],
 # ------------------------------------------------------------------ other owners
 
 
-def test_own_leaves_keeps_the_elements_of_a_stack_apart() -> None:
+def test_own_leaves_isolates_the_elements_of_a_stack() -> None:
     elements = [leaf(i) for i in range(2)]
     td = lazy_stack(elements)
     own_leaves(td)
@@ -333,7 +333,7 @@ def test_own_leaves_keeps_the_elements_of_a_stack_apart() -> None:
 
 
 @pytest.mark.parametrize("form", ["dense", "tensorclass", "stack of stacks", "dense in dense"])
-def test_own_leaves_reaches_stacks_inside(form: str) -> None:
+def test_own_leaves_copies_inner_stacks(form: str) -> None:
     inner = [TensorDict(full=row) for row in tensors()]
     if form == "stack of stacks":
         td: TensorDictBase = lazy_stack([lazy_stack(inner[:2]), lazy_stack(inner[2:])])
@@ -361,7 +361,7 @@ def test_own_leaves_copies_no_tensor() -> None:
 
 @pytest.mark.parametrize("protect", [True, False], ids=["with own_leaves", "without"])
 def test_own_leaves_protects_a_storage(protect: bool) -> None:
-    """The control without it shows that a sample is made of the very elements that are stored."""
+    """The control without it shows that a sample consists of the stored elements themselves."""
     buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
     buffer.extend(lazy_stack([tokens_leaf(i) for i in range(4)]))
     sample = buffer.sample()

@@ -1,17 +1,16 @@
-"""Which tokens the assistant produced: from token bookkeeping, and from chat templates with or without marks."""
+"""Masks of the assistant's tokens: from chat templates with or without ``{% generation %}`` blocks, or from lengths."""
 
 from __future__ import annotations
 
 from torchrl_llm_kl.masks._conversation import RenderedConversation, render_conversation, render_conversations
-from torchrl_llm_kl.masks._errors import (
+from torchrl_llm_kl.masks._messages import (
     AssistantMaskError,
     EmptyAssistantMaskError,
     MissingChatTemplateError,
     TurnNotFoundError,
+    history_to_messages,
 )
-from torchrl_llm_kl.masks._history import history_to_messages
-from torchrl_llm_kl.masks._lengths import mask_from_prompt_lengths
-from torchrl_llm_kl.masks._tokens import encode_with_mask as encode_with_mask
+from torchrl_llm_kl.masks._tokens import encode_with_mask as encode_with_mask, mask_from_prompt_lengths
 
 __all__ = [
     "AssistantMaskError",

@@ -1,19 +1,17 @@
-"""Conversations as token ids with the assistant's tokens masked."""
+"""Render conversations to token ids and the mask of the assistant's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm_kl.masks._errors import EmptyAssistantMaskError
-from torchrl_llm_kl.masks._render import Message, Renderer
+from torchrl_llm_kl.masks._messages import ASSISTANT, EmptyAssistantMaskError, Message, check_messages
+from torchrl_llm_kl.masks._template import Renderer
 from torchrl_llm_kl.masks._tokens import encode_with_mask
-from torchrl_llm_kl.masks._turns import ASSISTANT, Turns, locate_turns
-
-__all__ = ["RenderedConversation", "render_conversation", "render_conversations"]
+from torchrl_llm_kl.masks._turns import locate_turns
 
 
 @dataclass(frozen=True)
@@ -22,9 +20,9 @@ class RenderedConversation:
 
     Attributes:
         text: the rendered template.
-        token_ids: int64 ``[T]``, the tokens of ``text`` with nothing added.
-        assistant_mask: bool ``[T]``, True on what the assistant produced; False on the first token.
-        assistant_spans: the same in characters of ``text``: ``(start, end)``, sorted and disjoint.
+        token_ids: int64 ``[T]``, the tokens of ``text``, without added special tokens.
+        assistant_mask: bool ``[T]``, True for the assistant's tokens, always False for the first token.
+        assistant_spans: the character spans ``(start, end)`` of the assistant in ``text``, sorted and disjoint.
         located_by: how the spans were found: ``"marks"`` (the template's ``{% generation %}`` blocks), ``"trace"``
             (following the template's loop over the messages), ``"prefixes"`` (rendering the conversation up to each
             turn), ``"no assistant turn"``, or ``"not asked"``.
@@ -47,39 +45,38 @@ def render_conversation(
     assistant_mask: bool = True,
     **template_kwargs: Any,
 ) -> RenderedConversation:
-    r"""Renders one conversation on the tokenizer's own template and masks what the assistant produced.
+    r"""Render one conversation on the tokenizer's own template and mask the assistant's tokens.
 
-    The mask is True on what the model itself emits after the generation prompt: reasoning, text and tool calls, up to
-    and including the end-of-turn token. It is False on the role header and on the white space that the template adds
-    after the end-of-turn token. What part of a turn is the header is decided by the generation prompt: where that ends
-    with an opening thinking tag, so does the header. Turns are found by where the template writes them, never by
-    looking for their text; a message may therefore repeat other messages or hold the template's own control tokens.
+    The mask is True for everything the model emits after the generation prompt: reasoning, text and tool calls, up to
+    and including the end-of-turn token. It is False for the role header and for white space that the template adds
+    after the end-of-turn token. The generation prompt defines the header: if the prompt ends with an opening thinking
+    tag, so does the header. Turns are located by where the template writes them, not by searching for their text, so a
+    message may repeat other messages or contain the template's control tokens.
 
-    The marks of a template with ``{% generation %}`` blocks decide which parts of each turn count, brought to the same
-    definition: a header and trailing white space are taken out, an end-of-turn token left outside is taken in.
+    In a template with ``{% generation %}`` blocks, the blocks select the parts of each turn, under the same definition:
+    headers and trailing white space are removed, an end-of-turn token right after a block is added.
 
-    A token that lies across the border of a turn counts as the assistant's (see the module ``_tokens`` for the one
-    exception). A template that writes no end-of-turn token of its own (the next role's header stops the model) has none
-    in the mask.
+    A token that straddles the border of a turn is masked in; :func:`encode_with_mask` has one exception. If the
+    template writes no end-of-turn token (the next role's header stops the model), the mask has none.
 
     Args:
-        tokenizer: a transformers tokenizer, fast if at all possible.
+        tokenizer: a transformers tokenizer, preferably a fast one.
         messages: dicts with ``role`` and ``content`` (text or a list of parts), ``tool_calls``, ``reasoning_content``
-            and whatever else the template reads. Not changed.
-        chat_template: a template or the name of one of the tokenizer's; default: the tokenizer's own, always.
+            and whatever else the template reads. Not modified.
+        chat_template: a template, or the name of one of the tokenizer's. Default: the tokenizer's own.
         tools: tool schemas or functions for the template.
-        add_generation_prompt: whether to end the text with the prompt for a further answer (never masked).
-        assistant_mask: whether to look for the assistant's turns at all. Without, the mask is False everywhere, no turn
-            is looked for, and so none can be missing.
-        **template_kwargs: further variables of the template, such as ``enable_thinking=False``.
+        add_generation_prompt: whether to end the text with the prompt for another answer (never masked in).
+        assistant_mask: whether to locate the assistant's turns. If False, the mask is False everywhere, and a turn
+            that cannot be located raises no error.
+        **template_kwargs: further template variables, such as ``enable_thinking=False``.
 
     Returns:
-        Text, token ids and mask. Nothing is truncated or padded.
+        Text, token ids and mask, neither truncated nor padded.
 
     Raises:
         MissingChatTemplateError: if there is no template to use.
-        TurnNotFoundError: if an assistant turn can't be located with certainty.
-        EmptyAssistantMaskError: if there are assistant turns but no token of theirs.
+        TurnNotFoundError: if an assistant turn cannot be located with certainty.
+        EmptyAssistantMaskError: if there are assistant turns but the mask is empty.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -119,64 +116,43 @@ def render_conversations(
     assistant_mask: bool = True,
     **template_kwargs: Any,
 ) -> list[RenderedConversation]:
-    """Renders several conversations, tokenised in one batch; see :func:`render_conversation`.
+    """Render several conversations and tokenise them in one batch.
 
-    Args:
-        tokenizer: as there.
-        conversations: one list of messages per conversation.
-        chat_template: as there.
-        tools: as there; the same for all.
-        add_generation_prompt: as there.
-        assistant_mask: as there.
-        **template_kwargs: as there.
+    ``conversations`` holds one list of messages per conversation. They share the other arguments, which are those of
+    :func:`render_conversation`.
 
     Returns:
         One result per conversation, in order; lengths differ, nothing is padded.
 
     Raises:
-        AssistantMaskError: as there; the message names the conversation.
+        AssistantMaskError: one of the errors of :func:`render_conversation`, which names the conversation.
         TypeError: if a conversation is not a list of dicts.
     """
     for index, messages in enumerate(conversations):
-        _check_messages(messages, index)
+        check_messages(messages, index)
     renderer = Renderer(tokenizer, chat_template, tools, template_kwargs)
     located = [
         locate_turns(renderer, messages, add_generation_prompt)
         if assistant_mask
-        else Turns(renderer.text(messages, add_generation_prompt), (), "not asked")
+        else (renderer.text(messages, add_generation_prompt), (), "not asked")
         for messages in conversations
     ]
-    encoded = encode_with_mask(tokenizer, [t.text for t in located], [t.spans for t in located]) if located else []
-    results = [
-        RenderedConversation(turns.text, token_ids, mask, turns.spans, turns.located_by)
-        for turns, (token_ids, mask) in zip(located, encoded, strict=True)
-    ]
-    for index, (messages, result) in enumerate(zip(conversations, results, strict=True)):
-        turns = sum(message.get("role") == ASSISTANT for message in messages)
-        if assistant_mask and turns and not result.assistant_mask.any():
+    if not located:
+        return []
+    encoded = encode_with_mask(tokenizer, [text for text, _, _ in located], [spans for _, spans, _ in located])
+    results = []
+    for index, ((text, spans, located_by), (token_ids, mask)) in enumerate(zip(located, encoded, strict=True)):
+        turns = sum(message.get("role") == ASSISTANT for message in conversations[index])
+        if assistant_mask and turns and not mask.any():
             raise EmptyAssistantMaskError(
-                f"conversation {index} has {turns} assistant turn{'s' * (turns > 1)}, but {renderer.name} leaves no "
-                f"token of theirs (found by: {result.located_by}). "
+                f"conversation {index} has {turns} assistant turn{'s' * (turns > 1)}, but {renderer.name} renders none "
+                f"of their tokens (located by: {located_by}). "
                 + (
                     "Its {% generation %} blocks mark nothing here: correct them, or pass a template without any."
-                    if renderer.has_marks
+                    if renderer.template.has_generation_blocks
                     else "It writes neither their content nor an end-of-turn token: pass the model's own template as "
                     "`chat_template=`."
                 )
             )
+        results.append(RenderedConversation(text, token_ids, mask, spans, located_by))
     return results
-
-
-def _check_messages(messages: Any, index: int) -> None:
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise TypeError(
-            f"conversation {index} is a {type(messages).__name__}; expected a list of message dicts. "
-            "Convert a History with history_to_messages()."
-        )
-    if not messages:
-        raise ValueError(f"conversation {index} has no messages; expected at least one.")
-    for position, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise TypeError(
-                f"message {position} of conversation {index} is {message!r:.80}; expected a dict with a 'role'."
-            )

@@ -1,4 +1,4 @@
-"""From character spans to a token mask."""
+"""Token masks: from character spans of a text, or from prompt lengths."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.masks._errors import AssistantMaskError
-
-__all__: list[str] = []
+from torchrl_llm_kl.masks._messages import AssistantMaskError
 
 Span = tuple[int, int]
 
@@ -19,20 +17,20 @@ Span = tuple[int, int]
 def encode_with_mask(
     tokenizer: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Tokenises each text once and masks the tokens that hold a character of one of its spans.
+    """Tokenise each text once and mask the tokens that contain a character of one of its spans.
 
-    A token that straddles the border of a span counts: some of what the model had to produce is in it, and leaving it
-    out could leave a short turn without any token. The exception is a special token that begins before the span and
-    reaches into it only because it swallows the white space behind it: a role header stays a role header.
+    A token that straddles the border of a span is masked in: the model had to produce part of it, and without it the
+    mask of a short turn could be empty. The exception is a special token that starts before the span and reaches into
+    it only with the white space that it swallows: it is part of the role header.
 
     Args:
-        tokenizer: a transformers tokenizer. A slow one is served when cutting the text at the borders leaves its tokens
+        tokenizer: a transformers tokenizer. A slow one works if cutting the text at the borders leaves its tokens
             unchanged.
         texts: rendered conversations; no special tokens are added.
         spans: for each text, disjoint character spans ``(start, end)``.
 
     Returns:
-        For each text ``(token_ids, mask)``, int64 and bool of shape ``[T]``; the first token is never True.
+        For each text ``(token_ids, mask)``, int64 and bool ``[T]``; the mask is False for the first token.
     """
     if getattr(tokenizer, "is_fast", False):
         batch = tokenizer(
@@ -55,6 +53,49 @@ def encode_with_mask(
     return pairs
 
 
+def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
+    """Mask of the response tokens of sequences laid end to end.
+
+    The token ids play no part: a sampled end token stays in the mask even if it is also the padding token.
+
+    Args:
+        prompt_lengths: number of prompt tokens of each sequence, integer ``[S]``.
+        lengths: number of tokens of each sequence, prompt and response together, integer ``[S]``.
+
+    Returns:
+        Bool ``[N]`` with ``N = lengths.sum()``, on the device of ``lengths``: True from the first response token on.
+        The first token of a sequence is False even after an empty prompt: it has no prefix and no log-prob.
+
+    Raises:
+        ValueError: if the shapes differ or are not one-dimensional, or a sequence is shorter than its prompt.
+        TypeError: if either tensor has another dtype than an integer one.
+
+    Example:
+        >>> mask_from_prompt_lengths(torch.tensor([2, 0]), torch.tensor([4, 3])).tolist()
+        [False, False, True, True, False, True, True]
+    """
+    if prompt_lengths.ndim != 1 or prompt_lengths.shape != lengths.shape:
+        raise ValueError(
+            f"prompt_lengths has shape {tuple(prompt_lengths.shape)} and lengths {tuple(lengths.shape)}; expected two "
+            "tensors of one shape [S], one entry per sequence. Flatten batch dimensions first."
+        )
+    for name, value in (("prompt_lengths", prompt_lengths), ("lengths", lengths)):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name} has dtype {value.dtype}; expected an integer dtype. Pass {name}.long().")
+    prompt_lengths = prompt_lengths.to(lengths.device)
+    wrong = (prompt_lengths < 0) | (prompt_lengths > lengths)
+    if wrong.any():
+        sequence = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"sequence {sequence} has prompt length {int(prompt_lengths[sequence])} and length {int(lengths[sequence])}"
+            "; expected 0 <= prompt length <= length. `lengths` counts prompt and response together."
+        )
+    starts = lengths.cumsum(0) - lengths
+    first_response = starts + prompt_lengths.clamp(min=1)
+    position = torch.arange(int(lengths.sum()), device=lengths.device)
+    return position >= first_response.repeat_interleave(lengths)
+
+
 def _mask_by_offsets(
     tokenizer: Any, text: str, ids: list[int], offsets: list[Span], spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor]:
@@ -67,7 +108,7 @@ def _mask_by_offsets(
 
     first, last = torch.tensor(offsets, dtype=torch.long).unbind(-1)
     last = last.cummax(0).values
-    # Some tokenizers trim white space off their offsets: characters that no token claims belong to the next token.
+    # Some tokenizers trim white space from their offsets: a character without a token belongs to the next one.
     begin = torch.minimum(first, torch.cat([last.new_zeros(1), last[:-1]]))
     begin = torch.where(first > begin, begin, first)
     mask = _count(inside, begin, last) > 0
@@ -89,7 +130,7 @@ def _count(flags: Tensor, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def _mask_by_pieces(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Without offsets: tokenise between the borders, and accept only what equals the tokens of the whole text."""
+    """Without offsets: tokenise the pieces between borders; their tokens must equal those of the whole text."""
     whole = list(tokenizer.encode(text, add_special_tokens=False))
     ids: list[int] = []
     mask: list[bool] = []
@@ -101,8 +142,8 @@ def _mask_by_pieces(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[T
     if ids != whole:
         at = next((k for k, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
         raise AssistantMaskError(
-            f"{type(tokenizer).__name__} gives no character offsets, and tokenising the conversation in pieces changes "
-            f"token {at} of {len(whole)}, so characters can't be mapped to tokens. Use the fast version of the "
+            f"{type(tokenizer).__name__} returns no character offsets, and tokenising the conversation in pieces changes "
+            f"token {at} of {len(whole)}, so characters cannot be mapped to tokens. Use the fast version of the "
             "tokenizer (AutoTokenizer.from_pretrained(..., use_fast=True))."
         )
     return torch.tensor(whole, dtype=torch.long), torch.tensor(mask, dtype=torch.bool)

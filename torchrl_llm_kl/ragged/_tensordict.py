@@ -1,4 +1,10 @@
-"""Reading and writing variable-length entries of TensorDicts: dense, nested, or leaves of a lazy stack."""
+"""Read and write variable-length entries of TensorDicts: dense, nested, or leaves of a lazy stack.
+
+The last section handles the elements of a lazy stack ("nodes", one row each) together, one level of nesting at a time.
+A public method of a TensorDict takes about a microsecond, and a batch of 256 rows would need thousands of calls. Plain
+TensorDicts are therefore read, copied and written through the attributes that they have in tensordict 0.14. Other kinds
+of nodes, and any later version with other attributes, go through the public methods, with the same result.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +13,23 @@ from itertools import product
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+    lazy_stack,
+)
 from torch import Tensor
 
 from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
-from torchrl_llm_kl.ragged._rows import Tree, copy_rows, node_of, read_rows, restack, set_rows
 
-__all__ = ["has_entry", "own_leaves", "read_column", "read_node", "read_ragged", "write_ragged"]
-
-_LOCKED = "Cannot modify locked TensorDict. Unlock it first: td.unlock_()."
+#: Names of nested TensorDicts, level by level.
+_Tree = dict[str, "_Tree"]
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:
@@ -27,35 +40,35 @@ def _path(key: NestedKey) -> tuple[str, ...]:
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
-    """The entry under ``key``; for an entry of a lazy stack a :class:`list` of its leaves in row-major order.
+    """Read the entry under ``key``; from a lazy stack, a :class:`list` of its leaves in row-major order.
 
     Args:
-        td: a TensorDict of any batch size; its own entries may be lazy stacks.
+        td: a TensorDict of any batch size; its entries may be lazy stacks.
         key: the entry.
 
     Returns:
-        A tensor (dense or nested), a list with one value for each element of the batch, any non-tensor data as
-        TensorDict returns it, or None if any leaf misses the entry.
+        A tensor (dense or nested), a list with one value per element of the batch, or non-tensor data as TensorDict
+        returns it. None if any leaf lacks the entry.
 
     Raises:
-        TypeError: if something on the way to the entry is no TensorDict.
+        TypeError: if a parent of the entry is not a TensorDict.
     """
     path = _path(key)
     if isinstance(td, LazyStackedTensorDict):
         return _read_stack(td, path)
-    value = node_of(td.get(path[0], None))
+    value = _node_of(td.get(path[0], None))
     if len(path) == 1 or value is None:
         return value
     if not isinstance(value, TensorDictBase):
-        raise TypeError(f"expected a nested TensorDict under {path[0]!r} to hold {key!r}, got {type(value).__name__}")
+        raise TypeError(f"expected a nested TensorDict under {path[0]!r} to hold {key!r}, got {type(value).__name__}.")
     return read_column(value, path[1:])
 
 
 def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Any] | None:
     if td.batch_dims == 1:  # each element is a row
-        return read_rows(td.tensordicts, path) or None
+        return _read_rows(td.tensordicts, path) or None
     parts = []
-    for sub in map(node_of, td.tensordicts):
+    for sub in map(_node_of, td.tensordicts):
         part = read_column(sub, path)
         if part is None:
             return None
@@ -77,14 +90,17 @@ def _unbind(value: Any, batch_size: torch.Size) -> list[Any]:
 
 
 def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
-    """The TensorDict under ``name``; of a lazy stack a lazy stack of its elements' own, made now. None if any misses it."""
+    """Read the TensorDict under ``name``; from a lazy stack, a new lazy stack of its elements' own.
+
+    None if any element lacks it.
+    """
     if not isinstance(td, LazyStackedTensorDict):
         return td.get(name, None)
     if td.batch_dims == 1:
-        nodes = read_rows(td.tensordicts, (name,))
+        nodes = _read_rows(td.tensordicts, (name,))
     else:
-        nodes = [read_node(node_of(sub), name) for sub in td.tensordicts]
-    return restack(nodes, td) if nodes and all(node is not None for node in nodes) else None
+        nodes = [read_node(_node_of(sub), name) for sub in td.tensordicts]
+    return _restack(nodes, td) if nodes and all(node is not None for node in nodes) else None
 
 
 def has_entry(td: TensorDictBase, key: NestedKey) -> bool:
@@ -97,15 +113,15 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
 
     Args:
         td: the TensorDict.
-        key: the entry: a dense tensor (padded), a nested tensor, or the leaves of a lazy stack.
-        mask_key: a boolean entry of the same form that is True where ``key`` holds a value and False at padding;
-            skipped when ``td`` has no such entry. Nested data needs none.
+        key: the entry: a dense (padded) tensor, a nested tensor, or the leaves of a lazy stack.
+        mask_key: a boolean entry of the same form: True where ``key`` holds a value, False at padding. Ignored if
+            ``td`` has no such entry; nested data needs none.
 
     Returns:
-        The entry, or None when it is missing.
+        The entry, or None if it is missing.
 
     Raises:
-        ValueError: if the mask does not have the form of the entry.
+        ValueError: if the mask has another form than the entry.
     """
     value = read_column(td, key)
     if value is None:
@@ -119,7 +135,7 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
         found, expected = mask.container.row_sizes, data.container.row_sizes
         row = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
         raise ValueError(
-            f"{mask_key!r} must have the length of {key!r}: sequence {row} has {found[row]} and {expected[row]} positions"
+            f"{mask_key!r} must have the length of {key!r}: sequence {row} has {found[row]} and {expected[row]} positions."
         )
     keep = mask.slots().bool()
     return Ragged.from_slots(data.slots(), data.container, keep if data.keep is None else keep & data.keep)
@@ -128,50 +144,48 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
 def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
     if isinstance(value, list):
         if not all(issubclass(kind, Tensor) for kind in set(map(type, value))):
-            raise TypeError(f"expected tensors under {key!r}, got {type(value[0]).__name__}")
+            raise TypeError(f"expected tensors under {key!r}, got {type(value[0]).__name__}.")
         return Ragged.from_list(value, batch_size)
     if not isinstance(value, Tensor):
-        raise TypeError(f"expected a tensor under {key!r}, got {type(value).__name__}")
+        raise TypeError(f"expected a tensor under {key!r}, got {type(value).__name__}.")
     if value.is_nested:
         return Ragged.from_nested(value)
     if value.ndim <= len(batch_size):
         raise ValueError(
-            f"expected {key!r} to have a token dimension after the batch {tuple(batch_size)}, got shape {tuple(value.shape)}"
+            f"expected {key!r} to have a token dimension after the batch {tuple(batch_size)}, "
+            f"got shape {tuple(value.shape)}."
         )
     if batch_size.numel() == 0:
-        raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it")
+        raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it.")
     return Ragged.from_padded(value, batch_dims=len(batch_size))
 
 
 # ------------------------------------------------------------------ writing
 
 
-def write_ragged(
-    td: TensorDictBase,
-    key: NestedKey,
-    slots: Tensor,
-    container: Container,
-) -> TensorDictBase:
+def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: Container) -> TensorDictBase:
     """Write ``slots [M, *F]`` under ``key``, in the form that ``container`` describes.
 
-    Rows go to the leaves of a lazy stack one by one; a dense TensorDict gets a dense or nested tensor. Ragged rows do
-    not fit into a dense TensorDict of several batch dimensions: then a lazy stack with the same entries is returned.
+    A lazy stack gets one row per leaf, a dense TensorDict a dense or nested tensor. A dense TensorDict with several
+    batch dimensions cannot hold ragged rows: the result is then a lazy stack with the same entries.
 
     Args:
-        td: where to write; changed in place whenever it can hold the rows.
+        td: where to write; changed in place if it can hold the rows.
         key: the entry.
-        slots: one value for each slot of the container.
+        slots: one value per slot of the container.
         container: the form.
 
     Returns:
-        ``td``, or the lazy stack that took its place.
+        ``td``, or the lazy stack that replaces it.
     """
     path, sizes = _path(key), container.row_sizes
     if not isinstance(td, LazyStackedTensorDict):
         if len(path) > 1:
-            sub = node_of(td.get(path[0], None))
+            sub = _node_of(td.get(path[0], None))
             if sub is None:
-                sub = _empty(td.batch_size, ragged=isinstance(container, Rows) and not _equal(sizes))
+                sub = TensorDict(batch_size=td.batch_size)
+                if isinstance(container, Rows) and not _equal(sizes):
+                    sub = _lazy(sub)
             new = write_ragged(sub, path[1:], slots, container)
             if new is not sub or td.get(path[0], None) is None:
                 td.set(path[0], new)
@@ -191,49 +205,46 @@ def _equal(sizes: list[int]) -> bool:
     return len(set(sizes)) == 1
 
 
-def _empty(batch_size: torch.Size, *, ragged: bool) -> TensorDictBase:
-    return _lazy(TensorDict(batch_size=batch_size)) if ragged and len(batch_size) else TensorDict(batch_size=batch_size)
-
-
 def _lazy(td: TensorDictBase) -> TensorDictBase:
-    """A lazy stack, to the last batch dimension, with the entries of ``td``."""
-    if td.batch_dims == 0:
-        return td
-    return lazy_stack([_lazy(sub) for sub in td.unbind(0)], 0)
+    """A lazy stack, down to the last batch dimension, with the entries of ``td``."""
+    return td if td.batch_dims == 0 else lazy_stack([_lazy(sub) for sub in td.unbind(0)], 0)
 
 
 def _write_rows(td: TensorDictBase, path: tuple[str, ...], rows: Sequence[Tensor]) -> TensorDictBase:
-    """Write rows in row-major order into the leaves of ``td``; what is returned takes its place."""
+    """Write rows in row-major order into the leaves of ``td``; the result replaces ``td``."""
     if not isinstance(td, LazyStackedTensorDict):
         if td.batch_dims == 0:
             return td.set(path, rows[0])
         container = Rows([row.shape[0] for row in rows], td.batch_size)
         return write_ragged(td, path, torch.cat(list(rows)), container)
     if td.batch_dims == 1:
-        set_rows(td.tensordicts, path, rows)
+        _set_rows(td.tensordicts, path, rows)
         return td
     outer, count = td.batch_size[: td.stack_dim].numel(), len(td.tensordicts)
     share = len(rows) // (outer * count)
     for i, sub in enumerate(td.tensordicts):
         starts = [(j * count + i) * share for j in range(outer)]
-        node = node_of(sub)
+        node = _node_of(sub)
         new = _write_rows(node, path, [row for start in starts for row in rows[start : start + share]])
-        if new is not node:  # a dense element that ragged rows do not fit into became a lazy stack
+        if new is not node:  # a dense element that cannot hold ragged rows was replaced by a lazy stack
             td.tensordicts[i] = new if node is sub else type(sub)._from_tensordict(new)
     return td
 
 
-def own_leaves(td: TensorDictBase, *keys: NestedKey) -> None:
-    """Give lazy stacks inside ``td`` shallow copies of their elements, so that writing reaches no other owner.
+# ------------------------------------------------------------------ ownership
 
-    A replay buffer hands out lazy stacks of the very TensorDicts that it stores; what a transform writes into one on
-    sampling must not end up in the storage.
+
+def own_leaves(td: TensorDictBase, *keys: NestedKey) -> None:
+    """Replace the elements of lazy stacks in ``td`` by shallow copies, so that a write reaches no other owner.
+
+    A replay buffer returns lazy stacks of the same TensorDicts that it stores; entries that a transform writes into a
+    sample must not end up in the storage.
 
     Args:
         td: changed in place.
-        keys: what will be written; elsewhere nothing needs to be copied. By default anything may be.
+        keys: the entries to be written; only their parents are copied. Without keys everything is.
     """
-    tree: Tree = {}
+    tree: _Tree = {}
     for key in keys:
         below = tree
         for name in _path(key)[:-1]:
@@ -241,23 +252,121 @@ def own_leaves(td: TensorDictBase, *keys: NestedKey) -> None:
     _own(td, tree if keys else None)
 
 
-def _own(td: TensorDictBase, tree: Tree | None) -> None:
+def _own(td: TensorDictBase, tree: _Tree | None) -> None:
     if td.is_locked:
-        raise RuntimeError(_LOCKED)
-    if not isinstance(td, LazyStackedTensorDict):
-        for name in list(td.keys()) if tree is None else tree:
-            value = node_of(td.get(name, None))
-            if isinstance(value, TensorDictBase):
-                _own(value, None if tree is None else tree[name])
+        raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
+    if isinstance(td, LazyStackedTensorDict):
+        td.tensordicts = _copies(td, tree)
         return
-    td.tensordicts = _copies(td, tree)
+    for name in list(td.keys()) if tree is None else tree:
+        value = _node_of(td.get(name, None))
+        if isinstance(value, TensorDictBase):
+            _own(value, None if tree is None else tree[name])
 
 
-def _copies(td: LazyStackedTensorDict, tree: Tree | None) -> list[Any]:
-    """Copies of the elements of a stack."""
+def _copies(td: LazyStackedTensorDict, tree: _Tree | None) -> list[Any]:
     if td.batch_dims == 1:
-        return copy_rows(td.tensordicts, tree)
+        return _copy_rows(td.tensordicts, tree)
     return [
-        restack(_copies(sub, tree), sub) if isinstance(sub, LazyStackedTensorDict) else sub.copy()
+        _restack(_copies(sub, tree), sub) if isinstance(sub, LazyStackedTensorDict) else sub.copy()
         for sub in td.tensordicts
     ]
+
+
+# ------------------------------------------------------------------ the rows of a lazy stack
+
+#: Whether a TensorDict has exactly the attributes that the code below reads and writes.
+_ATTRIBUTES_KNOWN = vars(TensorDict()).keys() == {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
+
+
+def _plain(nodes: Sequence[Any]) -> bool:
+    return _ATTRIBUTES_KNOWN and set(map(type, nodes)) == {TensorDict}
+
+
+def _node_of(value: Any) -> Any:
+    """The TensorDict inside a tensorclass; any other value unchanged."""
+    return value._tensordict if is_tensorclass(value) and not is_non_tensor(value) else value
+
+
+def _read_rows(nodes: Sequence[Any], path: tuple[str, ...]) -> list[Any] | None:
+    """The entry under ``path`` of each node; None if any node lacks it."""
+    above, found = nodes, _children(nodes, path, 0)
+    for depth in range(1, len(path)):
+        if found is None:
+            return None
+        above, found = found, _children(found, path, depth)
+    if found is None or set(map(type, found)) <= {Tensor, TensorDict}:
+        return found
+    # Non-tensor data as the public method returns it.
+    found = [_node_of(_node_of(node).get(path[-1], None)) for node in above]
+    return None if any(value is None for value in found) else found
+
+
+def _children(nodes: Sequence[Any], path: tuple[str, ...], depth: int) -> list[Any] | None:
+    """The entry ``path[depth]`` of each node, where the nodes were found under ``path[:depth]``."""
+    name = path[depth]
+    if _plain(nodes):
+        try:
+            return [node._tensordict[name] for node in nodes]
+        except KeyError:
+            return None
+    found = [node.get(name, None) for node in _tensordicts(nodes, path[:depth])]
+    return None if any(value is None for value in found) else found
+
+
+def _tensordicts(nodes: Sequence[Any], path: tuple[str, ...]) -> list[TensorDictBase]:
+    """The nodes found under ``path``, out of their tensorclasses; TypeError if one is not a TensorDict."""
+    nodes = [_node_of(node) for node in nodes]
+    for node in nodes:
+        if not isinstance(node, TensorDictBase):
+            raise TypeError(f"expected a nested TensorDict under {path[-1]!r}, got {type(node).__name__}.")
+    return nodes
+
+
+def _set_rows(nodes: Sequence[Any], path: tuple[str, ...], rows: Sequence[Tensor]) -> None:
+    """Set the entry under ``path`` of each node to its row, in place; missing parents are created."""
+    *parents, last = path
+    for depth, name in enumerate(parents):
+        inside = _children(nodes, path, depth)
+        nodes = [_child_or_new(node, name) for node in _tensordicts(nodes, path[:depth])] if inside is None else inside
+    if _plain(nodes) and nodes[0].device is None and nodes[0].batch_dims == 0:
+        for node, row in zip(nodes, rows, strict=True):
+            node._set_str(last, row, inplace=False, validated=True)
+        return
+    for node, row in zip(_tensordicts(nodes, path[:-1]), rows, strict=True):
+        node.set(last, row)
+
+
+def _child_or_new(node: TensorDictBase, name: str) -> Any:
+    child = node.get(name, None)
+    if child is None:
+        child = TensorDict(batch_size=node.batch_size, device=node.device)
+        node.set(name, child)
+    return child
+
+
+def _copy_rows(nodes: Sequence[Any], tree: _Tree | None = None) -> list[Any]:
+    """Copies of the nodes that share their tensors; nodes inside them are copied along ``tree`` (None: all)."""
+    if tree is None or not _plain(nodes):
+        return [node.copy() if is_tensor_collection(node) else node for node in nodes]
+    copies = [_shallow_copy(node) for node in nodes]
+    for name, below in tree.items():
+        owners = [copy._tensordict for copy in copies if name in copy._tensordict]
+        inside = _copy_rows([entries[name] for entries in owners], below)
+        for entries, node in zip(owners, inside, strict=True):
+            entries[name] = node
+    return copies
+
+
+def _shallow_copy(node: TensorDict) -> TensorDict:
+    copy = TensorDict.__new__(TensorDict)
+    copy._tensordict = dict(node._tensordict)
+    copy._batch_size, copy._device, copy._td_dim_names = node._batch_size, node._device, node._td_dim_names
+    return copy
+
+
+def _restack(nodes: Sequence[Any], like: LazyStackedTensorDict) -> LazyStackedTensorDict:
+    """A lazy stack of ``nodes`` along the stack dimension of ``like``."""
+    # The checks of the constructor are skipped: these nodes were stacked before.
+    stack = getattr(LazyStackedTensorDict, "_new_lazy_unsafe", LazyStackedTensorDict)
+    return stack(*nodes, stack_dim=like.stack_dim, stack_dim_name=like._td_dim_name)

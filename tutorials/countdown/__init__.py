@@ -1,1 +1,1 @@
-"""The parts of the Countdown tutorial that are not about reinforcement learning."""
+"""Supporting code of the Countdown tutorials: task, models, algorithm settings, reports."""

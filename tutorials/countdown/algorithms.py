@@ -1,4 +1,4 @@
-"""What each algorithm needs beside a policy and a reference: a critic, a teacher, experts' answers; and its settings here."""
+"""What an algorithm needs beside a policy and a reference: critic, teacher, expert answers, and its settings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 ON_POLICY = tuple(sorted(name for name, preset in ALGORITHMS.items() if preset.on_policy))
 
-# Scaled over the batch: scaled in the group, as GRPO was first written down, answers that are all right and differ in their
-# KL alone would weigh as much as a right one beside a wrong one, whatever the coefficient.
+# Advantages are scaled by the standard deviation over the batch. Over the group, as in the first version of GRPO, answers
+# that are all right and differ only in their KL would weigh as much as a right one beside a wrong one.
 _BATCH_SCALE = {"advantage_args": {"std": "batch"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     name: _BATCH_SCALE for name in ("grpo", "dapo", "cispo", "gspo", "sapo", "mix", "mix_chord", "multi_step_grpo")
@@ -41,7 +41,7 @@ def build(
     max_new_tokens: int,
     teacher: PreTrainedModel | None = None,
 ) -> AlgorithmParts:
-    """An algorithm with its models. What keeps it near a reference is a KL in the reward, times ``coefficient``."""
+    """Build an algorithm with its models; a KL penalty in the reward, times ``coefficient``, keeps it near the reference."""
     preset = get_algorithm(name)
     settings = dict(SETTINGS.get(name, {}))
     if preset.use_reference:
@@ -52,7 +52,7 @@ def build(
         policy,
         reference=teacher if distils else (reference if preset.use_reference else None),
         critic=TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None,
-        gen_model="from_collector",  # scored in the env, where the policy that samples is
+        gen_model="from_collector",  # scored in the env, under the policy that samples
         group_key="group" if compares_answers(preset) else None,
         max_len=max_new_tokens,
         **settings,
@@ -60,17 +60,17 @@ def build(
 
 
 def compares_answers(preset: Algorithm) -> bool:
-    """Whether an answer is judged by the others to its problem."""
+    """Whether the algorithm compares an answer with the other answers to its problem."""
     return preset.keep_best or (
         preset.advantage is not None and "group" in advantage_spec(get_advantage(preset.advantage)).needs
     )
 
 
 def label(batch: TensorDictBase, group_size: int) -> TensorDictBase:
-    """Say of rollouts which belong to one problem, and that they are nobody else's."""
+    """Write the group of each answer (its problem), and mark all answers as the policy's own."""
     group = torch.arange(len(batch)) // group_size
     batch["group"] = group
-    batch["state"] = group.clone()  # of a task of one step: the problem
+    batch["state"] = group.clone()  # in a task of one step, the state is the problem
     batch["expert_mask"] = torch.zeros(len(batch), dtype=torch.bool)
     return batch
 
@@ -78,7 +78,7 @@ def label(batch: TensorDictBase, group_size: int) -> TensorDictBase:
 def make_teacher(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], *, steps: int, seed: int
 ) -> PreTrainedModel:
-    """A copy of the policy that has been shown right answers alone."""
+    """A copy of the policy, trained on right answers only."""
     teacher = copy.deepcopy(policy)
     for _ in warm_up(teacher, tokenizer, problems, steps=steps, seed=seed, random_share=0.0):
         pass
@@ -86,7 +86,7 @@ def make_teacher(
 
 
 def expert_buffer(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, *, seed: int) -> ReplayBuffer:
-    """Right answers to the problems, as an expert would give them."""
+    """A buffer of expert answers: right answers to the problems."""
     rows = []
     for problem in random.Random(seed).sample(list(problems), min(len(problems), 512)):
         prompt = tokenizer(render_prompt(problem, tokenizer), add_special_tokens=False)["input_ids"]
@@ -104,7 +104,7 @@ def expert_buffer(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBas
 
 
 def with_experts(answers: TensorDictBase, experts: ReplayBuffer) -> TensorDictBase:
-    """As many experts' answers as the policy's own, in one batch."""
+    """A batch of the policy's answers and as many expert answers."""
     rollouts = ReplayBuffer(storage=LazyStackStorage(len(answers)), collate_fn=_as_it_is)
     rollouts.extend(answers)
     return mix_buffers(rollouts, experts, batch_size=2 * len(answers)).sample().reshape(-1)

@@ -1,4 +1,4 @@
-"""Two runs side by side: whether they agree, in a picture and in a table."""
+"""Compare two runs: their largest difference, a plot and a table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.table import Table
 
 from countdown.report import LABEL_BOX, Metrics, smooth
 
-CLOCKS = {"seconds", "collecting"}  # what no two runs have in common
+CLOCKS = {"seconds", "collecting"}  # differ in every run
 
 
 def largest_difference(one: Sequence[Metrics], other: Sequence[Metrics]) -> float:
-    """Of any metric but the clocks, in any step; infinite if the runs have other steps."""
+    """Largest difference of any metric except times, over all steps; infinite if the runs have different steps."""
     if [row["step"] for row in one] != [row["step"] for row in other]:
         return float("inf")
     return max(abs(a[key] - b[key]) for a, b in zip(one, other, strict=True) for key in a.keys() - CLOCKS)
 
 
 def print_columns(title: str, columns: Mapping[str, Mapping[str, str]]) -> None:
-    """A table of runs: a column for each, a row for each thing that was measured."""
+    """Print a table with one column per run and one row per measurement."""
     table = Table(title=title, title_justify="left")
     table.add_column()
     for name in columns:
@@ -40,15 +40,15 @@ def plot_runs(
     killed_at: int | None,
     window: int = 10,
 ) -> None:
-    """Share of right answers, KL with its target, and seconds of collecting, over the steps; one line for each run.
+    """Plot the share of right answers, the KL with its target, and the time of collecting by step; one line per run.
 
     Args:
-        runs: name -> (rows of metrics, accuracy on held-out problems before and after). The first is drawn broad and pale, so
-            that another on top of it leaves it to be seen.
-        path: of the picture.
+        runs: name -> (rows of metrics, accuracy on held-out problems before and after). The first line is wide and pale, so
+            that it stays visible under another.
+        path: of the image.
         kl_target: nats per answer.
-        killed_at: the step in which the reference was killed, if it was.
-        window: steps of the means.
+        killed_at: the step in which the reference was killed; None if it was not.
+        window: number of steps of the moving averages.
     """
     figure, (right, kl, clock) = plt.subplots(
         3, 1, figsize=(8, 8.5), sharex=True, layout="constrained", height_ratios=[3, 3, 2]

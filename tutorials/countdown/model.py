@@ -1,4 +1,4 @@
-"""Models: one made here and warmed up by supervision, or any transformers checkpoint; and how well they do."""
+"""Models: a small one with a supervised warm-up, or any transformers checkpoint; their accuracy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
 
 MAX_NEW_TOKENS = 14  # the longest right answer has 8
 
-# ChatML. `{% generation %}` marks what the assistant says, for tools that ask the template for that mask.
+# ChatML. `{% generation %}` marks the assistant's text, for tools that request that mask from the template.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: it can spell any text, each fixed phrase of the task is one token, and so is each digit."""
+    """Byte-level BPE: it encodes any text; each fixed phrase of the task and each digit is one token."""
     bpe = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -53,7 +53,7 @@ def build_tokenizer(problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
-        pad_token="<|pad|>",  # not eos: the end of an answer is a token to learn, padding is not
+        pad_token="<|pad|>",  # not eos: the end of an answer is learned, padding is not
         additional_special_tokens=["<|im_start|>"],
         padding_side="left",
     )
@@ -79,7 +79,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Any causal language model that transformers can load, from a folder or the hub."""
+    """Load any causal language model of transformers, from a folder or the hub."""
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model.")
@@ -91,11 +91,11 @@ def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 def as_policy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int = MAX_NEW_TOKENS
 ) -> TransformersWrapper:
-    """Show a model to torchrl as a policy that answers."""
+    """Wrap a model as a torchrl policy that generates answers."""
     generate_kwargs = {
         "max_new_tokens": max_new_tokens,
         "do_sample": True,
-        # Sample from the very distribution that is scored. transformers keeps only the 50 likeliest tokens by default.
+        # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": model.config.vocab_size,
@@ -112,7 +112,7 @@ def as_policy(
 
 
 def render_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The conversation up to where the assistant speaks; what the env shows to the policy."""
+    """The conversation up to the assistant's answer, as the env presents it to the policy."""
     messages = [
         {"role": "system", "content": ShortCountdownEnv.SYSTEM_PROMPT},
         {"role": "user", "content": problem.query},
@@ -131,10 +131,10 @@ def warm_up(
     batch_size: int = 32,
     lr: float = 2e-3,
 ) -> Iterator[float]:
-    """Supervised training on worked answers, of which a ``random_share`` use an operation drawn at random.
+    """Supervised training on demonstrations, of which a share of ``random_share`` uses a random operation.
 
-    Such demonstrations teach the form of an answer and to use the given numbers, but only half-heartedly which operation
-    reaches the target. That is left for RL to find out. Each step yields its loss.
+    Such demonstrations teach the form of an answer and the use of the given numbers, but only in part the operation that
+    reaches the target, which is left to RL. Each step yields its loss.
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -152,20 +152,20 @@ def warm_up(
         optimizer.step()
         schedule.step()
         yield loss.item()
-    model.eval()  # and it stays so: in RL, dropout would make sampling and scoring disagree
+    model.eval()  # and it stays in evaluation mode: with dropout, sampling and scoring would disagree in RL
 
 
 def _answer_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[tuple[str, str]]
 ) -> Tensor:
-    """Mean cross-entropy of the answers' tokens."""
+    """Mean cross-entropy of the answer tokens."""
     answers = [tokenizer(answer, add_special_tokens=False)["input_ids"] for _, answer in batch]
     prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, _ in batch]
     rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
     targets = [torch.tensor([-100] * len(p) + a) for p, a in zip(prompts, answers, strict=True)]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     target = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)
-    # Padding comes last, so causal attention never reaches it: no attention mask is needed.
+    # Padding is on the right, out of reach of causal attention: no attention mask is needed.
     logits = model(input_ids=tokens).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=-100)
 
@@ -179,7 +179,7 @@ def accuracy(
     max_new_tokens: int,
     batch_size: int = 50,
 ) -> float:
-    """Share of the problems that greedy answers solve."""
+    """Share of the problems that greedy decoding solves."""
     solved = 0
     for start in range(0, len(problems), batch_size):
         batch = problems[start : start + batch_size]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a line per step, a picture of the curves, and a table."""
+"""The output of a run: one line of metrics per step, a plot of the curves, and a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "n
 
 
 class MetricsFile:
-    """Writes ``metrics.jsonl``: one JSON object a step, readable while the run goes on."""
+    """Writes ``metrics.jsonl``: one JSON object per step, readable during the run."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,14 +29,14 @@ class MetricsFile:
         path.write_text("")
 
     def append(self, row: Metrics) -> None:
-        """Keep the row, and write it at once."""
+        """Store the row and write it to the file."""
         self.rows.append(row)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def progress_bar() -> Progress:
-    """A bar with a free text behind it, for what is being learned."""
+    """A progress bar followed by a free status text."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -47,7 +47,7 @@ def progress_bar() -> Progress:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last ``window`` values (of fewer, at the start)."""
+    """Mean of the last ``window`` values (fewer at the start)."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
@@ -60,7 +60,7 @@ def plot_curves(
     algorithm: str = "grpo",
     window: int = 10,
 ) -> None:
-    """Reward, KL with its target, and coefficient, over the steps; and held-out accuracy before and after."""
+    """Plot reward, KL with its target, and coefficient by step, and the held-out accuracy before and after."""
     figure, axes = plt.subplots(3, 1, figsize=(8, 8.5), sharex=True, layout="constrained", height_ratios=[3, 3, 2])
     steps = [row["step"] for row in rows]
     reward, kl, coefficient = axes
@@ -98,7 +98,7 @@ def plot_curves(
 
 
 def totals(rows: Sequence[Metrics], kl_target: float) -> dict[str, str]:
-    """A run in numbers: what, and how much."""
+    """A summary of a run: label -> figure."""
     seconds = rows[-1]["seconds"]
     last_half = [row["kl"] for row in rows[len(rows) // 2 :]]
     tokens, generated = sum(row["tokens"] for row in rows), sum(row["answer_tokens"] for row in rows)
@@ -111,7 +111,7 @@ def totals(rows: Sequence[Metrics], kl_target: float) -> dict[str, str]:
 
 
 def print_table(title: str, rows: dict[str, str]) -> None:
-    """Two columns: what, and how much."""
+    """Print a table of labels and figures."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")

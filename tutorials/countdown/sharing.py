@@ -1,4 +1,4 @@
-"""One collector of several: it answers a share of a step's problems, in a process of its own."""
+"""One of several collectors: it answers a share of a step's problems, in its own process."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from countdown.task import Problem, make_env
 from torchrl_llm_kl import RetrieveKL
 
 PROMPTS = ("tokens", "prompt")
-ANSWERED = (  # prompts with their answers: a number for each token
+ANSWERED = (  # prompts with their answers: one number per token
     ("tokens", "full"),
     ("masks", "all_attention_mask"),
     ("next", "log_probs", "full"),
     ("next", "kl_penalty"),
     ("next", "reward"),
 )
-SENT_BACK = (PROMPTS, *ANSWERED, ("next", "success"))  # what the trainer reads; the conversations' text stays behind
+SENT_BACK = (PROMPTS, *ANSWERED, ("next", "success"))  # read by the trainer; the text of the conversations is not sent
 
 State = Mapping[str, Tensor]
 
 
 class ShareCollector:
-    """A collector with its own env, its own copy of the policy, and its own part of the problems.
+    """A collector with its own env, its own copy of the policy, and its own share of the problems.
 
     Args:
-        policy: of the right shape; each step brings its weights.
+        policy: a model of the policy's shape; its weights are replaced in each step.
         tokenizer: of the policy.
-        problems: to ask; no other collector asks them.
-        num_prompts: problems a step.
-        group_size: answers to each of them. A group stays here: its answers are compared with one another.
+        problems: the collector's share; no other collector uses them.
+        num_prompts: problems per step.
+        group_size: answers per problem. A group is never split between collectors: its answers are compared.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ShareCollector:
         self._collector: LLMCollector | None = None
 
     def start(self, kl: RetrieveKL, *, seed: int) -> None:
-        """Begin a run: a new env, which scores its answers with ``kl``, and asks in an order that ``seed`` decides."""
+        """Start a run: a new env, which scores its answers with ``kl`` and orders its problems by ``seed``."""
         self.stop()
         self._kl = kl
         self._collector = LLMCollector(
@@ -69,11 +69,11 @@ class ShareCollector:
         self._batches = iter(self._collector)
 
     def collect(self, state: tuple[State, State], *, seed: int) -> TensorDictBase:
-        """One step's answers, sampled with ``seed``, scored and rewarded.
+        """Collect the answers of one step, scored and rewarded.
 
         Args:
-            state: weights of the policy, and of the KL's coefficient.
-            seed: of the sampling.
+            state: the weights of the policy and the state of the KL coefficient.
+            seed: for sampling.
         """
         weights, coefficient = state
         self._policy.load_state_dict(weights)
@@ -82,14 +82,14 @@ class ShareCollector:
         return next(self._batches).select(*SENT_BACK).contiguous()
 
     def stop(self) -> None:
-        """End the run, if there is one."""
+        """Stop the current run, if any."""
         if self._collector is not None:
             self._collector.shutdown()
             self._collector = None
 
 
 def join(shares: Sequence[TensorDictBase]) -> TensorDictBase:
-    """One batch of several, in their order: prompts padded on the left to the longest, answers on the right."""
+    """Concatenate batches in order, with prompts padded on the left to the longest and answers on the right."""
     prompt = max(share[PROMPTS].shape[1] for share in shares)
     answer = max(share["tokens", "full"].shape[1] - share[PROMPTS].shape[1] for share in shares)
     return torch.cat([_widen(share, prompt, answer) for share in shares])

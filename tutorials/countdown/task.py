@@ -1,4 +1,4 @@
-"""The task: Countdown problems, a split into problems to train on and problems never shown, and the environment."""
+"""The task: Countdown problems, their split into training and held-out problems, and the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPERATIONS = "+-*"
 
 @dataclass(frozen=True)
 class Problem:
-    """Two numbers, a target that one operation reaches, and that operation."""
+    """Two numbers, a target, and the operation that reaches it."""
 
     numbers: tuple[int, int]
     target: int
@@ -28,7 +28,7 @@ class Problem:
 
     @property
     def query(self) -> str:
-        """The user's message, worded as torchrl's ``CountdownEnv`` words it."""
+        """The user's message, in the words of torchrl's ``CountdownEnv``."""
         return (
             f"Using the numbers {list(self.numbers)}, create an arithmetic expression that equals {self.target}. "
             f"You may use each number at most once. Only use +, -, *, / and parentheses."
@@ -36,16 +36,16 @@ class Problem:
 
     @property
     def ground_truth(self) -> str:
-        """What torchrl's ``CountdownRewardParser`` checks an answer against."""
+        """The string that torchrl's ``CountdownRewardParser`` checks answers against."""
         return f"target={self.target}, numbers={','.join(map(str, self.numbers))}"
 
     def answer(self, operation: str) -> str:
-        """The assistant's message, if it chooses ``operation``."""
+        """The assistant's message with the given operation."""
         first, second = self.numbers if self.operation != "-" else sorted(self.numbers, reverse=True)
         return f"<answer>{first}{operation}{second}</answer>"
 
     def is_solved_by(self, reply: str) -> bool:
-        """Whether torchrl's reward parser calls the reply correct."""
+        """Whether torchrl's reward parser accepts the reply."""
         _, expression = CountdownRewardParser.extract_tags(reply)
         return bool(expression) and CountdownRewardParser.validate_expression(
             expression, self.target, list(self.numbers)
@@ -53,7 +53,7 @@ class Problem:
 
 
 def all_problems(max_number: int = 20) -> list[Problem]:
-    """Every problem with two numbers from 1 to ``max_number``: their sum, their (positive) difference, their product."""
+    """All problems with two numbers from 1 to ``max_number``; targets are their sum, positive difference and product."""
     problems: dict[tuple[tuple[int, int], int], Problem] = {}
     for a, b in product(range(1, max_number + 1), repeat=2):
         for target, operation in ((a + b, "+"), (abs(a - b), "-"), (a * b, "*")):
@@ -63,10 +63,10 @@ def all_problems(max_number: int = 20) -> list[Problem]:
 
 
 def split_problems(problems: Sequence[Problem], num_held_out: int = 200) -> tuple[list[Problem], list[Problem]]:
-    """Split into (training, held out), the same way in every run.
+    """Split into (training, held out), identically in every run.
 
-    [3, 5] and [5, 3] with one target are one problem in two costumes: both land on the same side, so that no held-out
-    problem can be solved by recalling its mirror image. At most ``num_held_out`` problems are held out.
+    [3, 5] and [5, 3] with the same target are on the same side of the split, so that no held-out problem can be solved by
+    recalling its mirror image. At most ``num_held_out`` problems are held out.
     """
     groups: dict[tuple[tuple[int, ...], int], list[Problem]] = {}
     for problem in problems:
@@ -82,7 +82,7 @@ def split_problems(problems: Sequence[Problem], num_held_out: int = 200) -> tupl
 
 
 class ShortCountdownEnv(CountdownEnv):
-    """torchrl's environment, with a system prompt that is short and names no tags (the reward parser looks for them)."""
+    """torchrl's environment with a short system prompt that contains no tags, since the reward parser searches for them."""
 
     SYSTEM_PROMPT = "Reach the target with one expression. Put it in answer tags."
 
@@ -95,9 +95,9 @@ def make_env(
     group_size: int,
     seed: int,
 ) -> EnvBase:
-    """An env that asks ``num_prompts`` of the problems at a time, each ``group_size`` times in a row, for one answer.
+    """An env of one step that poses ``num_prompts`` problems at a time, each ``group_size`` times in a row.
 
-    ``CountdownEnv(...)`` makes up problems as it goes; ``from_dataloader`` lets us choose them, to keep some held out.
+    ``CountdownEnv(...)`` generates random problems; ``from_dataloader`` lets us choose them and hold some out.
     """
     rows = [{"query": problem.query, "answer": problem.ground_truth} for problem in problems]
     order = torch.Generator().manual_seed(seed)
@@ -106,9 +106,9 @@ def make_env(
         repeats=group_size,
         batch_size=(num_prompts * group_size,),
         tokenizer=tokenizer,
-        # Conversations as text: a few times faster here than as ``History`` objects, which multi-turn tasks need.
+        # Conversations as text: several times faster here than ``History`` objects, which multi-turn tasks need.
         input_mode="text",
-        # The model's own template. Left to itself, torchrl renders with one that it picks by the model's name.
+        # The model's own template. By default, torchrl chooses a template by the model's name.
         template_kwargs={"chat_template": tokenizer.chat_template},
     )
     env = env.append_transform(StepCounter(max_steps=1))

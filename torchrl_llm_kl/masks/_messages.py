@@ -1,0 +1,99 @@
+"""Conversations as message dicts, the conversion from TorchRL's ``History``, and the errors of this layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl.data.llm import History
+
+Message = Mapping[str, Any]
+
+ASSISTANT = "assistant"
+_PLACEHOLDER_ROLE = "<none>"
+# History's own bookkeeping: no template reads it, and plain message dicts lack it.
+_BOOKKEEPING = frozenset({"is_complete"})
+
+
+class AssistantMaskError(ValueError):
+    """The assistant's tokens cannot be determined; base class of the errors below.
+
+    All are a ``ValueError``: the cause is in the conversation, the template or the tokenizer.
+    """
+
+
+class MissingChatTemplateError(AssistantMaskError):
+    """The tokenizer has no chat template (or several and no default), and none was passed."""
+
+
+class TurnNotFoundError(AssistantMaskError):
+    """An assistant turn cannot be located in the rendered text with certainty."""
+
+
+class EmptyAssistantMaskError(AssistantMaskError):
+    """The conversation has assistant turns, but the mask of their tokens is empty."""
+
+
+def history_to_messages(history: History) -> list[Any]:
+    """Convert a ``torchrl.data.llm.History`` to message dicts, as a transformers user would write them.
+
+    Fields that are ``None``, the ``is_complete`` flag and placeholder messages (role ``"<none>"``) are dropped, so that
+    tests such as ``"tool_calls" in message`` work in a template.
+
+    Args:
+        history: any batch size, dense or lazily stacked, with conversations of different lengths. The last dimension
+            is the messages; a single message without dimensions is a conversation of one.
+
+    Returns:
+        A list of message dicts for a one-dimensional history, nested lists of them for more dimensions. The dicts are
+        copies: changing them leaves ``history`` unchanged.
+
+    Raises:
+        TypeError: if ``history`` is not a ``History``.
+
+    Example:
+        >>> import tensordict
+        >>> _ = tensordict.set_list_to_stack(True).set()
+        >>> from torchrl.data.llm import History
+        >>> chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+        ...          [{"role": "user", "content": "Bye"}]]
+        >>> history_to_messages(History.from_chats(chats)) == chats
+        True
+    """
+    from torchrl.data.llm import History as _History
+
+    if not isinstance(history, _History):
+        raise TypeError(
+            f"expected a torchrl.data.llm.History, found {type(history).__name__}. A list of message dicts needs no "
+            "conversion; a ChatHistory holds several histories: pass its `.full`, `.prompt` or `.response`."
+        )
+    nested = history.tolist(tolist_first=True)
+    return _clean([nested] if isinstance(nested, dict) else nested)
+
+
+def _clean(nested: list[Any]) -> list[Any]:
+    cleaned: list[Any] = []
+    for item in nested:
+        if not isinstance(item, dict):
+            cleaned.append(_clean(item))
+        elif item["role"] != _PLACEHOLDER_ROLE:
+            cleaned.append({k: copy.deepcopy(v) for k, v in item.items() if v is not None and k not in _BOOKKEEPING})
+    return cleaned
+
+
+def check_messages(messages: Any, index: int) -> None:
+    """Raise unless conversation ``index`` is a non-empty list of dicts with a role."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(
+            f"conversation {index} is a {type(messages).__name__}; expected a list of message dicts. "
+            "Convert a History with history_to_messages()."
+        )
+    if not messages:
+        raise ValueError(f"conversation {index} has no messages; expected at least one.")
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise TypeError(
+                f"message {position} of conversation {index} is {message!r:.80}; expected a dict with a 'role'."
+            )

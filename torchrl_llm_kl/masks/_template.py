@@ -1,0 +1,397 @@
+"""Chat templates: which one to use, its renderings, and traces that assign each character to a message.
+
+A trace is a rendering with invisible markers. The template's syntax tree gets outputs at the start and end of every
+``for`` body, and after every assignment in a loop, that print the marker of the message that the loop variable (or the
+assigned variable) holds, if it holds one; messages carry their markers in extra keys. Neither the contents nor the
+template's own text change, so no message can move a border by its content. If the text without the markers differs from
+the plain rendering, the trace is discarded.
+
+Renderings are expensive. Most templates write their generation prompt after the loop over the messages ("the message
+loop"), and always the same one: the text after the whole conversation is then the prompt of every turn and need not be
+rendered turn by turn. The syntax tree shows whether a template is of this kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from torchrl_llm_kl.masks._messages import AssistantMaskError, Message, MissingChatTemplateError
+from torchrl_llm_kl.masks._tokens import Span
+
+# ------------------------------------------------------------------ renderings
+
+# Arguments of `apply_chat_template` that are not template variables. They would change what it returns, or the tokens,
+# without the mask.
+_RESERVED = frozenset(
+    {
+        *("conversation", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+        *("padding", "truncation", "max_length", "tokenizer_kwargs"),
+        *("continue_final_message", "sanitize_control_tokens"),
+    }
+)
+
+
+class Renderer:
+    """Renders conversations on one template with one set of template variables.
+
+    Args:
+        tokenizer: a transformers tokenizer; its ``apply_chat_template`` renders.
+        chat_template: a template, the name of one of the tokenizer's templates, or None for the tokenizer's own.
+        tools: passed to the template.
+        template_kwargs: further template variables.
+
+    Attributes:
+        name: describes the template in messages.
+        template: the template with markers.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
+    ) -> None:
+        reserved = sorted(_RESERVED & set(template_kwargs))
+        if reserved:
+            raise TypeError(
+                f"{', '.join(reserved)}: not a template variable. The conversation is always rendered whole and "
+                "tokenised once; pad, truncate or convert the result."
+            )
+        self.tokenizer = tokenizer
+        self._source, self.name = _resolve(tokenizer, chat_template, tools)
+        self._tools = list(tools) if tools is not None else None
+        self._kwargs = dict(template_kwargs)
+        self.template = instrument(self._source)
+
+    def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """The plain rendering, as transformers returns it."""
+        return self._apply(self._source, [dict(m) for m in messages], generation_prompt, {})
+
+    def trace(
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool,
+        plain: str,
+        *,
+        mark_messages: bool = True,
+        checked: bool = True,
+    ) -> Trace | None:
+        """The rendering with the span of each message (``mark_messages``) and generation block.
+
+        None if the template fails with the markers, or (if ``checked``) renders another text than ``plain``.
+        """
+        quotes = _unused_quotes(plain)
+        kinds = (LOOP, SET) if mark_messages else ()
+        marked = [{**message, **_markers(kinds, index, quotes)} for index, message in enumerate(messages)]
+        try:
+            text = self._apply(self.template.tree, marked, generation_prompt, _markers((BLOCK,), 0, quotes))
+        except Exception:  # a template may raise anything; the plain rendering succeeded
+            return None
+        trace = read_trace(text, quotes)
+        return trace if trace.text == plain or not checked else None
+
+    def _apply(
+        self, template: Any, messages: list[dict[str, Any]], generation_prompt: bool, extra: dict[str, str]
+    ) -> str:
+        # transformers passes the template on as it is, and jinja2 compiles a syntax tree as it does a string.
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            tools=self._tools,
+            chat_template=template,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **{**self._kwargs, **extra},
+        )
+        if not isinstance(text, str):
+            raise AssistantMaskError(f"expected one rendered text from {self.name}, found {type(text).__name__}.")
+        return text
+
+
+class Renderings:
+    """The renderings of one conversation that its masks need; each is computed once, on first use.
+
+    Args:
+        renderer: the template.
+        messages: the conversation.
+        generation_prompt: whether it ends with a generation prompt.
+
+    Attributes:
+        plain: ``plain(count, generation_prompt)``, the plain rendering of the first ``count`` messages.
+        trace: ``trace(count, generation_prompt)``, the trace of the first ``count`` messages, or None.
+        text: the conversation as the model sees it.
+    """
+
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> None:
+        self.renderer, self.messages, self.generation_prompt = renderer, messages, generation_prompt
+        self.template, self.eos_token = renderer.template, getattr(renderer.tokenizer, "eos_token", None)
+        self.plain = plain = cache(lambda count, prompt: renderer.text(messages[:count], prompt))
+        self.trace = cache(lambda count, prompt: renderer.trace(messages[:count], prompt, plain(count, prompt)))
+        self.text: str = plain(len(messages), generation_prompt)
+
+    @cached_property
+    def prompted(self) -> Trace | None:
+        """The trace of the conversation with a generation prompt, if that prompt is every turn's; else None.
+
+        Unless the message loop reads the flag ``add_generation_prompt``, this is also the trace of the text without the
+        prompt, up to the end of the messages.
+        """
+        if not self.template.prompt_is_fixed:
+            return None
+        trace = self.renderer.trace(self.messages, True, self.text, checked=self.generation_prompt)
+        if trace is None or self.generation_prompt or self.template.loop_reads_flag:
+            return trace
+        return trace if self.text.startswith(trace.text[: trace.messages_end]) else None
+
+    def prompts(self, count: int, *, fixed: bool) -> Iterator[str]:
+        """Candidates for the generation prompt after the first ``count`` messages.
+
+        The first is the text after the message loop; the second, for templates that write the prompt inside the loop,
+        is the text that the flag ``add_generation_prompt`` adds. With ``fixed``, these messages end inside the message
+        loop of :attr:`prompted`, so that its prompt is theirs.
+        """
+        prompted = self.prompted if fixed else None
+        try:
+            trace = prompted or self.trace(count, True)
+            yield trace.text[trace.messages_end :] if trace is not None else ""
+            if prompted is None or self.template.loop_reads_flag:
+                with_prompt, without = self.plain(count, True), self.plain(count, False)
+            else:
+                texts = prompted.text, self.plain(len(self.messages), False)
+                with_prompt, without = (text[prompted.messages_end :] for text in texts)
+            yield with_prompt[common_prefix_length(with_prompt, without) :]
+        except Exception:  # the template rejects the shortened conversation with an error of its own
+            return
+
+
+def common_prefix_length(a: str, b: str) -> int:
+    """Number of leading characters that two texts share."""
+    return bisect(range(min(len(a), len(b))), False, key=lambda k: a[: k + 1] != b[: k + 1])
+
+
+def _resolve(tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | None) -> tuple[str, str]:
+    """The template's text, and a description of the template for messages."""
+    own = getattr(tokenizer, "chat_template", None)
+    if chat_template is None and not own:
+        raise MissingChatTemplateError(
+            f"{type(tokenizer).__name__} ({getattr(tokenizer, 'name_or_path', '') or 'unnamed'}) has no chat template. "
+            "Pass `chat_template=` (the template of the model, as a string), or set `tokenizer.chat_template`."
+        )
+    if isinstance(own, Mapping):
+        name = chat_template
+        if name is None:
+            name = "tool_use" if tools is not None and "tool_use" in own else "default"
+            if name not in own:
+                raise MissingChatTemplateError(
+                    f"the tokenizer has the chat templates {sorted(own)} and no default one. Pass the name of one as "
+                    "`chat_template=`."
+                )
+        if name in own:
+            return own[name], f"the tokenizer's chat template {name!r} ({_fingerprint(own[name])})"
+    template = str(own if chat_template is None else chat_template)
+    origin = "the tokenizer's chat template" if chat_template is None else "the chat template passed"
+    if "{" not in template:
+        raise MissingChatTemplateError(
+            f"`chat_template={template!r}` is no template, and the tokenizer has none of that name "
+            f"(it has {sorted(own) if isinstance(own, Mapping) else 'one unnamed template' if own else 'none'})."
+        )
+    return template, f"{origin} ({_fingerprint(template)})"
+
+
+def _fingerprint(template: str) -> str:
+    first_line = next((line.strip() for line in template.splitlines() if line.strip()), "")
+    shortened = first_line if len(first_line) <= 60 else first_line[:57] + "..."
+    return f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:8]}, begins {shortened!r}"
+
+
+# ------------------------------------------------------------------ traces
+
+# Kinds of spans: a message in a loop body, a message assigned to a variable in a loop, a generation block.
+LOOP, SET, BLOCK = "loop", "set", "block"
+_OPEN, _CLOSE = "+", "-"
+_PRIVATE_USE = range(0x10FF00, 0x10FFFE, 2)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A rendered text with the spans of its messages and generation blocks.
+
+    Attributes:
+        text: the rendering without markers.
+        spans: ``(kind, message index, start, end)`` in closing order; the index is -1 for generation blocks.
+        messages_end: position of the last loop marker: the text after it was written after the last message.
+    """
+
+    text: str
+    spans: tuple[tuple[str, int, int, int], ...]
+    messages_end: int
+
+    def of(self, kind: str, index: int = -1) -> list[Span]:
+        """Spans of one kind and message that hold more than white space (generation blocks may be empty)."""
+        return self._by_message.get((kind, index), [])
+
+    @cached_property
+    def _by_message(self) -> dict[tuple[str, int], list[Span]]:
+        found: dict[tuple[str, int], list[Span]] = {}
+        for kind, index, start, end in self.spans:
+            if kind == BLOCK or self.text[start:end].strip():
+                found.setdefault((kind, index), []).append((start, end))
+        return found
+
+
+def read_trace(marked_text: str, quotes: tuple[str, str]) -> Trace:
+    """Remove the markers from a rendering and pair them up; a marker without a partner is ignored."""
+    pattern = re.compile(f"{quotes[0]}([a-z]+)([+-])([0-9]+){quotes[1]}")
+    pieces: list[str] = []
+    length = position = 0
+    opened: dict[tuple[str, int], list[int]] = {}
+    spans: list[tuple[str, int, int, int]] = []
+    messages_end = 0
+    for match in pattern.finditer(marked_text):
+        pieces.append(marked_text[position : match.start()])
+        length += len(pieces[-1])
+        position = match.end()
+        kind, action, index = match[1], match[2], -1 if match[1] == BLOCK else int(match[3])
+        if action == _OPEN:
+            opened.setdefault((kind, index), []).append(length)
+        elif opened.get((kind, index)):
+            spans.append((kind, index, opened[kind, index].pop(), length))
+        if kind == LOOP:
+            messages_end = length
+    pieces.append(marked_text[position:])
+    return Trace("".join(pieces), tuple(spans), messages_end)
+
+
+def _unused_quotes(text: str) -> tuple[str, str]:
+    """Two private-use characters, to enclose markers, that the text does not contain."""
+    for c in _PRIVATE_USE:
+        if chr(c) not in text and chr(c + 1) not in text:
+            return chr(c), chr(c + 1)
+    raise ValueError("the conversation holds every private-use character from U+10FF00 on; remove some of them.")
+
+
+def _markers(kinds: Sequence[str], index: int, quotes: tuple[str, str]) -> dict[str, str]:
+    return {_key(kind, a): f"{quotes[0]}{kind}{a}{index}{quotes[1]}" for kind in kinds for a in (_OPEN, _CLOSE)}
+
+
+def _key(kind: str, action: str) -> str:
+    """The message key, or the template variable, that holds a marker."""
+    return f"torchrl_llm_kl_{kind}_{'open' if action == _OPEN else 'close'}"
+
+
+# ------------------------------------------------------------------ the syntax tree with markers
+
+
+@dataclass(frozen=True)
+class InstrumentedTemplate:
+    """A template's syntax tree with markers, and properties of the template that the tree shows.
+
+    Attributes:
+        tree: with markers.
+        has_generation_blocks: whether the template has ``{% generation %}`` blocks (one in a comment is none).
+        prompt_is_fixed: whether everything written after the message loop is independent of the messages and outside
+            of generation blocks.
+        loop_reads_flag: whether the message loop reads ``add_generation_prompt``; meaningful if the prompt is fixed.
+    """
+
+    tree: nodes.Template
+    has_generation_blocks: bool
+    prompt_is_fixed: bool
+    loop_reads_flag: bool
+
+
+@lru_cache(maxsize=64)
+def instrument(template: str) -> InstrumentedTemplate:
+    """Parse a chat template (transformers' dialect) and add the markers."""
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    tree = environment.parse(template)
+    has_blocks = any(name.name == _key(BLOCK, _OPEN) for name in tree.find_all(nodes.Name))
+    # A namespace is how a loop passes on what it has read: the sandbox forbids changing a list or a dict.
+    last = max(_dependents(tree.body, {"messages", "namespace", _key(BLOCK, _OPEN)}), default=-1)
+    fixed = last >= 0 and isinstance(tree.body[last], nodes.For)
+    loop_reads_flag = last in _dependents(tree.body, {"add_generation_prompt"})
+    tree.body = _mark_statements(tree.body, loop_target=None, in_loop=False)
+    tree.set_environment(environment)
+    return InstrumentedTemplate(tree, has_blocks, fixed, loop_reads_flag)
+
+
+def _dependents(body: Sequence[nodes.Node], names: set[str]) -> set[int]:
+    """The statements that read one of the names, or a name that another such statement sets.
+
+    Every name that a statement sets is taken to depend on every name that it reads: errors are on the safe side.
+    """
+    reads = [_names(statement, read=True) for statement in body]
+    dependents: set[int] = set()
+    while found := {k for k, read in enumerate(reads) if read & names} - dependents:
+        dependents |= found
+        names = names.union(*(_names(body[k], read=False) for k in found))
+    return dependents
+
+
+def _names(statement: nodes.Node, *, read: bool) -> set[str]:
+    """The names that a statement reads, or those that it sets."""
+    found: Any = nodes.Scope([statement]).find_all((nodes.Name, nodes.NSRef, nodes.Macro))
+    return {node.name for node in found if (isinstance(node, nodes.Name) and node.ctx == "load") == read}
+
+
+class _GenerationBlock(Extension):
+    """Parses ``{% generation %}...{% endgeneration %}`` as its body between two markers."""
+
+    tags = {"generation"}  # noqa: RUF012 -- the base class declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        names = (nodes.Name(_key(BLOCK, action), "load", lineno=lineno) for action in (_OPEN, _CLOSE))
+        start, end = (nodes.Output([name], lineno=lineno) for name in names)
+        return nodes.Scope([start, *body, end], lineno=lineno)
+
+
+def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, in_loop: bool) -> list[nodes.Node]:
+    """The statements with markers; ``loop_target`` is the innermost loop's variable, if it is a single name."""
+    marked: list[nodes.Node] = []
+    closing: list[nodes.Node] = []
+    for node in statements:
+        if isinstance(node, (nodes.Continue, nodes.Break)) and loop_target:
+            marked.append(_emit_message(loop_target, LOOP, _CLOSE, node.lineno))
+        marked.append(node)
+        if isinstance(node, nodes.For):
+            target = node.target.name if isinstance(node.target, nodes.Name) else None
+            body = _mark_statements(node.body, target, True)
+            if target:
+                before, after = (_emit_message(target, LOOP, a, node.lineno) for a in (_OPEN, _CLOSE))
+                body = [before, *body, after]
+            node.body = body
+            node.else_ = _mark_statements(node.else_, loop_target, in_loop)
+        elif isinstance(node, nodes.Assign):
+            if in_loop and isinstance(node.target, nodes.Name):
+                marked.append(_emit_message(node.target.name, SET, _OPEN, node.lineno))
+                closing.append(_emit_message(node.target.name, SET, _CLOSE, node.lineno))
+        else:
+            _mark_children(node, loop_target, in_loop)
+    return marked + closing[::-1]
+
+
+def _mark_children(node: nodes.Node, loop_target: str | None, in_loop: bool) -> None:
+    is_macro = isinstance(node, (nodes.Macro, nodes.CallBlock))
+    for field, value in node.iter_fields():
+        if isinstance(value, list) and value and all(isinstance(item, nodes.Stmt) for item in value):
+            setattr(node, field, _mark_statements(value, None if is_macro else loop_target, in_loop and not is_macro))
+
+
+def _emit_message(variable: str, kind: str, action: str, lineno: int) -> nodes.Output:
+    """``{{ variable[key] if variable is mapping else "" }}``: prints nothing unless that is a marked message."""
+    name = nodes.Name(variable, "load", lineno=lineno)
+    test = nodes.Test(name, "mapping", [], [], None, None, lineno=lineno)
+    item = nodes.Getitem(name, nodes.Const(_key(kind, action), lineno=lineno), "load", lineno=lineno)
+    nothing = nodes.Const("", lineno=lineno)
+    return nodes.Output([nodes.CondExpr(test, item, nothing, lineno=lineno)], lineno=lineno)
