@@ -9,7 +9,7 @@ from test_advantage_outcomes import GROUPED
 from torch.testing import assert_close
 
 from torchrl_llm_kl.advantages import informative_groups, overlong_penalty, rloo
-from torchrl_llm_kl.advantages._groups import Groups
+from torchrl_llm_kl.advantages._group import Groups
 
 # One that draws at random, and one that asks the whole batch, depend on more than the group.
 LOCAL = sorted(set(GROUPED) - {"rec-drop", "grpo-batch"})
