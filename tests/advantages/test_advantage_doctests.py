@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the layer run."""
+"""Docstrings: the examples run, and every argument is documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of outcomes by hand, in uneven groups whose rows are mixed."""
+"""Advantages of outcomes, by hand, in groups of several sizes with shuffled rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Values against Trinity-RFT 0.6.0, where it calculates what it says, and torchrl's ``MCAdvantage``.
+"""Values equal those of Trinity-RFT 0.6.0, where its code follows its formulas, and of torchrl's ``MCAdvantage``.
 
-The first runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with Trinity's unpacked wheel.
+The comparison with Trinity runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with Trinity's unpacked wheel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of advantages: names, what they need, and how hyper-parameters are read."""
+"""The registry: names, required inputs, and hyper-parameters under every name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchrl_llm_kl.advantages import (
 )
 from torchrl_llm_kl.advantages._registry import _REGISTRY, TrinityName
 
-# name -> (kind, what it cannot do without)
+# name -> (kind, required inputs)
 TABLE = {
     "gae": ("token", "reward value mask"),
     "reinforce_plus_plus": ("token", "reward mask"),
@@ -62,7 +62,7 @@ def test_arguments_are_typed_under_every_name() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_is_known_of_each(name: str) -> None:
+def test_spec_of_each(name: str) -> None:
     function = get_advantage(name)
     assert function is getattr(layer, name)
     assert pickle.loads(pickle.dumps(function)) is function

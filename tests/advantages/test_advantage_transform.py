@@ -36,7 +36,7 @@ def assert_values(td: TensorDictBase, want: list[float], shape: tuple[int, ...] 
     assert_close(got.flatten(), torch.tensor(want))
 
 
-# ------------------------------------------------------------------ what tells groups apart
+# ------------------------------------------------------------------ how groups are identified
 
 
 NUMBERS = torch.tensor([7, -1, 7, 30, -1, 7])
@@ -55,7 +55,7 @@ PROMPTS = {7: [5, 6, 7], -1: [5, 6, 8], 30: [6, 7]}
     ],
     ids=["strings", "integers", "integers [B, 1]", "padded tokens", "nested tokens", "jagged tokens"],
 )
-def test_groups_are_told_apart_by(query: Any) -> None:
+def test_groups_by_entry(query: Any) -> None:
     assert_values(Advantage("rloo")(batch(query)), RLOO)
     named = batch(query).rename_key_("query", "mine")
     assert_values(Advantage("rloo", group_key="mine")(named), RLOO)
@@ -71,7 +71,7 @@ def test_groups_of_a_lazy_stack(key: Any) -> None:
 
 
 def test_tokens_are_not_confused_with_padding() -> None:
-    """A prompt that ends on token 0 is not the shorter one."""
+    """A prompt that ends with token 0 differs from the prompt without it."""
     rows = [torch.tensor([5, 0]), torch.tensor([5]), torch.tensor([5, 0])]
     data = batch(torch.nested.as_nested_tensor(rows), torch.tensor([[1.0], [9.0], [3.0]]), (3,))
     assert_values(Advantage("dr_grpo")(data), [-1.0, 0.0, 1.0])
@@ -91,7 +91,7 @@ def test_one_name_for_the_whole_batch() -> None:
     assert_values(Advantage("dr_grpo")(data), [-1.0, 1.0])
 
 
-# ------------------------------------------------------------------ forms of the reward, and of the batch
+# ------------------------------------------------------------------ layouts of the reward and of the batch
 
 
 def token_rewards(layout: torch.layout) -> Tensor:
@@ -407,7 +407,7 @@ def test_on_sample(lazy: bool) -> None:
             assert not {"advantage", "r"} & set(row.keys()), "what sampling wrote must not reach the storage"
 
 
-def test_in_an_env_it_says_where_it_belongs(tokenizer: Any, policy_model: Any) -> None:
+def test_an_env_raises_an_error_that_names_the_replay_buffer(tokenizer: Any, policy_model: Any) -> None:
     policy = make_policy(policy_model, tokenizer, pad_output=False)
     env = make_env(tokenizer, RewardSum(), Advantage("grpo"))
     with pytest.raises(RuntimeError, match=r"Advantage\('grpo', group_key='query'.*append it to the replay buffer"):

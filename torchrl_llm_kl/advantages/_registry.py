@@ -69,7 +69,7 @@ class AdvantageArgs(TypedDict, total=False):
     env_state_hash_key: str | None
 
 
-# ------------------------------------------------------------------ what is known of an advantage
+# ------------------------------------------------------------------ the spec
 
 Kind = Literal["outcome", "token", "trajectory"]
 
@@ -81,7 +81,7 @@ INPUTS = (*_IDENTITIES, "reward", "baseline", "mean_log_prob", "value", "old_log
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """What is known of an advantage beside its function.
+    """The inputs, outputs and hyper-parameters of an advantage.
 
     Args:
         name: in the registry.
