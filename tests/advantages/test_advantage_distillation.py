@@ -1,4 +1,4 @@
-"""The gradients of distillation over a whole small vocabulary: sums, no samples, so that rounding is the only noise."""
+"""Gradients of distillation, summed over a whole small vocabulary: no samples, so rounding is the only noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.advantages import get_advantage, jsd, on_policy_distill
+from torchrl_llm_kl.advantages import advantage_spec, get_advantage, jsd, on_policy_distill
 
 
 def divergence(name: str, log_pi: Tensor, log_teacher: Tensor, beta: float) -> Tensor:
@@ -67,10 +67,11 @@ def test_jsd_by_hand() -> None:
     want = 2.0 * 0.75 * torch.tensor([[1.2, 0.8, 1.0]], dtype=torch.float64).log()
     mask = torch.tensor([[True, True, False]])
     assert_close(jsd(student, teacher, mask, beta=0.25, kl_coef=2.0), want)
-    assert_close(jsd(student, teacher, mask, lambda_coef=0.25, kl_coef=2.0, temperature=1.0, chunk_size=None), want)
+    trinity = {"lambda_coef": 0.25, "kl_coef": 2.0, "temperature": 1.0, "chunk_size": None}
+    assert_close(jsd(student, teacher, mask, **advantage_spec(jsd).hyperparameters.translate(trinity)), want)
 
 
-def test_a_token_that_the_teacher_finds_impossible_costs_a_finite_amount() -> None:
+def test_a_token_of_teacher_probability_0_has_a_finite_advantage() -> None:
     student, never = torch.tensor([[-1.0]]), torch.tensor([[-float("inf")]])
     got = jsd(student, never, torch.tensor([[True]]), beta=0.25)
     assert_close(got, 0.75 * torch.tensor([[0.75]]).log())
@@ -83,15 +84,16 @@ def test_at_the_ends_the_divergence_is_0(beta: float) -> None:
         jsd(x, x, x == 0, beta=beta)
 
 
-def test_a_temperature_is_refused_and_a_chunk_size_ignored_aloud() -> None:
+def test_a_temperature_is_refused_and_a_chunk_size_warns() -> None:
     x = -torch.ones(1, 1)
+    translate = advantage_spec(jsd).hyperparameters.translate
     with pytest.raises(ValueError, match=r"temperature=2.0 cannot be honoured.*scored with at that temperature"):
-        jsd(x, x, x < 0, temperature=2.0)
+        translate({"temperature": 2.0})
     with pytest.warns(UserWarning, match="chunk_size has no effect here"):
-        assert jsd(x, x, x < 0, chunk_size=64) == 0
+        assert jsd(x, x, x < 0, **translate({"chunk_size": 64})) == 0
 
 
-def test_a_teacher_that_is_the_student_has_nothing_to_say() -> None:
+def test_the_student_as_its_own_teacher_has_advantage_0() -> None:
     x = -torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
     assert (on_policy_distill(x, x, x < 0) == 0).all()
     assert_close(jsd(x, x, x < 0, beta=0.3), torch.zeros(2, 3), atol=1e-6, rtol=0)

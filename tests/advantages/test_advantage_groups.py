@@ -1,4 +1,4 @@
-"""What holds for every advantage that compares within groups, whatever the rewards."""
+"""Properties of every advantage that compares within groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from test_advantage_outcomes import GROUPED
 from torch.testing import assert_close
 
 from torchrl_llm_kl.advantages import informative_groups, overlong_penalty, rloo
-from torchrl_llm_kl.advantages._groups import Groups
+from torchrl_llm_kl.advantages._group import Groups
 
-# One that draws at random, and one that asks the whole batch, depend on more than the group.
+# All but one that draws at random and one that reads the whole batch depend on their group alone.
 LOCAL = sorted(set(GROUPED) - {"rec-drop", "grpo-batch"})
 TABLES = st.lists(st.tuples(st.integers(-3, 3), st.integers(-40, 40)), min_size=1, max_size=14)
 

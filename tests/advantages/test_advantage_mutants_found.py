@@ -1,4 +1,4 @@
-"""What `make mutants` found that no other test of an advantage noticed."""
+"""Cases that only `make mutants` found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from torchrl_llm_kl.advantages import rec, step_wise_grpo
-from torchrl_llm_kl.advantages._groups import Groups
-from torchrl_llm_kl.advantages._whiten import whitened
+from torchrl_llm_kl.advantages._group import Groups
+from torchrl_llm_kl.advantages._token import whitened
 
 
 def test_equal_numbers_have_the_lowest_of_their_places() -> None:

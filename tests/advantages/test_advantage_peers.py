@@ -1,6 +1,6 @@
-"""Values against Trinity-RFT 0.6.0, where it calculates what it says, and torchrl's ``MCAdvantage``.
+"""Values equal those of Trinity-RFT 0.6.0, where its code follows its formulas, and of torchrl's ``MCAdvantage``.
 
-The first runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with Trinity's unpacked wheel.
+The comparison with Trinity runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with Trinity's unpacked wheel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torchrl.objectives.llm import MCAdvantage
 
 from losses.peers import load
-from torchrl_llm_kl.advantages import Advantage, get_advantage, jsd
+from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage, jsd
 
 FOLDER = "trinity.algorithm.advantage_fn"
 GROUP = [4, 4, 9, 4, 9, 2, 2, 2, 2]
@@ -42,6 +42,10 @@ def trinity(monkeypatch: pytest.MonkeyPatch) -> Any:
         return getattr(found, class_name)(**hyper)
 
     return get
+
+
+def own(name: str, hyper: dict[str, Any]) -> dict[str, Any]:
+    return advantage_spec(get_advantage(name)).hyperparameters.translate(hyper)
 
 
 def experiences(task: list[int], run: list[int], step: list[int], reward: Tensor) -> list[Any]:
@@ -87,7 +91,7 @@ def test_outcomes(trinity: Any, name: str, module: str, class_name: str, hyper: 
     rows = list(range(len(GROUP)))
     want = of_experiences(theirs, experiences(GROUP, rows, rows, REWARD))
     inputs = {"reward": REWARD} if name == "reinforce" else {"reward": REWARD, "group": torch.tensor(GROUP)}
-    assert_close(get_advantage(name)(**inputs, **hyper), want, **CLOSE)
+    assert_close(get_advantage(name)(**inputs, **own(name, hyper)), want, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_step_wise_grpo(trinity: Any, hyper: dict[str, Any]) -> None:
     task, run, step = [0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 2, 0, 1, 1, 1, 2], [0, 1, 0, 0, 0, 0, 1, 2, 0]
     want = of_experiences(theirs, experiences(task, run, step, REWARD))
     ids = {"group": torch.tensor(task), "run": torch.tensor(run), "step": torch.tensor(step)}
-    assert_close(get_advantage("step_wise_grpo")(REWARD, **ids, **hyper), want, **CLOSE)
+    assert_close(get_advantage("step_wise_grpo")(REWARD, **ids, **own("step_wise_grpo", hyper)), want, **CLOSE)
 
 
 @pytest.mark.parametrize("fnorm", ["none", "std"])
@@ -135,7 +139,7 @@ def of_batch(function: Any, batch: dict[str, Tensor], group: list[int] | None = 
 
 
 def test_gae(trinity: Any) -> None:
-    """Without holes in the mask; the value behind the last token is 0 in both."""
+    """Without holes in the mask; the value after the last token is 0 in both."""
     batch = token_batch()
     theirs = of_batch(trinity("ppo_advantage", "PPOAdvantageFn", gamma=0.9, lam=0.7), batch)
     mask = batch["response_mask"]
@@ -185,7 +189,7 @@ def test_trinitys_jsd_rewards_what_the_teacher_dislikes(trinity: Any) -> None:
     mask = torch.tensor([[True, True]])
     batch = {"old_log_probs": student, "teacher_logprobs": teacher, "response_mask": mask}
     theirs = of_batch(trinity("jsd_advantage", "JSDAdvantage", lambda_coef=0.3), batch)["advantages"]
-    ours = jsd(student, teacher, mask, lambda_coef=0.3)
+    ours = jsd(student, teacher, mask, beta=0.3)
     assert (theirs > 0).all()
     assert (ours > 0).tolist() == [[True, False]]
     # With equal probabilities the policy gradient follows the difference: away from the teacher.

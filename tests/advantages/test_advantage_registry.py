@@ -1,17 +1,22 @@
-"""The table of advantages: names, what they need, and how hyper-parameters are read."""
+"""The registry: names, required inputs, and hyper-parameters under every name."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import torchrl_llm_kl.advantages as layer
+from torchrl_llm_kl._registry import UnknownNameError
 from torchrl_llm_kl.advantages import (
+    Advantage,
+    AdvantageArgs,
+    AdvantageName,
     UnknownAdvantageError,
     advantage,
     advantage_spec,
@@ -24,8 +29,9 @@ from torchrl_llm_kl.advantages import (
     rloo,
     step_wise_grpo,
 )
+from torchrl_llm_kl.advantages._registry import _REGISTRY, TrinityName
 
-# name -> (kind, what it cannot do without)
+# name -> (kind, required inputs)
 TABLE = {
     "gae": ("token", "reward value mask"),
     "reinforce_plus_plus": ("token", "reward mask"),
@@ -47,10 +53,16 @@ TABLE = {
 
 def test_the_table_is_whole() -> None:
     assert set(available_advantages()) == set(TABLE)
+    assert get_args(AdvantageName) == available_advantages()
+
+
+def test_arguments_are_typed_under_every_name() -> None:
+    accepted = {key for name in TABLE for key in advantage_spec(get_advantage(name)).hyperparameters.accepted}
+    assert set(get_type_hints(AdvantageArgs)) == accepted
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_is_known_of_each(name: str) -> None:
+def test_spec_of_each(name: str) -> None:
     function = get_advantage(name)
     assert function is getattr(layer, name)
     assert pickle.loads(pickle.dumps(function)) is function
@@ -65,19 +77,31 @@ def test_trinitys_names() -> None:
     assert get_advantage("ppo") is gae
     assert get_advantage("reinforceplusplus") is reinforce_plus_plus
     assert get_advantage("multi_step_grpo") is step_wise_grpo
+    assert {"ppo", "reinforceplusplus", "multi_step_grpo"} == set(get_args(TrinityName)) == set(_REGISTRY.aliases)
+
+
+def test_other_libraries_names_of_hyper_parameters_reach_the_function() -> None:
+    reward, value = torch.tensor([[0.5, 1.0]]), torch.tensor([[0.25, -1.0]])
+    data = TensorDict(reward=reward, state_value=value, mine=reward > 0, batch_size=[1])
+    result = Advantage("gae", gamma=0.9, lmbda=0.5, keys={"mask": "mine"})(data)["advantage"]
+    assert torch.equal(result.squeeze(-1), gae(reward, value, reward > 0, gamma=0.9, lam=0.5)[0])
+    outcome = TensorDict(reward=torch.tensor([1.0, 2.0, 4.0]), batch_size=[3])
+    result = Advantage("grpo", group_size=3, std_cal_level="batch", epsilon=0.5)(outcome)["advantage"]
+    assert torch.equal(result.flatten(), grpo(outcome["reward"], torch.zeros(3).long(), std="batch", epsilon=0.5))
 
 
 def test_unknown_names() -> None:
     with pytest.raises(
-        UnknownAdvantageError, match=r"unknown advantage 'gpro'; known: asymre, .*Did you mean 'grpo'\?"
+        UnknownAdvantageError, match=r"unknown advantage 'gpro'; known: .*asymre, .*Did you mean 'grpo'\?"
     ):
         get_advantage("gpro")
+    assert issubclass(UnknownAdvantageError, UnknownNameError)
     with pytest.raises(TypeError, match="expected an advantage of this package"):
         advantage_spec(len)
 
 
 def test_two_cannot_have_one_name() -> None:
-    with pytest.raises(ValueError, match="there is an advantage 'grpo' already"):
+    with pytest.raises(ValueError, match="the advantage 'grpo' is registered already"):
         advantage("grpo", "outcome", source="nowhere")(lambda reward: reward)
 
 
@@ -101,14 +125,26 @@ R, G = torch.tensor([1.0, 2.0]), torch.tensor([0, 0])
     ("call", "error", "message"),
     [
         (lambda: grpo(R, G, epsilo=1.0), TypeError, "Did you mean 'epsilon'"),
-        (lambda: grpo(R, G, std="group", std_cal_level="batch"), TypeError, "another name of 'std'.* pass one of them"),
+        (
+            lambda: grpo(R, G, std_cal_level="batch"),
+            TypeError,
+            r"grpo has no .*'std_cal_level': pass std=\. Advantage\(",
+        ),
+        (lambda: gae(R, R, R > 0, lmbda=0.5), TypeError, r"gae has no hyper-parameter 'lmbda': pass lam="),
+        (lambda: grpo(R, G, duplicate_experiences=False), TypeError, "'duplicate_experiences': .* cannot add rows"),
+        (lambda: jsd(R, R, R > 0, chunk_size=None), TypeError, "'chunk_size': .*nothing to split into chunks"),
+        (
+            lambda: Advantage("grpo", std="group", std_cal_level="batch"),
+            TypeError,
+            "'std' and 'std_cal_level' are the same",
+        ),
+        (lambda: Advantage("jsd", beta=0.3, lambda_coef=0.3), TypeError, "'beta' and 'lambda_coef' are the same"),
         (lambda: grpo(R, G, R), TypeError, "grpo takes 2 positional arguments, reward, group: got 3"),
         (lambda: grpo(R, reward=R), TypeError, "grpo got 'reward' twice"),
         (lambda: rloo(R[:, None], G[:, None]), ValueError, r"reward must be \[B\], one number .*got shape \(2, 1\)"),
         (lambda: rloo(R, G[:1]), ValueError, r"reward has shape \(2,\) but group has shape \(1,\)"),
         (lambda: rloo(R, R), TypeError, r"group must be of an integer dtype, got torch\.float32"),
         (lambda: rloo(R, R > 1), TypeError, r"group must be of an integer dtype, got torch\.bool"),
-        (lambda: jsd(R[None], R[None], R[None] > 0, beta=0.3, lambda_coef=0.3), TypeError, "another name of 'beta'"),
     ],
 )
 def test_bad_calls(call: Callable[[], Any], error: type[Exception], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Advantages of tokens by hand, against a slow loop, and with holes in the mask."""
+"""Advantages of tokens: by hand, against a slow loop, and with holes in the mask."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_gae_is_the_sum_of_its_definition(seed: int, gamma: float, lam: float) -
         assert_close(ours, slow)
 
 
-def test_gae_takes_any_batch_shape_and_torchrls_name() -> None:
+def test_gae_takes_any_batch_shape() -> None:
     reward, value = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 3, 4, dtype=torch.bool)
-    whole = gae(reward, value, mask, gamma=0.9, lmbda=0.5)[0]
+    whole = gae(reward, value, mask, gamma=0.9, lam=0.5)[0]
     for i in range(2):
         assert_close(whole[i], gae(reward[i], value[i], mask[i], gamma=0.9, lam=0.5)[0])
 
@@ -117,7 +117,7 @@ def results(name: str, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, ...]
 
 
 @pytest.mark.parametrize("name", TOKEN)
-def test_what_stands_behind_the_mask_does_not_matter_and_0_stands_there(name: str) -> None:
+def test_masked_out_numbers_have_no_effect_and_get_0(name: str) -> None:
     rng = torch.Generator().manual_seed(2)
     x, y = -torch.rand(2, 5, 7, generator=rng)
     mask = torch.rand(5, 7, generator=rng) < 0.5

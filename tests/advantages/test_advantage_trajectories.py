@@ -1,4 +1,4 @@
-"""Trajectories of several steps by hand, their rows in no order."""
+"""Trajectories of several steps, by hand, with shuffled rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.advantages import get_advantage, gigpo, step_wise_grpo
+from torchrl_llm_kl.advantages import advantage_spec, gigpo, step_wise_grpo
 
 # task, run, step, reward, state. Runs count from 0 in each task; steps need not be consecutive.
 ROWS = [
@@ -44,7 +44,7 @@ def test_step_wise_grpo_compares_last_rewards() -> None:
 def test_step_wise_grpo_over_the_batch_counts_each_trajectory_once() -> None:
     """Last rewards 4, 1, 1, 0, 6, 7: mean 19/6, variance (103 - 361/6) / 5."""
     sigma = math.sqrt((103 - 361 / 6) / 5) + 0.25
-    got = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.25, std_cal_level="batch")
+    got = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.25, std="batch")
     assert_values(got, [x / sigma for x in (2, 3, -1, 2, -3, 2, -3, 0, -1)])
 
 
@@ -130,4 +130,4 @@ def test_gigpo_out_of_range(hyper: dict[str, object], message: str) -> None:
 
 def test_trinitys_names_of_entries_are_no_hyper_parameters() -> None:
     with pytest.warns(UserWarning, match="env_state_hash_key has no effect here.*keys={'state'"):
-        get_advantage("gigpo")(REWARD, TASK, RUN, STEP, STATE, env_state_hash_key="hash")
+        assert advantage_spec(gigpo).hyperparameters.translate({"env_state_hash_key": "hash"}) == {}

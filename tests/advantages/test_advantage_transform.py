@@ -1,4 +1,4 @@
-"""The transform wherever TorchRL runs it, on whatever form the data has."""
+"""The transform wherever TorchRL runs it, in every layout of the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardSum
 
-from torchrl_llm_kl import KLRewardTransform
+from torchrl_llm_kl import KLRewardTransform, PolicyLoss
 from torchrl_llm_kl.advantages import Advantage, gae, on_policy_distill, reinforce_plus_plus
 from toy_rollouts import collect, flat, leaves, make_env, make_policy, make_scoring_wrapper, same_leaves, steps
 
@@ -36,7 +36,7 @@ def assert_values(td: TensorDictBase, want: list[float], shape: tuple[int, ...] 
     assert_close(got.flatten(), torch.tensor(want))
 
 
-# ------------------------------------------------------------------ what tells groups apart
+# ------------------------------------------------------------------ how groups are identified
 
 
 NUMBERS = torch.tensor([7, -1, 7, 30, -1, 7])
@@ -55,7 +55,7 @@ PROMPTS = {7: [5, 6, 7], -1: [5, 6, 8], 30: [6, 7]}
     ],
     ids=["strings", "integers", "integers [B, 1]", "padded tokens", "nested tokens", "jagged tokens"],
 )
-def test_groups_are_told_apart_by(query: Any) -> None:
+def test_groups_by_entry(query: Any) -> None:
     assert_values(Advantage("rloo")(batch(query)), RLOO)
     named = batch(query).rename_key_("query", "mine")
     assert_values(Advantage("rloo", group_key="mine")(named), RLOO)
@@ -71,7 +71,7 @@ def test_groups_of_a_lazy_stack(key: Any) -> None:
 
 
 def test_tokens_are_not_confused_with_padding() -> None:
-    """A prompt that ends on token 0 is not the shorter one."""
+    """A prompt that ends with token 0 differs from the prompt without it."""
     rows = [torch.tensor([5, 0]), torch.tensor([5]), torch.tensor([5, 0])]
     data = batch(torch.nested.as_nested_tensor(rows), torch.tensor([[1.0], [9.0], [3.0]]), (3,))
     assert_values(Advantage("dr_grpo")(data), [-1.0, 0.0, 1.0])
@@ -91,7 +91,7 @@ def test_one_name_for_the_whole_batch() -> None:
     assert_values(Advantage("dr_grpo")(data), [-1.0, 1.0])
 
 
-# ------------------------------------------------------------------ forms of the reward, and of the batch
+# ------------------------------------------------------------------ layouts of the reward and of the batch
 
 
 def token_rewards(layout: torch.layout) -> Tensor:
@@ -121,7 +121,7 @@ def test_forms_of_the_reward(reward: Tensor, shape: tuple[int, ...]) -> None:
     assert_values(Advantage("rloo")(batch(reward=reward)), RLOO, shape)
 
 
-def test_what_stands_at_padding_is_no_reward() -> None:
+def test_rewards_at_padding_are_ignored() -> None:
     attention = torch.arange(5) < torch.tensor([5, 1, 3, 2, 4, 5]).unsqueeze(-1)
     reward = torch.where(attention, torch.tensor(REWARD).unsqueeze(-1) / attention.sum(-1, keepdim=True), 7.0)
     reward[1, 3] = torch.nan
@@ -257,14 +257,56 @@ def test_rank_penalty_reads_mean_log_probs_of_responses(form: str) -> None:
     assert_close(result["advantage"].flatten(), torch.tensor([-1.0, -1.0, 2.0]) / 3**0.5)
 
 
-def test_a_mask_of_the_users_own() -> None:
+def test_a_given_mask() -> None:
     mask = torch.tensor([[False, True, True], [True, False, True]])
     data = TensorDict(reward=torch.tensor([[1.0], [3.0]]), mine=mask, batch_size=[2])
     result = Advantage("reinforce_plus_plus", gamma=0.5, keys={"mask": "mine"})(data)
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 3.0]])
     assert_close(result["advantage"].squeeze(-1), reinforce_plus_plus(rewards, mask, gamma=0.5))
-    with pytest.raises(ValueError, match="no token counts: mine is False everywhere"):
+    with pytest.raises(ValueError, match="the mask is empty: mine is False everywhere"):
         Advantage("reinforce_plus_plus", keys={"mask": "mine"})(data.set("mine", mask & False))
+
+
+def test_a_given_mask_skips_padding() -> None:
+    """A mask that is True at padding, as that of a loss would be: the outcome is on the last token of the sequence."""
+    mask, attention = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]]) == 1, torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]) == 1
+    data = TensorDict(reward=torch.tensor([[1.0], [3.0]]), mine=mask, batch_size=[2])
+    data["masks", "all_attention_mask"] = attention
+    result = Advantage("reinforce_plus_plus", gamma=0.5, keys={"mask": "mine"})(data)["advantage"].squeeze(-1)
+    rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 3.0]])
+    assert_close(result, reinforce_plus_plus(rewards, mask & attention, gamma=0.5))
+
+
+LOG_PROBS = ("next", "log_probs", "full")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_the_response_alone_are_placed_as_in_a_loss(form: str, policy_model: Any) -> None:
+    """An advantage and a loss read the same numbers from an entry that begins with the first response token."""
+    whole, alone = conversations(form), conversations(form)
+    rows = [row[LOG_PROBS] for row in conversations("lazy").unbind(0)]
+    responses = [row[-n:] for row, n in zip(rows, (1, 3, 2), strict=True)]
+    if form == "lazy":
+        for row, response in zip(alone.unbind(0), responses, strict=True):
+            row[LOG_PROBS] = response
+    else:
+        layout = torch.jagged if form == "jagged" else torch.strided
+        alone[LOG_PROBS] = torch.nested.as_nested_tensor(responses, layout=layout)
+    want, got = (rows_of(Advantage("on_policy_distill")(data), "advantage", form) for data in (whole, alone))
+    assert got == want
+    assert want[1] == [0.0, 0.0, -0.75, -2.0]
+    loss = PolicyLoss(policy_model, "ppo")
+    assert_close(loss(alone)["loss_objective"], loss(whole)["loss_objective"], rtol=0, atol=0)
+
+
+def test_one_number_per_sequence_is_no_value_of_tokens_unless_responses_have_one_token() -> None:
+    data = conversations("padded")
+    data["next", "state_value"] = torch.tensor([0.5, 1.0, 2.0])
+    with pytest.raises(ValueError, match="the value must hold one number per token, found one per sequence"):
+        Advantage("gae")(data)
+    data["mine"] = torch.arange(5) == torch.tensor([2, 4, 3]).unsqueeze(-1)
+    single = Advantage("gae", keys={"mask": "mine"})(data)["advantage"]
+    assert single.squeeze(-1)[data["mine"]].tolist() == [0.5, 1.0, 2.0]  # rewards 1, 2, 4
 
 
 # ------------------------------------------------------------------ trajectories
@@ -307,9 +349,9 @@ def test_trajectories_of_consecutive_envs() -> None:
     assert_values(Advantage("step_wise_grpo", group_size=2, epsilon=0.0)(data), [-unit] * 3 + [unit] * 3)
     with pytest.raises(ValueError, match="found 3 trajectories, which do not divide into groups of group_size=2"):
         Advantage("step_wise_grpo", group_size=2)(rollout().exclude(("next", "done")))
-    with pytest.raises(ValueError, match="one trajectory for each env, found some that end before the last step"):
+    with pytest.raises(ValueError, match="one trajectory per env, found some that end before the last step"):
         Advantage("step_wise_grpo", group_size=3)(rollout())
-    with pytest.raises(ValueError, match=r"found batch size \(9,\): give group_key="):
+    with pytest.raises(ValueError, match=r"found batch size \(9,\): pass group_key="):
         Advantage("step_wise_grpo", group_size=3)(rollout().reshape(9))
 
 
@@ -365,7 +407,7 @@ def test_on_sample(lazy: bool) -> None:
             assert not {"advantage", "r"} & set(row.keys()), "what sampling wrote must not reach the storage"
 
 
-def test_in_an_env_it_says_where_it_belongs(tokenizer: Any, policy_model: Any) -> None:
+def test_an_env_raises_an_error_that_names_the_replay_buffer(tokenizer: Any, policy_model: Any) -> None:
     policy = make_policy(policy_model, tokenizer, pad_output=False)
     env = make_env(tokenizer, RewardSum(), Advantage("grpo"))
     with pytest.raises(RuntimeError, match=r"Advantage\('grpo', group_key='query'.*append it to the replay buffer"):

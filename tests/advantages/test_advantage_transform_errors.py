@@ -1,4 +1,4 @@
-"""What the transform says of arguments and data that cannot be right."""
+"""Errors of the transform: arguments that contradict each other, and data that is missing or wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAN = float("nan")
         (
             lambda: Advantage("gae", layout="sequence"),
             ValueError,
-            "gae has a number for each token: layout must be 'token'",
+            "gae has one number per token: layout must be 'token'",
         ),
         (
             lambda: Advantage("grpo", keys={"value": "v"}),
@@ -36,7 +36,11 @@ NAN = float("nan")
             "grpo has no key 'value'; it has advantage, reward",
         ),
         (lambda: Advantage("grpo", keys={"mask": "m"}), ValueError, "grpo has no key 'mask'"),
-        (lambda: Advantage("grpo", keys={"group": "g"}), ValueError, "grpo has no key 'group': give group_key="),
+        (
+            lambda: Advantage("grpo", keys={"group": "g"}),
+            ValueError,
+            "no key 'group'; it has .*; pass group_key=",
+        ),
         (lambda: Advantage("jsd", temperature=0.5), ValueError, "cannot be honoured"),
     ],
 )
@@ -48,12 +52,12 @@ def test_arguments(make: Callable[[], Any], error: type[Exception], message: str
 @pytest.mark.parametrize(
     ("name", "hyper", "drop", "message"),
     [
-        ("grpo", {}, "query", r"the group is missing: expected 'query', found: .*Give group_key="),
+        ("grpo", {}, "query", r"the group is missing: expected 'query' in the TensorDict, found: .*Pass group_key="),
         (
             "grpo",
             {},
             ("next", "reward"),
-            r"the reward is missing: expected \('next', 'reward'\), found: .*query.*; in 'next': ",
+            r"the reward is missing: expected \('next', 'reward'\) in the TensorDict, found: .*query.*; in 'next': ",
         ),
         ("remax", {}, "none", r"the baseline is missing: expected 'reward_baseline'.*Answer each prompt greedily"),
         ("gae", {}, ("next", "state_value"), r"the value is missing: .*Put RetrieveValue before"),
@@ -64,7 +68,7 @@ def test_arguments(make: Callable[[], Any], error: type[Exception], message: str
             ("next", "log_probs"),
             r"the old_log_prob is missing: expected \('next', 'log_probs'",
         ),
-        ("gae", {"keys": {"mask": "m"}}, "none", "the mask is missing: expected 'm', found: "),
+        ("gae", {"keys": {"mask": "m"}}, "none", "the mask is missing: expected 'm' in the TensorDict, found: "),
         ("gae", {}, ("tokens", "full"), r"nothing to score: expected \('tokens', 'full'\)"),
         (
             "gigpo",
@@ -91,24 +95,24 @@ def test_which_tokens_are_the_response_must_be_known() -> None:
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
 @pytest.mark.parametrize("form", ["lazy", "strided", "padded"])
-def test_rewards_that_are_no_numbers_name_their_row(form: str, bad: float) -> None:
+def test_rewards_that_are_not_finite_name_their_sequence(form: str, bad: float) -> None:
     data = conversations(form)
     reward = torch.tensor([[1.0], [bad], [2.0]])
     data["next", "reward"] = reward
-    with pytest.raises(ValueError, match=f"the reward of row 1 is {bad}: expected a finite number"):
+    with pytest.raises(ValueError, match=f"the reward is {bad} at sequence 1: expected a finite number"):
         Advantage("rloo")(data)
-    with pytest.raises(ValueError, match=f"the reward is {bad} at row 1, position 3"):
+    with pytest.raises(ValueError, match=f"the reward is {bad} at sequence 1, position 3"):
         Advantage("reinforce_plus_plus")(data)
 
 
-def test_a_value_that_is_no_number_names_its_token_and_padding_does_not_matter() -> None:
+def test_a_value_that_is_not_finite_names_its_token_and_padding_is_ignored() -> None:
     data = conversations("padded")
     value = data["next", "state_value"]
     value[0, 3:] = NAN
     value[1, :2] = NAN
     Advantage("gae")(data)
     value[2, 3] = NAN
-    with pytest.raises(ValueError, match="the value is nan at row 2, position 3: expected a finite number"):
+    with pytest.raises(ValueError, match="the value is nan at sequence 2, position 3: expected a finite number"):
         Advantage("gae")(data)
 
 
@@ -142,16 +146,16 @@ def test_entries_of_another_kind(name: str, change: dict[str, Any], error: type[
 
 def test_lengths_that_are_not_those_of_the_tokens() -> None:
     data = conversations("padded")
-    data["next", "state_value"] = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match="the value must have one number for each token: row 0 has 4, and 5 tokens"):
-        Advantage("gae")(data)
-    data["next", "state_value"] = torch.zeros(3, 5, 2)
+    data["next", "state_value"] = torch.zeros(3, 2)
     with pytest.raises(
-        ValueError, match=r"the value must have one number for each token, found numbers of shape \(2,\)"
+        ValueError, match=r"'state_value'.*: sequence 0 has 2 values and 5 tokens.*the response alone must"
     ):
         Advantage("gae")(data)
+    data["next", "state_value"] = torch.zeros(3, 5, 2)
+    with pytest.raises(ValueError, match=r"'state_value'.* must hold one number per token, found rows of \(2,\) each"):
+        Advantage("gae")(data)
     data["next", "state_value"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"a number for each token of the batch \(3,\), found shape \(3,\)"):
+    with pytest.raises(ValueError, match="the value must hold one number per token, found one per sequence under"):
         Advantage("gae")(data)
 
 

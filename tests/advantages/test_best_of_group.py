@@ -1,4 +1,4 @@
-"""The best answers of each group, and only them."""
+"""``best_of_group`` keeps the best answers of each group, and no others."""
 
 from __future__ import annotations
 

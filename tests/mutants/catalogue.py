@@ -21,21 +21,7 @@ _PATTERNS = (
     "advantages/_*.py",
 )
 #: They read and write TensorDicts, or names: no maths.
-_KEYS = frozenset(
-    f"_{name}.py"
-    for name in (
-        "entries",
-        "hyper",
-        "inputs",
-        "keys",
-        "membership",
-        "outcomes",
-        "registry",
-        "spec",
-        "tokens",
-        "transform",
-    )
-)
+_KEYS = frozenset({"_registry.py", "_transform.py"})
 #: Of a file with a module class, its pure function alone.
 _FUNCTIONS = {"losses/_value_loss.py": frozenset({"value_error"})}
 #: What is computed there has no gradient.

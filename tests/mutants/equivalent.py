@@ -204,65 +204,58 @@ _same(
 )
 
 _same(
-    "advantages/_gae.py",
+    "advantages/_token.py",
     "estimate",
     "on a CPU every sort is stable",
     "order = (~mask).byte().argsort(dim=-1, stable=False)",
 )
 _same(
-    "advantages/_gae.py",
+    "advantages/_token.py",
     "estimate",
-    "behind the last token there are only zeros",
+    "after the last token there are only zeros",
     "last = torch.arange(mask.shape[-1], device=mask.device) > mask.sum(-1, keepdim=True) - 1",
     "last = torch.arange(mask.shape[-1], device=mask.device) >= mask.sum(-1, keepdim=True) + 1",
 )
 _same(
-    "advantages/_groups.py",
+    "advantages/_group.py",
     "Groups.centred",
     "any number of a group will do to measure from",
     "above = x - self.max(x)",
 )
 _same(
-    "advantages/_groups.py",
+    "advantages/_group.py",
     "Groups.rank",
     "on a CPU every sort is stable",
     "order = x.argsort(stable=False)",
     "order = order[self.ids[order].argsort(stable=False)]",
 )
 _same(
-    "advantages/_groups.py",
+    "advantages/_group.py",
     "normalised",
     "where nothing spreads all are 0",
     "return centred / torch.where(std == 0, 2, std + epsilon)",
 )
 _same(
-    "advantages/_rec.py",
+    "advantages/_group.py",
     "rec",
     "groups stay apart",
-    "groups = Groups(3 * groups.ids + dropped) # what is kept of a group is a group",
+    "groups = Groups(3 * groups.ids + dropped) # the kept rows of a group are a group",
 )
 _same(
-    "advantages/_rec.py",
+    "advantages/_group.py",
     "_surplus",
     "no more than the negative ones are surplus, and they come first",
     "return (among_negative < surplus)",
 )
 _same(
-    "advantages/_trajectories.py",
+    "advantages/_trajectory.py",
     "Trajectories.discounted",
     "a table without rows",
     "shape = (len(self.rows.sizes), int(self.rows.sizes.max()) if len(reward) else 1)",
 )
 _same(
-    "advantages/_trajectories.py",
+    "advantages/_trajectory.py",
     "Trajectories.discounted",
     "with values of 0 the target is the advantage",
     "return estimate(table, torch.zeros_like(table), present, gamma, 1.0)[1][where]",
-)
-_same(
-    "advantages/_whiten.py",
-    "whitened",
-    "0 wherever fewer than two tokens count",
-    "centred = torch.where(mask, above - above.sum() / count, 0)",
-    "centred = torch.where(mask, above - above.sum() / count.clamp(min=2), 0)",
 )

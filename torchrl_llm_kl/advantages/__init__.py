@@ -1,35 +1,43 @@
-"""Advantages: pure functions of rewards, values and log-probs, and the transform that ties them to TensorDict keys."""
+"""Advantages: pure functions of rewards, values and log-probs, and the transform that reads and writes them by key.
+
+Functions of one shape share their inputs: outcomes of sequences (``grpo``, ``rloo``, ...), tokens (``gae``, ``jsd``, ...) and
+steps of trajectories (``gigpo``, ...). Their modules, ``_group``, ``_token`` and ``_trajectory``, document each input once.
+"""
 
 from __future__ import annotations
 
-from torchrl_llm_kl.advantages._asymre import asymre
-from torchrl_llm_kl.advantages._best_of_group import best_of_group
-from torchrl_llm_kl.advantages._dapo import informative_groups, overlong_penalty
-from torchrl_llm_kl.advantages._gae import gae
-from torchrl_llm_kl.advantages._gigpo import gigpo
-from torchrl_llm_kl.advantages._grpo import dr_grpo, grpo
-from torchrl_llm_kl.advantages._jsd import jsd
-from torchrl_llm_kl.advantages._keys import DEFAULT_KEYS
-from torchrl_llm_kl.advantages._on_policy_distill import on_policy_distill
-from torchrl_llm_kl.advantages._opmd import opmd
-from torchrl_llm_kl.advantages._rec import rec
+from torchrl_llm_kl.advantages._group import (
+    asymre,
+    best_of_group,
+    dr_grpo,
+    grpo,
+    informative_groups,
+    opmd,
+    overlong_penalty,
+    rec,
+    reinforce,
+    remax,
+    rloo,
+)
 from torchrl_llm_kl.advantages._registry import (
+    AdvantageArgs,
+    AdvantageName,
+    AdvantageSpec,
     UnknownAdvantageError,
     advantage,
     advantage_spec,
     available_advantages,
     get_advantage,
 )
-from torchrl_llm_kl.advantages._reinforce import reinforce, remax
-from torchrl_llm_kl.advantages._reinforce_plus_plus import reinforce_plus_plus
-from torchrl_llm_kl.advantages._rloo import rloo
-from torchrl_llm_kl.advantages._spec import AdvantageSpec
-from torchrl_llm_kl.advantages._step_wise_grpo import step_wise_grpo
-from torchrl_llm_kl.advantages._transform import Advantage
+from torchrl_llm_kl.advantages._token import gae, jsd, on_policy_distill, reinforce_plus_plus
+from torchrl_llm_kl.advantages._trajectory import gigpo, step_wise_grpo
+from torchrl_llm_kl.advantages._transform import DEFAULT_KEYS, Advantage
 
 __all__ = [
     "DEFAULT_KEYS",
     "Advantage",
+    "AdvantageArgs",
+    "AdvantageName",
     "AdvantageSpec",
     "UnknownAdvantageError",
     "advantage",

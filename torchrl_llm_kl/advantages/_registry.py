@@ -1,38 +1,132 @@
-"""What makes a function an advantage: checked and cleaned inputs, names of other libraries, a place in the registry."""
+"""Which advantages there are: the decorator that registers one and cleans its inputs, its spec, and all names with types."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from torchrl_llm_kl.advantages._hyper import translate
-from torchrl_llm_kl.advantages._inputs import clean_rows, clean_tokens
-from torchrl_llm_kl.advantages._spec import INPUTS, AdvantageSpec, Kind
-
-__all__ = [
-    "UnknownAdvantageError",
-    "advantage",
-    "advantage_spec",
-    "available_advantages",
-    "get_advantage",
-]
+from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape, widen
+from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Names of whole advantages in Trinity-RFT that differ from those here.
-_OTHER_NAMES = {"ppo": "gae", "reinforceplusplus": "reinforce_plus_plus", "multi_step_grpo": "step_wise_grpo"}
+# ------------------------------------------------------------------ names and their types
 
-_REGISTRY: dict[str, Callable[..., Any]] = {}
+# fmt: off
+#: Every registered advantage.
+AdvantageName = Literal[
+    "asymre", "best_of_group", "dr_grpo", "gae", "gigpo", "grpo", "jsd", "on_policy_distill", "opmd", "rec", "reinforce",
+    "reinforce_plus_plus", "remax", "rloo", "step_wise_grpo",
+]
+# fmt: on
+#: Trinity-RFT's names of some of them.
+TrinityName = Literal["ppo", "reinforceplusplus", "multi_step_grpo"]
 
 
-class UnknownAdvantageError(ValueError):
-    """The name is not registered; the message lists those that are."""
+class AdvantageArgs(TypedDict, total=False):
+    """Every hyper-parameter of every advantage, under each name that :class:`~torchrl_llm_kl.advantages.Advantage` takes.
+
+    The functions say what they mean; a name that an advantage does not have raises a TypeError.
+    """
+
+    # groups
+    epsilon: Scalar
+    std: Literal["group", "batch"]
+    std_threshold: float | None
+    rank_penalty: float | None
+    opmd_baseline: Literal["mean", "logavgexp"]
+    tau: Scalar
+    baseline_shift: float
+    std_normalize: bool
+    drop: Literal["balance"] | None
+    generator: torch.Generator | None
+    # tokens
+    gamma: float
+    lam: float
+    whiten: bool
+    kl_coef: float
+    beta: Scalar
+    # trajectories
+    enable_step_norm: bool
+    omega: float
+    fnorm: Literal["none", "std"]
+    # names of torchrl (`lmbda`) and Trinity-RFT, some of them without effect here
+    lmbda: float
+    std_cal_level: Literal["group", "batch"]
+    lambda_coef: float
+    duplicate_experiences: bool
+    temperature: float
+    chunk_size: int | None
+    step_reward_key: str | None
+    env_state_hash_key: str | None
+
+
+# ------------------------------------------------------------------ the spec
+
+Kind = Literal["outcome", "token", "trajectory"]
+
+#: Inputs that tell which rows belong together, or in which order: integers.
+_IDENTITIES = ("group", "run", "step", "state")
+#: All parameters that are data. Every other parameter is a hyper-parameter.
+INPUTS = (*_IDENTITIES, "reward", "baseline", "mean_log_prob", "value", "old_log_prob", "teacher_log_prob", "mask")
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """The inputs, outputs and hyper-parameters of an advantage.
+
+    Args:
+        name: in the registry.
+        kind: ``"outcome"``: one number per sequence, ``[B]``; ``"token"``: one per token, ``[*B, T]`` with a mask;
+            ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
+        needs: required inputs.
+        optional: inputs that only a hyper-parameter requires: input -> hyper-parameter.
+        outputs: what the function returns; a tuple if there are several.
+        hyper: names of its hyper-parameters.
+        aliases: names of other libraries for them: alias -> own name.
+        obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
+        refused: those that cannot be honoured -> (the one value that requests nothing, what to do instead).
+        source: where the formula comes from.
+    """
+
+    name: str
+    kind: Kind
+    needs: tuple[str, ...]
+    optional: Mapping[str, str] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("advantage",)
+    hyper: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    obsolete: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Translates hyper-parameters from the names of other libraries."""
+        aliases = {alias: (own,) for alias, own in self.aliases.items()}
+        return Hyperparameters(self.name, self.hyper, aliases, self.obsolete, self.refused)
+
+
+# ------------------------------------------------------------------ the registry
+
+
+class UnknownAdvantageError(UnknownNameError):
+    """No advantage has this name; the message lists those that exist and suggests the nearest one."""
+
+
+_REGISTRY = Registry[Callable[..., Any]](
+    "advantage",
+    error=UnknownAdvantageError,
+    aliases={"ppo": "gae", "reinforceplusplus": "reinforce_plus_plus", "multi_step_grpo": "step_wise_grpo"},
+)
 
 
 def advantage(
@@ -46,11 +140,14 @@ def advantage(
     refused: Mapping[str, tuple[Any, str]] | None = None,
     source: str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn pure maths into a registered advantage.
+    """Turn pure maths into a registered advantage; see :class:`AdvantageSpec` for the arguments.
 
-    The function below the decorator sees clean inputs: amounts are float32 or wider and without graph (an advantage is a
-    weight, never something to differentiate), equal in shape, and for tokens exactly 0 where the mask is False; identities
-    are int64; what it needs is there. See :class:`AdvantageSpec` for the arguments.
+    The decorated function receives clean inputs: all required ones, of equal shapes. Amounts are float32 or wider, without
+    graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities are
+    int64.
+
+    A direct call takes the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
+    names of other libraries.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -71,53 +168,63 @@ def advantage(
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
-            given = _named(spec, args, kwargs)
-            hyper = translate(spec, {key: value for key, value in given.items() if key not in inputs})
-            tensors = {key: given[key] for key in inputs if given.get(key) is not None}
+            if len(args) > len(spec.needs):
+                raise TypeError(
+                    f"{name} takes {len(spec.needs)} positional arguments, {', '.join(spec.needs)}: got {len(args)}."
+                )
+            given = dict(zip(spec.needs, args, strict=False))
+            for key in kwargs:
+                if key in given:
+                    raise TypeError(f"{name} got {key!r} twice.")
+                if key not in inputs and key not in spec.hyper:
+                    raise TypeError(f"{name} has no hyper-parameter {key!r}{_instead_of(key, spec)}")
+            given |= kwargs
+            tensors = {key: given.pop(key) for key in inputs if given.get(key) is not None}
             for key in spec.needs:
                 if key not in tensors:
-                    raise ValueError(f"{name} needs {key}: pass {key}=, {'[*B, T]' if kind == 'token' else '[B]'}")
+                    raise ValueError(f"{name} needs {key}: pass {key}=, {'[*B, T]' if kind == 'token' else '[B]'}.")
             clean = clean_tokens(tensors) if kind == "token" else clean_rows(tensors)
-            return cast("Callable[..., R]", function)(**clean, **hyper)
+            return cast("Callable[..., R]", function)(**given | clean)
 
         call.spec = spec  # type: ignore[attr-defined]
-        if name in _REGISTRY:
-            raise ValueError(f"there is an advantage {name!r} already")
-        _REGISTRY[name] = call
-        return cast("Callable[P, R]", call)
+        return cast("Callable[P, R]", _REGISTRY.add(name, call))
 
     return decorate
 
 
-def _named(spec: AdvantageSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    if len(args) > len(spec.needs):
-        raise TypeError(
-            f"{spec.name} takes {len(spec.needs)} positional arguments, {', '.join(spec.needs)}: got {len(args)}"
-        )
-    for key in spec.needs[: len(args)]:
-        if key in kwargs:
-            raise TypeError(f"{spec.name} got {key!r} twice")
-    return {**dict(zip(spec.needs, args, strict=False)), **kwargs}
+def _instead_of(key: str, spec: AdvantageSpec) -> str:
+    if key in spec.aliases:
+        return f": pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) takes both names."
+    if key in spec.obsolete:
+        return f": {spec.obsolete[key]}."
+    if key in spec.refused:
+        return f": {spec.refused[key][1]}."
+    return f"; it has {', '.join(spec.hyper) or 'none'}.{did_you_mean(key, spec.hyper)}"
 
 
 def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:
-    """What is known of an advantage.
+    """The spec of a registered advantage.
 
     Raises:
         TypeError: if the function is not a registered advantage.
+
+    Example:
+        >>> from torchrl_llm_kl.advantages import advantage_spec, gae
+        >>> advantage_spec(gae).needs
+        ('reward', 'value', 'mask')
     """
     spec = getattr(function, "spec", None)
     if not isinstance(spec, AdvantageSpec):
-        raise TypeError(f"expected an advantage of this package, such as get_advantage('grpo'), got {function!r}")
+        raise TypeError(f"expected an advantage of this package, such as get_advantage('grpo'), got {function!r}.")
     return spec
 
 
 def available_advantages() -> tuple[str, ...]:
-    """The name of every advantage. :func:`get_advantage` knows some by Trinity-RFT's name too."""
+    """The names of all advantages, sorted. :func:`get_advantage` takes some of Trinity-RFT's names too."""
     return tuple(sorted(_REGISTRY))
 
 
-def get_advantage(name: str) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+def get_advantage(name: AdvantageName | TrinityName) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Look an advantage up by name.
 
     Args:
@@ -125,19 +232,37 @@ def get_advantage(name: str) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
             ``multi_step_grpo`` (``step_wise_grpo``).
 
     Returns:
-        The function itself: two look-ups give the same object, and it can be pickled.
+        The function itself: two lookups return the same object, and it can be pickled.
 
     Raises:
-        UnknownAdvantageError: a ``ValueError``; lists the names and the nearest one.
+        UnknownAdvantageError: a ``ValueError``; lists the names and suggests the nearest one.
 
     Example:
         >>> from torchrl_llm_kl.advantages import gae, get_advantage
         >>> get_advantage("gae") is get_advantage("ppo") is gae
         True
     """
-    own = _OTHER_NAMES.get(name, name)
-    if own in _REGISTRY:
-        return _REGISTRY[own]
-    near = difflib.get_close_matches(str(name), [*_REGISTRY, *_OTHER_NAMES], n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UnknownAdvantageError(f"unknown advantage {name!r}; known: {', '.join(available_advantages())}.{hint}")
+    return _REGISTRY[name]
+
+
+# ------------------------------------------------------------------ clean inputs
+
+
+def clean_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Check one number per sequence, ``[B]``; amounts in float32 or wider without graph, identities in int64."""
+    for name, tensor in tensors.items():
+        if tensor.ndim != 1:
+            raise ValueError(f"{name} must be [B], one number per sequence, got shape {tuple(tensor.shape)}.")
+    check_same_shape(**tensors)
+    for name, x in tensors.items():
+        if name in _IDENTITIES and (x.dtype == torch.bool or x.is_floating_point() or x.is_complex()):
+            raise TypeError(f"{name} must be of an integer dtype, got {x.dtype}: equal numbers belong together.")
+    return {name: x.long() if name in _IDENTITIES else widen(x.detach())[0] for name, x in tensors.items()}
+
+
+def clean_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Check one number per token, ``[*B, T]``; float32 or wider without graph, exactly 0 where the mask is False."""
+    mask = tensors["mask"]
+    check_same_shape(**{"mask": mask, **tensors})
+    check_is_mask(mask=mask)
+    return {name: x if x is mask else torch.where(mask, widen(x.detach())[0], 0) for name, x in tensors.items()}

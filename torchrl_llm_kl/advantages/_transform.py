@@ -1,69 +1,113 @@
-"""The transform that reads what an advantage needs from a batch, and writes it."""
+"""The transform: reads the inputs of an advantage from a batch by key, and writes the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Transform
+from typing_extensions import Unpack
 
-from torchrl_llm_kl.advantages._entries import amounts, check_finite_rows, find, identities, integers, require
-from torchrl_llm_kl.advantages._hyper import translate
-from torchrl_llm_kl.advantages._keys import ADVICE, DEFAULT_KEYS, resolve_keys
-from torchrl_llm_kl.advantages._membership import groups_of_size, runs_along_time
-from torchrl_llm_kl.advantages._outcomes import outcomes
-from torchrl_llm_kl.advantages._registry import advantage_spec, get_advantage
-from torchrl_llm_kl.advantages._tokens import ResponseTokens
-from torchrl_llm_kl.ragged import own_leaves
-
-__all__ = ["Advantage", "Layout"]
+from torchrl_llm_kl._numerics import check_choice, check_finite, check_range
+from torchrl_llm_kl.advantages._registry import (
+    AdvantageArgs,
+    AdvantageName,
+    AdvantageSpec,
+    TrinityName,
+    advantage_spec,
+    get_advantage,
+)
+from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, same_rows
+from torchrl_llm_kl.rollouts import (
+    ATTENTION_MASK,
+    ResponseTokens,
+    find_key,
+    locate,
+    outcomes,
+    per_sequence,
+    per_token,
+    require_key,
+    sequence_ids_of,
+    sequence_integers,
+    sequence_sums,
+    token_reward,
+)
 
 Layout = Literal["sequence", "token"]
 
+#: Where each input is read and each output written by default. A mask, and what tells trajectories apart, have no default key:
+#: see :class:`~torchrl_llm_kl.advantages.Advantage`.
+DEFAULT_KEYS: dict[str, NestedKey] = {
+    "reward": ("next", "reward"),
+    "group": "query",
+    "baseline": "reward_baseline",
+    "value": ("next", "state_value"),
+    "old_log_prob": ("next", "log_probs", "full"),
+    "teacher_log_prob": ("next", "ref_log_probs", "full"),
+    "state": "state",
+    "advantage": "advantage",
+    "value_target": "value_target",
+}
+
+#: What to do about a missing input.
+_ADVICE: dict[str, str] = {
+    "reward": "Add a transform that writes rewards to the env, or pass keys={'reward': ...}.",
+    "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive.",
+    "baseline": "Answer each prompt greedily once and store that reward, or pass keys={'baseline': ...}.",
+    "value": "Put RetrieveValue before, or pass keys={'value': ...}.",
+    "old_log_prob": "Put RetrieveLogProb (or RetrieveKL) of the policy before, or pass keys={'old_log_prob': ...}.",
+    "teacher_log_prob": "Put RetrieveLogProb of the teacher before (RetrieveKL(policy, teacher) writes both), or pass "
+    "keys={'teacher_log_prob': ...}.",
+    "state": "Store an integer or string that identifies the env's state before the step, or pass keys={'state': ...}.",
+    "mask": "Correct keys={'mask': ...}, or leave it out to use the response of each step.",
+    "run": "Correct keys={'run': ...}.",
+    "step": "Correct keys={'step': ...}.",
+}
+
 
 class Advantage(Transform):
-    r"""Write the advantage of every sequence, or every token, of a batch.
+    r"""Write the advantage of every sequence, or of every token, of a batch.
 
-    Groups and statistics are those of the batch at hand, so that the transform belongs where whole groups come together: in
-    a replay buffer on extend (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or
-    called on a batch. In an env it is an error.
+    Groups and statistics are those of the batch, so use the transform where whole groups come together: in a replay buffer on
+    extend (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or called on a batch.
+    An env raises an error.
 
     Args:
-        name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`.
+        name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`, or Trinity-RFT's name of one.
 
     Keyword Args:
         group_key: for advantages that compare within groups: the entry that is equal for the sequences of a group: integers,
             strings, or the tokens of the prompt. Default ``"query"``, as for torchrl's ``MCAdvantage``.
-        group_size: instead of ``group_key``: consecutive sequences of the flattened batch, that many at a time, make a group,
-            as when each prompt is repeated. For trajectories, consecutive envs of a rollout ``[*envs, steps]``.
-        layout: ``"sequence"``: one number for each sequence, shaped as the reward if that is one number too (``[*B, 1]`` or
+        group_size: instead of ``group_key``: that many consecutive sequences of the flattened batch are a group, as when each
+            prompt is repeated. For trajectories, consecutive envs of a rollout ``[*envs, steps]``.
+        layout: ``"sequence"``: one number per sequence, in the shape of the reward if that is one number too (``[*B, 1]`` or
             ``[*B, 1, 1]``), else ``[*B, 1]``. ``"token"``: that number on each response token and 0 elsewhere, ``[*B, T, 1]``
-            in the form of the tokens. Advantages of tokens have no other layout.
-        keys: where entries are that have other keys than :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output ->
-            key. What is not found under its key is looked for inside of ``"next"`` (or outside, if the key begins with it).
-        hyper: hyper-parameters of the advantage; see its function. Trinity-RFT's names are accepted.
+            in the layout of the tokens. Advantages of tokens have no other layout.
+        keys: entries that differ from :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. An entry that
+            is not found under its key is looked up on the other side of ``"next"``.
+        hyper: hyper-parameters of the advantage; see its function. The names of torchrl and Trinity-RFT are accepted.
 
     Shapes:
-        A reward is one number for each sequence, or for each token (as ``KLRewardTransform`` writes it): then its sum, without
-        padding (``("masks", "all_attention_mask")``), is the outcome, and for advantages of tokens an outcome sits on the
-        last response token.
-        Response tokens are those of ``keys={"mask": ...}`` if it is given; else the response of each step, as for
+        A reward is one number per sequence, or one per token (as ``KLRewardTransform`` writes it): then the outcome is its sum
+        without padding (``("masks", "all_attention_mask")``). For advantages of tokens, an outcome is placed on the last
+        response token.
+        Other inputs of tokens are read as the losses read them: one number per token, or rows of the response alone.
+        Response tokens are those of ``keys={"mask": ...}`` if given; else the response of each step, as for
         ``PolicyLoss(masking_strategy="sft")`` and ``RetrieveValue``.
         Trajectories lie along the last dimension of the batch and end at ``("next", "done")``, unless
-        ``keys={"run": ..., "step": ...}`` say which one, and where in it, a step is.
+        ``keys={"run": ..., "step": ...}`` identify the trajectory of a step and its position in it.
 
     Raises:
         TypeError: for a hyper-parameter that the advantage does not have.
-        ValueError: if a reward is NaN or infinite (says the row) or of another width than sequences and tokens, or arguments
-            contradict the advantage or each other.
-        KeyError: if an entry is missing (says which, what was found, and what to do).
+        ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, an input
+            of tokens holds one number per sequence, or arguments contradict the advantage or each other.
+        KeyError: if an entry is missing (names it, lists the entries found, and advises).
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> data = TensorDict({
         ...     "query": torch.tensor([3, 8, 3, 3]),
@@ -75,58 +119,72 @@ class Advantage(Transform):
 
     def __init__(
         self,
-        name: str,
+        name: AdvantageName | TrinityName,
         *,
         group_key: NestedKey | None = None,
         group_size: int | None = None,
         layout: Layout | None = None,
         keys: Mapping[str, NestedKey] | None = None,
-        **hyper: Any,
+        **hyper: Unpack[AdvantageArgs],
     ) -> None:
         super().__init__()
         self._function = get_advantage(name)
-        self.spec = advantage_spec(self._function)
-        self.hyper = translate(self.spec, hyper)
-        self.layout: Layout = _checked_layout(self.spec.name, self.spec.kind, layout)
-        asked_for = [key for key, cause in self.spec.optional.items() if self.hyper.get(cause) is not None]
-        self.inputs = (*self.spec.needs, *asked_for)
-        self.keys = resolve_keys(self.spec, self.inputs, self.layout, keys)
-        self.group_key, self.group_size = self._checked_group(group_key, group_size)
-        read = [self.keys[key] for key in self.keys if key not in self.spec.outputs]
-        grouped = [] if self.group_key is None else [self.group_key]
-        self.in_keys = [*read, *grouped]
-        self.out_keys = [self.keys[key] for key in self.spec.outputs]
+        self.spec = spec = advantage_spec(self._function)
+        self.hyper = spec.hyperparameters.translate(hyper)
+        self.layout = _check_layout(spec, layout)
+        self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
+        self.keys = self._resolve_keys(keys or {})
+        self.group_key, self.group_size = self._check_group(group_key, group_size)
+        read = [key for name, key in self.keys.items() if name not in spec.outputs]
+        self.in_keys = read if self.group_key is None else [*read, self.group_key]
+        self.out_keys = [self.keys[key] for key in spec.outputs]
 
-    def _checked_group(self, key: NestedKey | None, size: int | None) -> tuple[NestedKey | None, int | None]:
+    def _resolve_keys(self, given: Mapping[str, NestedKey]) -> dict[str, NestedKey]:
+        """The entries read and written: the defaults, overridden by ``given``."""
+        # The mean log-prob is computed from those of tokens; group and mask have arguments of their own.
+        names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - {"group", "mask"}
+        known = {*names, *self.spec.outputs, *(["mask"] if self._reads_tokens else [])}
+        for name in given:
+            if name not in known:
+                advice = "; pass group_key=" if name == "group" and "group" in self.inputs else ""
+                raise ValueError(f"{self.spec.name} has no key {name!r}; it has {', '.join(sorted(known))}{advice}.")
+        return {**{name: key for name, key in DEFAULT_KEYS.items() if name in known}, **given}
+
+    def _check_group(self, key: NestedKey | None, size: int | None) -> tuple[NestedKey | None, int | None]:
         if "group" not in self.inputs:
             if key is not None or size is not None:
-                raise ValueError(f"{self.spec.name} compares nothing within groups: leave out group_key and group_size")
+                raise ValueError(
+                    f"{self.spec.name} compares nothing within groups: leave out group_key and group_size."
+                )
             return None, None
         if key is not None and size is not None:
-            raise ValueError(f"got both group_key={key!r} and group_size={size}: pass one of them")
-        if size is not None and size < 1:
-            raise ValueError(f"group_size must be at least 1, got {size}")
+            raise ValueError(f"got both group_key={key!r} and group_size={size}: pass one of them.")
+        check_range(1, group_size=size)
         return (DEFAULT_KEYS["group"] if key is None and size is None else key), size
 
     # ------------------------------------------------------------------ where TorchRL calls it
 
+    if TYPE_CHECKING:
+
+        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
         self.check_writable(tensordict)
-        tokens = ResponseTokens.of(tensordict, self.keys.get("mask")) if self._reads_tokens else None
+        response = self._locate(tensordict) if self._reads_tokens else None
         results = (
-            self._of_tokens(tensordict, tokens) if self.spec.kind == "token" else self._of_rows(tensordict, tokens)
+            self._of_rows(tensordict, response) if self.spec.kind != "token" else self._of_tokens(tensordict, response)
         )
         own_leaves(tensordict, *self.out_keys)
         for key, values in zip(self.out_keys, results, strict=True):
-            if tokens is not None and self.layout == "token":
-                tensordict = tokens.write(tensordict, key, values)
+            if response is not None and self.layout == "token":
+                tensordict = response.write(tensordict, key, values)
             else:
                 tensordict.set(unravel_key(key), values)
         return tensordict
 
     def check_writable(self, td: TensorDictBase) -> None:
-        """Raise unless there is something to calculate, and room to write it.
+        """Raise unless the batch has rows and can be written to.
 
         Raises:
             ValueError: if the batch is empty.
@@ -134,13 +192,13 @@ class Advantage(Transform):
         """
         if td.batch_size.numel() == 0:
             raise ValueError(
-                f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)} has no advantage, drop it"
+                f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)} has no advantage. Drop it."
             )
         if td.is_locked:
             raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
 
     def check_groups(self, td: TensorDictBase) -> None:
-        """Raise as :meth:`forward` does if groups, trajectories or baselines are missing or wrong; runs nothing else."""
+        """Raise as :meth:`forward` does if groups, trajectories or baselines are missing or wrong; computes nothing else."""
         for name in ("group", "run", "step", "state", "baseline"):
             if name in self.inputs:
                 self._row_input(td, name, None)
@@ -156,84 +214,171 @@ class Advantage(Transform):
         raise RuntimeError(self._misplaced)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Asked for by envs alone, where the transform cannot work."""
+        """Called by envs only, where the transform cannot work: raises a RuntimeError."""
         raise RuntimeError(self._misplaced)
 
     @property
     def _misplaced(self) -> str:
         return (
             f"{self!r} needs all sequences of a batch, and an env has one step at a time: append it to the replay buffer "
-            f"(with invert=True for on extend), or call it on the batch of a collector"
+            f"(with invert=True for on extend), or call it on the batch of a collector."
         )
 
-    # ------------------------------------------------------------------ from entries to the function
+    def __repr__(self) -> str:
+        group = {"group_key": self.group_key, "group_size": self.group_size, "layout": self.layout, **self.hyper}
+        shown = [f"{key}={value!r}" for key, value in group.items() if value is not None]
+        return f"{type(self).__name__}({', '.join([repr(self.spec.name), *shown])})"
+
+    # ------------------------------------------------------------------ one number per token
 
     @property
     def _reads_tokens(self) -> bool:
         return self.layout == "token" or "mean_log_prob" in self.inputs
 
-    def _of_tokens(self, td: TensorDictBase, tokens: ResponseTokens | None) -> list[Tensor]:
-        assert tokens is not None
-        given = {"mask": tokens.padded(tokens.mask)}
-        for name in self.inputs:
-            if name != "mask":
-                read = tokens.read_reward if name == "reward" else tokens.read
-                given[name] = tokens.padded(read(td, self.keys[name], f"the {name}", ADVICE[name]))
-        results = self._function(**given, **self.hyper)
-        return [tokens.flat(x) for x in (results if isinstance(results, tuple) else (results,))]
+    def _locate(self, td: TensorDictBase) -> ResponseTokens:
+        """The tokens of the given mask; by default the response of each step, as losses and critics find it."""
+        key = self.keys.get("mask")
+        if key is None:
+            located = locate(td)
+            response = ResponseTokens(located.tokens, located.mask)
+        else:
+            key = require_key(td, key, "the mask is missing", _ADVICE["mask"])
+            slots, attention = read_ragged(td, key), read_ragged(td, ATTENTION_MASK)
+            if slots is not None and attention is not None and same_rows(slots.container, attention.container):
+                slots = read_ragged(td, key, ATTENTION_MASK)  # without padding, as tokens are read
+            assert slots is not None
+            if slots.values.numel() != slots.values.shape[0]:
+                raise ValueError(
+                    f"the mask must hold one number per token, found rows of {tuple(slots.values.shape[1:])} under {key!r}."
+                )
+            tokens = slots.like(slots.values.reshape(-1))
+            response = ResponseTokens(tokens, tokens.values.bool())
+        if response.is_empty:
+            raise ValueError(
+                f"the mask is empty: {key or 'the mask of the response'} is False everywhere. Pass keys={{'mask': ...}}."
+            )
+        return response
 
-    def _of_rows(self, td: TensorDictBase, tokens: ResponseTokens | None) -> list[Tensor]:
-        given = {name: self._row_input(td, name, tokens) for name in self.inputs}
+    def _of_tokens(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
+        """The results at every token; ``[N]`` each."""
+        assert response is not None
+        names = [name for name in self.inputs if name != "mask"]
+        given = {name: response.gather(self._token_input(td, name, response)) for name in names}
+        response.check_finite({f"the {name}": x for name, x in given.items()})
+        results = self._function(**given, mask=response.mask, **self.hyper)
+        return [response.scatter(x) for x in (results if isinstance(results, tuple) else (results,))]
+
+    def _token_input(self, td: TensorDictBase, name: str, response: ResponseTokens) -> Tensor:
+        """One number per token; ``[N]``."""
+        key = require_key(td, self.keys[name], f"the {name} is missing", _ADVICE[name])
+        if name == "reward":
+            return token_reward(read_column(td, key), response.tokens, response.flat_mask, "last").values.squeeze(-1)
+        # A loss may repeat a number on all tokens of its sequence. A value or a log-prob of a whole sequence is a mistake.
+        if per_sequence(td, key) is not None and response.mask.shape[1] > 1:
+            raise ValueError(
+                f"the {name} must hold one number per token, found one per sequence under {key!r}. Pass the entry of the "
+                f"tokens with keys={{{name!r}: ...}}."
+            )
+        return per_token(td, key, response.tokens, response.flat_mask)
+
+    # ------------------------------------------------------------------ one number per sequence
+
+    def _of_rows(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
+        """The result in its layout: one number per sequence, or at every token ``[N]``."""
+        given = {name: self._row_input(td, name, response) for name in self.inputs}
         device = given["reward"].device
         result = self._function(**{name: x.to(device) for name, x in given.items()}, **self.hyper)
         assert isinstance(result, Tensor)
         if self.layout == "token":
-            assert tokens is not None
-            return [tokens.spread(result)]
-        return [result.reshape(*td.batch_size, *_features(find(td, self.keys["reward"]), td.batch_size))]
+            assert response is not None
+            return [response.broadcast(result)]
+        return [result.reshape(*td.batch_size, *self._features(td))]
 
-    def _row_input(self, td: TensorDictBase, name: str, tokens: ResponseTokens | None) -> Tensor:
-        """One number for each row; ``[S]``."""
-        rows = td.batch_size.numel()
-        what = f"the {name}"
+    def _row_input(self, td: TensorDictBase, name: str, response: ResponseTokens | None) -> Tensor:
+        """One number per sequence; ``[S]``."""
+        rows, what = td.batch_size.numel(), f"the {name}"
         if name == "mean_log_prob":
-            assert tokens is not None
-            return tokens.mean(tokens.read(td, self.keys["old_log_prob"], "the old_log_prob", ADVICE["old_log_prob"]))
+            assert response is not None
+            log_prob = self._token_input(td, "old_log_prob", response)
+            response.check_finite({"the old_log_prob": response.gather(log_prob)})
+            return response.mean(log_prob)
         if name == "group" and self.group_size is not None:
-            return groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
-        key = self.group_key if name == "group" else self.keys.get(name)
-        if key is None:  # a trajectory's own place in the batch
-            return runs_along_time(td) if name == "run" else torch.arange(rows)
-        value = require(td, key, what, ADVICE[name])
+            return _groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+        given = self.group_key if name == "group" else self.keys.get(name)
+        if given is None:  # a trajectory's own place in the batch
+            return _runs_along_time(td) if name == "run" else torch.arange(rows)
+        value = read_column(td, require_key(td, given, f"{what} is missing", _ADVICE[name]))
         if name == "step":
-            return integers(value, rows, what)
+            return sequence_integers(value, rows, what)
         if name in ("group", "run", "state"):
-            return identities(value, rows, what)
-        numbers = outcomes(td, value, what) if name == "reward" else amounts(value, rows, what)
-        check_finite_rows(numbers, what)
+            return sequence_ids_of(value, rows, what)
+        numbers = outcomes(td, value, what) if name == "reward" else sequence_sums(value, rows, what)
+        check_finite({what: numbers}, place="sequence {}".format, advice="Fix the entry, or drop the row.")
         return numbers
 
-    def __repr__(self) -> str:
-        """The arguments that matter."""
-        group = {"group_key": self.group_key, "group_size": self.group_size, "layout": self.layout, **self.hyper}
-        shown = [f"{key}={value!r}" for key, value in group.items() if value is not None]
-        return f"{type(self).__name__}({', '.join([repr(self.spec.name), *shown])})"
+    def _features(self, td: TensorDictBase) -> tuple[int, ...]:
+        """The shape of one row's advantage: the reward's if that is a single number."""
+        key = find_key(td, self.keys["reward"])
+        reward = None if key is None else read_column(td, key)
+        if isinstance(reward, list):
+            shape = tuple(reward[0].shape) if all(row.numel() == 1 for row in reward) else ()
+        else:
+            shape = () if reward is None or reward.is_nested else tuple(reward.shape[td.batch_dims :])
+        return shape if shape and torch.Size(shape).numel() == 1 else (1,)
 
 
-def _checked_layout(name: str, kind: str, layout: str | None) -> Layout:
-    if layout is not None and layout not in get_args(Layout):
-        raise ValueError(f"layout must be one of {get_args(Layout)}, got {layout!r}")
-    if kind == "token":
-        if layout == "sequence":
-            raise ValueError(f"{name} has a number for each token: layout must be 'token', got 'sequence'")
-        return "token"
-    return layout or "sequence"  # type: ignore[return-value]
+def _check_layout(spec: AdvantageSpec, layout: Layout | None) -> Layout:
+    check_choice((None, *get_args(Layout)), layout=layout)
+    if spec.kind != "token":
+        return layout or "sequence"
+    if layout == "sequence":
+        raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
+    return "token"
 
 
-def _features(reward: Any, batch_size: torch.Size) -> tuple[int, ...]:
-    """The shape of one row's advantage: the reward's if that is a single number."""
-    if isinstance(reward, list):
-        shape = tuple(reward[0].shape) if all(row.numel() == 1 for row in reward) else ()
-    else:
-        shape = () if reward.is_nested else tuple(reward.shape[len(batch_size) :])
-    return shape if shape and torch.Size(shape).numel() == 1 else (1,)
+# ------------------------------------------------------------------ groups and trajectories by their place in the batch
+
+
+def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Tensor:
+    """Groups of ``size`` consecutive rows, or consecutive trajectories along the last dimension; int64 ``[S]``."""
+    rows, steps = td.batch_size.numel(), 1
+    if trajectories:
+        if td.batch_dims < 2:
+            raise ValueError(
+                f"group_size needs trajectories along the last of several dimensions, found batch size "
+                f"{tuple(td.batch_size)}: pass group_key=."
+            )
+        steps = td.batch_size[-1]
+        done = _done(td)
+        if done is not None and bool(done.reshape(-1, steps)[:, :-1].any()):
+            raise ValueError(
+                "group_size needs one trajectory per env, found some that end before the last step: pass group_key=."
+            )
+    units = rows // steps
+    if units % size:
+        raise ValueError(
+            f"found {units} {'trajectories' if trajectories else 'sequences'}, which do not divide into groups of "
+            f"group_size={size}: pass whole groups, or pass group_key=."
+        )
+    return torch.arange(rows) // steps // size
+
+
+def _runs_along_time(td: TensorDictBase) -> Tensor:
+    """Trajectories along the last dimension that end where ``("next", "done")`` is True; int64 ``[S]``."""
+    done = _done(td)
+    if done is None and td.batch_dims < 2:
+        raise ValueError(
+            f"cannot tell trajectories apart: found batch size {tuple(td.batch_size)} and no ('next', 'done'). Pass "
+            f"keys={{'run': ..., 'step': ...}}, or a batch [*envs, steps]."
+        )
+    rows = td.batch_size.numel()
+    line = torch.arange(rows) // (td.batch_size[-1] if td.batch_dims > 1 else rows)
+    if done is None:
+        return line
+    ended_before = done.long().cumsum(0) - done.long()
+    return line * (rows + 1) + ended_before.cpu()
+
+
+def _done(td: TensorDictBase) -> Tensor | None:
+    key = find_key(td, ("next", "done"))
+    return None if key is None else sequence_sums(read_column(td, key), td.batch_size.numel(), "('next', 'done')") > 0

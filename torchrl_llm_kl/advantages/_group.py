@@ -1,0 +1,406 @@
+"""Advantages of outcomes: one number per sequence, most of them relative to the other answers to the same prompt.
+
+The functions share their inputs, which each of them takes by position in the order of its signature:
+
+Args:
+    reward: outcome of each sequence; ``[B]``.
+    group: equal for sequences that answer the same prompt; integers ``[B]``, in any order.
+    baseline: outcome of the greedy answer to the same prompt, by the same reward (with the same KL penalty in both, or in
+        neither); ``[B]``. Trinity: ``reward_baselines``.
+    mean_log_prob: mean log-prob per response token of each sequence under the policy that sampled it, nats; ``[B]``.
+
+Returns:
+    ``[B]``, float32 or wider, without graph. NaN in one group does not reach another.
+
+Raises:
+    ValueError: if an input is missing or not ``[B]``, shapes differ, or a hyper-parameter is out of range.
+    TypeError: if ``group`` is not of an integer dtype, or there is no such hyper-parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl.advantages._registry import advantage, clean_rows
+
+# ------------------------------------------------------------------ the mean of the group as the baseline
+
+_DUPLICATES = (
+    False,
+    "a function of the batch cannot add rows to it. Keep the rows of informative_groups(reward, group), and fill the batch "
+    "with a sampler or with more rollouts",
+)
+
+
+@advantage(
+    "grpo",
+    "outcome",
+    optional={"mean_log_prob": "rank_penalty"},
+    aliases={"std_cal_level": "std"},
+    refused={"duplicate_experiences": _DUPLICATES},
+    source="Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; std='batch': Liu et al. 2025 (arXiv 2508.08221); "
+    "rank_penalty: He et al. 2025 (arXiv 2506.02355)",
+)
+def grpo(
+    reward: Tensor,
+    group: Tensor,
+    *,
+    mean_log_prob: Tensor | None = None,
+    epsilon: float = 1e-6,
+    std: str = "group",
+    std_threshold: float | None = None,
+    rank_penalty: float | None = None,
+) -> Tensor:
+    r"""``(r - mu) / (sigma + epsilon)``: mean ``mu`` of the group, unbiased standard deviation ``sigma`` of group or batch.
+
+    Hyper-parameters:
+        mean_log_prob: an input; required by ``rank_penalty``.
+        epsilon: added to ``sigma``.
+        std: ``"group"`` or ``"batch"``. Trinity: ``std_cal_level``.
+        std_threshold: groups with a standard deviation of this or less get 0. Their rows stay in the batch;
+            :func:`~torchrl_llm_kl.advantages.informative_groups` tells which rows to keep.
+        rank_penalty: first multiply each reward by ``1 - rank_penalty * k / n`` if ``k`` of the ``n`` sequences of its group
+            are less likely, which raises the weight of rare successes. Between 0 and 1; None for no penalty.
+
+    Returns:
+        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+
+    Example:
+        >>> grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
+        tensor([-0.5773, -0.5773,  1.1547,  0.0000])
+
+    Source: Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; ``std="batch"``: Liu et al. 2025 (arXiv
+    2508.08221); ``rank_penalty``: He et al. 2025 (arXiv 2506.02355), with ranks as in the authors' code.
+    """
+    check_choice(("group", "batch"), std=std)
+    check_range(0.0, epsilon=epsilon, std_threshold=std_threshold)
+    check_range(0.0, 1.0, rank_penalty=rank_penalty)
+    groups = Groups(group)
+    if rank_penalty is not None:
+        if mean_log_prob is None:
+            raise ValueError("grpo with rank_penalty needs mean_log_prob: pass mean_log_prob=, [B].")
+        reward = reward * (1 - rank_penalty * groups.rank(mean_log_prob) / groups.size)
+    spread = groups.std(reward)
+    scale = Groups(torch.zeros_like(group)).std(reward) if std == "batch" else spread
+    result = normalised(groups.centred(reward), scale, epsilon)
+    return result if std_threshold is None else result.masked_fill(spread <= std_threshold, 0)
+
+
+@advantage("dr_grpo", "outcome", source="Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), section 3.2")
+def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
+    r"""``r - mu``: GRPO without ``sigma``, which overweights prompts that are nearly always solved, or nearly always failed.
+
+    Returns:
+        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+
+    Example:
+        >>> dr_grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
+        tensor([-1., -1.,  2.,  0.])
+
+    Source: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), section 3.2. Its other half is the aggregation
+    ``seq-mean-token-sum-norm``.
+    """
+    return Groups(group).centred(reward)
+
+
+@advantage("rloo", "outcome", source="Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019")
+def rloo(reward: Tensor, group: Tensor) -> Tensor:
+    r"""``r`` minus the mean reward of the *other* sequences of the group, which is ``n / (n - 1) * (r - mu)``.
+
+    The baseline does not depend on the sequence itself, so the policy gradient stays unbiased.
+
+    Returns:
+        ``[B]``; exactly 0 for a group of one, which has no others, and for a group of equal rewards.
+
+    Example:
+        >>> rloo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
+        tensor([-1.5000, -1.5000,  3.0000,  0.0000])
+
+    Source: Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!").
+    """
+    groups = Groups(group)
+    return groups.centred(reward) * groups.size / (groups.size - 1).clamp(min=1)
+
+
+@advantage("opmd", "outcome", source="Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826)")
+def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: float = 1.0) -> Tensor:
+    r"""``r - mu``, or ``r - tau * log(mean(exp(r / tau)))``.
+
+    The second baseline estimates, from the group, the value of the prompt under a KL penalty of weight ``tau``. It lies
+    between the mean (large ``tau``) and the greatest reward (small ``tau``).
+
+    Hyper-parameters:
+        opmd_baseline: ``"mean"`` or ``"logavgexp"``.
+        tau: weight of the KL penalty, in units of reward; only for ``"logavgexp"``.
+
+    Returns:
+        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+
+    Example:
+        >>> reward, group = torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1])
+        >>> opmd(reward, group)
+        tensor([-1., -1.,  2.,  0.])
+        >>> opmd(reward, group, opmd_baseline="logavgexp", tau=0.5)
+        tensor([-2.4532, -2.4532,  0.5468,  0.0000])
+
+    Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826).
+    """
+    check_choice(("mean", "logavgexp"), opmd_baseline=opmd_baseline)
+    check_range(above=0.0, tau=tau)
+    groups = Groups(group)
+    if opmd_baseline == "mean":
+        return groups.centred(reward)
+    below = reward - groups.max(reward)  # so that no exponential overflows
+    return below - tau * groups.mean((below / tau).exp()).log()
+
+
+@advantage("asymre", "outcome", source="Arnal et al. 2025 (AsymRE, arXiv 2506.20520)")
+def asymre(reward: Tensor, group: Tensor, *, baseline_shift: float = -0.1) -> Tensor:
+    r"""``r - (mu + baseline_shift)``: off-policy REINFORCE that weights successes more than failures.
+
+    On samples of an older policy, a baseline above the mean collapses the policy; one a little below it is stable.
+
+    Hyper-parameters:
+        baseline_shift: in units of reward; negative for a baseline below the mean.
+
+    Returns:
+        ``[B]``; ``-baseline_shift`` for a group of equal rewards, 0 for a group of one, whose prompt has no estimate.
+
+    Example:
+        >>> asymre(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
+        tensor([-0.9000, -0.9000,  2.1000,  0.0000])
+
+    Source: Arnal et al. 2025 (AsymRE, arXiv 2506.20520).
+    """
+    groups = Groups(group)
+    return torch.where(groups.size > 1, groups.centred(reward) - baseline_shift, 0)
+
+
+@advantage("rec", "outcome", source="Yao et al. 2025 (arXiv 2509.24203)")
+def rec(
+    reward: Tensor,
+    group: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    std_normalize: bool = False,
+    drop: str | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""``r - mu``, optionally over ``sigma + epsilon``, optionally after some failures are dropped at random.
+
+    Hyper-parameters:
+        epsilon: added to ``sigma``.
+        std_normalize: divide by the biased standard deviation (``n``) of the group, of the rewards that are kept.
+        drop: ``"balance"``: where rewards below the group's mean are the majority, drop the surplus at random. Dropped rows
+            get 0; mean and ``sigma`` are those of the others. None keeps all.
+        generator: of the random choice; torch's own by default.
+
+    Returns:
+        ``[B]``; exactly 0 for dropped rows, for a group of one, and for a group of equal rewards.
+
+    Example:
+        >>> reward, group = torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1])
+        >>> rec(reward, group)
+        tensor([-1., -1.,  2.,  0.])
+        >>> rec(reward, group, drop="balance").sort().values
+        tensor([-1.5000,  0.0000,  0.0000,  1.5000])
+
+    Source: Yao et al. 2025 ("Group-relative REINFORCE is secretly an off-policy algorithm", arXiv 2509.24203); dropping
+    is its RED-Drop.
+    """
+    check_choice((None, "balance"), drop=drop)
+    check_range(0.0, epsilon=epsilon)
+    groups = Groups(group)
+    dropped = torch.zeros_like(reward, dtype=torch.bool)
+    if drop == "balance":
+        dropped = _surplus(groups, groups.centred(reward) < 0, generator)
+        groups = Groups(2 * groups.ids + dropped)  # the kept rows of a group are a group
+    result = groups.centred(reward)
+    if std_normalize:
+        result = normalised(result, groups.std(reward, unbiased=False), epsilon)
+    return torch.where(dropped, 0, result)
+
+
+def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Rows to drop so that no group has more negative rows than others."""
+    rows = len(negative)
+    device = negative.device if generator is None else generator.device
+    order = torch.randperm(rows, generator=generator, device=device).to(negative.device)
+    surplus = 2 * groups.sum(negative.long()) - groups.size
+    among_negative = groups.rank(torch.where(negative, order, order + rows))
+    return negative & (among_negative < surplus)
+
+
+# ------------------------------------------------------------------ other baselines, or none
+
+
+@advantage("reinforce", "outcome", source="Williams 1992, section 5, with a baseline of 0")
+def reinforce(reward: Tensor) -> Tensor:
+    """The reward itself: no baseline, unbiased, with the full variance of the rewards.
+
+    Returns:
+        ``[B]``; a copy. A group of one keeps its reward, as there are no groups.
+
+    Example:
+        >>> reinforce(torch.tensor([1.0, -2.0]))
+        tensor([ 1., -2.])
+
+    Source: Williams 1992 ("Simple statistical gradient-following algorithms"), section 5, with a baseline of 0.
+    """
+    return reward.clone()
+
+
+@advantage("remax", "outcome", source="Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1")
+def remax(reward: Tensor, baseline: Tensor) -> Tensor:
+    """``r`` minus the reward of the greedy answer, which costs one more rollout per prompt.
+
+    Returns:
+        ``[B]``.
+
+    Example:
+        >>> remax(torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.5]))
+        tensor([ 0.5000, -2.5000])
+
+    Source: Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1.
+    """
+    return reward - baseline
+
+
+# ------------------------------------------------------------------ selection, and DAPO's helpers
+
+
+@advantage("best_of_group", "outcome", source="Dong et al. 2023 (RAFT, arXiv 2304.06767), algorithm 1")
+def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
+    """1 for the best answers of each group, 0 for all others: what rejection sampling trains on.
+
+    Written under ``loss_mask`` it removes all but the best from a loss. As an advantage of the plain policy gradient it has the
+    same direction, divided by the tokens of all answers.
+
+    Returns:
+        ``[B]`` of 0 and 1. Ties are all best; so is a group of one.
+
+    Example:
+        >>> best_of_group(torch.tensor([1.0, 2.0, 2.0, -1.0]), torch.tensor([5, 5, 5, 8]))
+        tensor([0., 1., 1., 1.])
+
+    Source: Dong et al. 2023 (RAFT, arXiv 2304.06767), algorithm 1.
+    """
+    return (reward == Groups(group).max(reward)).to(reward.dtype)
+
+
+def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
+    """DAPO's dynamic sampling: True for rows whose group has unequal rewards.
+
+    All others have advantage 0: they add no gradient and dilute the mean of the batch.
+
+    Args:
+        reward: outcome of each sequence; ``[B]``.
+        group: equal for sequences that answer the same prompt; integers ``[B]``.
+
+    Returns:
+        Bool ``[B]``, to index the batch with. A group of one is never informative.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    Example:
+        >>> informative_groups(torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), torch.tensor([4, 4, 2, 2, 9]))
+        tensor([False, False,  True,  True, False])
+
+    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 11.
+    """
+    clean = clean_rows({"reward": reward, "group": group})
+    groups = Groups(clean["group"])
+    return groups.max(clean["reward"]) > groups.min(clean["reward"])
+
+
+def overlong_penalty(lengths: Tensor, max_len: int, cache_len: int) -> Tensor:
+    r"""DAPO's soft penalty of long responses, to add to the reward.
+
+    0 up to ``max_len - cache_len`` tokens; each further token costs ``1 / cache_len``, down to -1 at ``max_len`` and beyond.
+
+    Args:
+        lengths: tokens of each response; any shape.
+        max_len: length at which the penalty reaches -1.
+        cache_len: number of tokens over which it grows. DAPO: 20480 and 4096.
+
+    Returns:
+        Float32 in the shape of ``lengths``, between -1 and 0.
+
+    Raises:
+        ValueError: unless ``1 <= cache_len <= max_len``.
+
+    Example:
+        >>> overlong_penalty(torch.tensor([70, 80, 85, 100, 130]), max_len=100, cache_len=20)
+        tensor([ 0.0000,  0.0000, -0.2500, -1.0000, -1.0000])
+
+    Source: Yu et al. 2025 (DAPO, arXiv 2503.14476), eq. 13.
+    """
+    check_range(1, max_len, cache_len=cache_len)
+    return ((max_len - cache_len - lengths.float()) / cache_len).clamp(-1, 0)
+
+
+# ------------------------------------------------------------------ statistics of groups
+
+
+class Groups:
+    """Statistics of groups of rows, for all groups at once. Each is returned once per row, ``[B]``.
+
+    Args:
+        group: int64 ``[B]``; rows with equal numbers are a group, in any order.
+
+    Example:
+        >>> groups = Groups(torch.tensor([7, 3, 7]))
+        >>> groups.size.tolist(), groups.mean(torch.tensor([1.0, 5.0, 2.0])).tolist()
+        ([2, 1, 2], [1.5, 5.0, 1.5])
+    """
+
+    def __init__(self, group: Tensor) -> None:
+        _, self.ids, self.sizes = torch.unique(group, return_inverse=True, return_counts=True)
+        self.size = self.sizes[self.ids]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the row's group."""
+        return x.new_zeros(self.sizes.shape).index_add(0, self.ids, x)[self.ids]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the row's group."""
+        return self.sum(x) / self.size
+
+    def min(self, x: Tensor) -> Tensor:
+        """The least of the row's group."""
+        return x.new_zeros(self.sizes.shape).scatter_reduce(0, self.ids, x, "amin", include_self=False)[self.ids]
+
+    def max(self, x: Tensor) -> Tensor:
+        """The greatest of the row's group."""
+        return -self.min(-x)
+
+    def centred(self, x: Tensor) -> Tensor:
+        """The difference from the group's mean: exactly 0 in a group of one or of equal numbers."""
+        # Measured from the least, equal values are 0 each, and so is their mean: there is nothing to round.
+        above = x - self.min(x)
+        return above - self.mean(above)
+
+    def std(self, x: Tensor, *, unbiased: bool = True) -> Tensor:
+        """The standard deviation of the row's group; 0 for a group of one."""
+        count = self.size - 1 if unbiased else self.size
+        return (self.sum(self.centred(x).square()) / count.clamp(min=1)).sqrt()
+
+    def rank(self, x: Tensor) -> Tensor:
+        """How many rows of the group are smaller; int64."""
+        order = x.argsort(stable=True)
+        order = order[self.ids[order].argsort(stable=True)]
+        ids, values = self.ids[order], x[order]
+        place = torch.arange(len(x), device=x.device)
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[1:] = (ids[1:] != ids[:-1]) | (values[1:] != values[:-1])
+        start = self.sizes.cumsum(0) - self.sizes
+        smaller = torch.where(first, place, 0).cummax(0).values - start[ids] if len(x) else place
+        return torch.empty_like(order).index_put((order,), smaller)
+
+
+def normalised(centred: Tensor, std: Tensor, epsilon: float) -> Tensor:
+    """``centred / (std + epsilon)``, and 0 where there is no spread, also for ``epsilon = 0``."""
+    return centred / torch.where(std == 0, 1, std + epsilon)

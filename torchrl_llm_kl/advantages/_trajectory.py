@@ -1,0 +1,179 @@
+"""Advantages of trajectories of several sequences, such as the turns of an agent: one number per step.
+
+The functions share their inputs, which each of them takes by position in the order of its signature. Rows may be in any order.
+
+Args:
+    reward: reward of each step; ``[B]``. For an outcome, 0 on all steps but the last.
+    group: equal for trajectories that attempt the same task; integers ``[B]``.
+    run: equal for the steps of one trajectory; integers ``[B]`` that may restart in each group.
+    step: position in the trajectory; integers ``[B]``, of which only the order matters.
+    state: equal for steps that begin in the same environment state; integers ``[B]``, compared within a group only.
+
+Returns:
+    ``[B]``, float32 or wider, without graph.
+
+Raises:
+    ValueError: if an input is missing or not ``[B]``, shapes differ, a trajectory has two rows of the same step, or a
+        hyper-parameter is out of range.
+    TypeError: if what identifies rows is not of an integer dtype, or there is no such hyper-parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl.advantages._group import Groups, grpo, normalised
+from torchrl_llm_kl.advantages._registry import advantage
+from torchrl_llm_kl.advantages._token import estimate
+
+
+@advantage(
+    "step_wise_grpo",
+    "trajectory",
+    aliases={"std_cal_level": "std"},
+    source="Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826), multi-step GRPO; after rLLM",
+)
+def step_wise_grpo(
+    reward: Tensor,
+    group: Tensor,
+    run: Tensor,
+    step: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    std: str = "group",
+    std_threshold: float | None = None,
+    enable_step_norm: bool = False,
+) -> Tensor:
+    r"""The GRPO advantage of a trajectory's last reward within its group, on each of its steps.
+
+    Rewards of earlier steps are not read.
+
+    Hyper-parameters:
+        epsilon: added to ``sigma``.
+        std: ``sigma`` of the last rewards of the ``"group"`` or the ``"batch"``. Trinity: ``std_cal_level``.
+        std_threshold: groups with a standard deviation of this or less get 0; see :func:`~torchrl_llm_kl.advantages.grpo`.
+        enable_step_norm: divide by the number of steps, so that every trajectory has the same weight.
+
+    Returns:
+        ``[B]``; exactly 0 for a task with one trajectory, and for one whose last rewards are equal.
+
+    Example:
+        >>> reward = torch.tensor([0.0, 0.0, 2.0, 4.0])
+        >>> run, step = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 0])
+        >>> step_wise_grpo(reward, torch.zeros_like(run), run, step, enable_step_norm=True)
+        tensor([-0.2357, -0.2357, -0.2357,  0.7071])
+
+    Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826), multi-step GRPO; after rLLM.
+    """
+    runs = Trajectories(group, run, step)
+    result = runs.broadcast(
+        grpo(reward[runs.last], group[runs.last], epsilon=epsilon, std=std, std_threshold=std_threshold)
+    )
+    return result / runs.rows.size if enable_step_norm else result
+
+
+@advantage(
+    "gigpo",
+    "trajectory",
+    obsolete={
+        "step_reward_key": "rewards are passed, not looked up; a transform reads keys={'reward': ...}",
+        "env_state_hash_key": "states are passed, not looked up; a transform reads keys={'state': ...}",
+    },
+    source="Feng et al. 2025 (GiGPO, arXiv 2505.10978), section 4",
+)
+def gigpo(
+    reward: Tensor,
+    group: Tensor,
+    run: Tensor,
+    step: Tensor,
+    state: Tensor,
+    *,
+    omega: float = 1.0,
+    gamma: float = 1.0,
+    fnorm: str = "none",
+    epsilon: float = 1e-6,
+) -> Tensor:
+    r"""``A_E + omega * A_S``: the trajectory among those of its task, and the step among steps from the same state.
+
+    ``A_E`` compares sums of rewards of whole trajectories. ``A_S`` compares the discounted return from a step on with those of
+    all steps, of any trajectory of the same task, that began in the same state.
+
+    Hyper-parameters:
+        omega: weight of ``A_S``.
+        gamma: discount per step of the returns in ``A_S``. The paper uses 0.95.
+        fnorm: ``"std"`` divides both by the standard deviation of their group plus ``epsilon``; ``"none"`` does not.
+        epsilon: only for ``fnorm="std"``.
+
+    Returns:
+        ``[B]``. ``A_S`` is 0 for a state that only one step began in, ``A_E`` for a task with one trajectory.
+
+    Example:
+        >>> run, step, state = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.tensor([5, 6, 5, 7])
+        >>> gigpo(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.zeros_like(run), run, step, state, gamma=0.8, omega=0.5)
+        tensor([ 0.7000,  0.5000, -0.7000, -0.5000])
+
+    Source: Feng et al. 2025 (GiGPO, arXiv 2505.10978), section 4.
+    """
+    check_choice(("none", "std"), fnorm=fnorm)
+    check_range(0.0, 1.0, gamma=gamma)
+    check_range(0.0, epsilon=epsilon)
+    runs = Trajectories(group, run, step)
+
+    def relative(x: Tensor, among: Tensor) -> Tensor:
+        groups = Groups(among)
+        centred = groups.centred(x)
+        return centred if fnorm == "none" else normalised(centred, groups.std(x), epsilon)
+
+    episode = runs.broadcast(relative(runs.rows.sum(reward)[runs.last], group[runs.last]))
+    return episode + omega * relative(runs.discounted(reward, gamma), _join(group, state))
+
+
+class Trajectories:
+    """Rows in any order, each one step of a trajectory.
+
+    Args:
+        group: the task; int64 ``[B]``.
+        run: the trajectory; ``[B]``.
+        step: position in the trajectory; ``[B]``.
+
+    Attributes:
+        rows: :class:`Groups` of the rows of each trajectory.
+        place: index of each row in its trajectory; ``[B]``.
+        last: True at the last step of each of the ``R`` trajectories; bool ``[B]``.
+
+    Raises:
+        ValueError: if a trajectory has two rows of the same step.
+    """
+
+    def __init__(self, group: Tensor, run: Tensor, step: Tensor) -> None:
+        self.rows = Groups(_join(group, run))
+        self.place = self.rows.rank(step)  # equal steps have equal places
+        if torch.unique(torch.stack([self.rows.ids, self.place], 1), dim=0).shape[0] != len(step):
+            same = (self.rows.ids[:, None] == self.rows.ids) & (self.place[:, None] == self.place)
+            a, b = same.triu(1).nonzero()[0].tolist()
+            raise ValueError(
+                f"rows {a} and {b} are both step {int(step[a])} of trajectory {int(run[a])}: expected each step once. Pass "
+                f"whole trajectories as they were collected, not a sample with repetitions."
+            )
+        self.last = self.place == self.rows.size - 1
+
+    def broadcast(self, per_run: Tensor) -> Tensor:
+        """The trajectory's number on each of its steps; ``[R]``, in the order of ``last``, to ``[B]``."""
+        at_id = torch.empty_like(per_run).index_put((self.rows.ids[self.last],), per_run)
+        return at_id[self.rows.ids]
+
+    def discounted(self, reward: Tensor, gamma: float) -> Tensor:
+        """The discounted sum of the rewards from each step on; ``[B]``."""
+        where = (self.rows.ids, self.place)
+        shape = (len(self.rows.sizes), int(self.rows.sizes.max()) if len(reward) else 0)
+        table = reward.new_zeros(shape).index_put(where, reward)
+        present = torch.zeros(shape, dtype=torch.bool, device=reward.device)
+        present = present.index_put(where, torch.ones_like(self.last))
+        return estimate(table, torch.zeros_like(table), present, gamma, 1.0)[0][where]
+
+
+def _join(a: Tensor, b: Tensor) -> Tensor:
+    """One number for each pair of numbers; int64 ``[B]``."""
+    return torch.unique(torch.stack([a, b], 1), dim=0, return_inverse=True)[1]
