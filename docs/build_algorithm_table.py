@@ -22,7 +22,7 @@ INTRO = """\
 again.*
 
 An algorithm is a preset: which [objective](losses.md), which advantage, where the KL to the reference goes, and how
-terms are summed over tokens. `make_algorithm` puts models to it:
+terms are summed over tokens. `make_algorithm` binds it to models:
 
 ```python
 from torchrl_llm_kl import make_algorithm
@@ -38,11 +38,12 @@ for batch in collector:
 ```
 
 Any field of a preset, any hyper-parameter of its objective or advantage, and the keys of Trinity-RFT's `algorithm`
-section (`policy_loss_fn_args`, `kl_loss_fn`, `advantage_fn_args`, ...) are accepted as keyword arguments. What each
-one is called and what it does stands in the docstrings of `torchrl_llm_kl.losses` and `torchrl_llm_kl.advantages`.
+section (`policy_loss_fn_args`, `kl_loss_fn`, `advantage_fn_args`, ...) are accepted as keyword arguments; the
+docstrings of `torchrl_llm_kl.losses` and `torchrl_llm_kl.advantages` describe them. A preset is a typed, frozen dataclass:
+a type checker reports a wrong name.
 
-"Learning test" is what a test trains on a small language task whose optimum is known: `TV` is the total variation
-between the trained policy and that optimum, over whole answers.
+"Learning test" is what the algorithm reaches in a test, on a small language task whose optimum is known: `TV` is the
+total variation between the trained policy and that optimum, over whole answers.
 
 """
 
@@ -50,36 +51,35 @@ KL = """
 ## Where the KL goes
 
 `kl_loss` is an estimator in the loss, `kl_reward` one in the reward. A `k1` in the loss has a mean gradient of zero,
-`k3` that of the forward KL, a clamped one none when far: each of these warns when the loss is made and names the
-remedy ([estimators](estimators.md)).
+`k3` has that of the forward KL, a clamped one has none where the clamp is active: each of these warns at construction
+and says what to use ([estimators](estimators.md)).
 
-The two places are not the same thing, even with the right estimator. With `k1` in the reward training rests at the
-optimum of "reward minus beta times KL" over whole answers, `pi_ref exp(r / beta)` normalised; also with advantages
-that are divided by a standard deviation, since all of them are 0 there. A KL per token in the loss (`k2`, `exact`)
-takes the prefix as given: it does not see that a token now may lead where the KL will be large later. It rests at
-`pi(a | s) ~ pi_ref(a | s) exp(Q(s, a) / beta)`, where `Q` counts rewards alone: the same where tokens are independent,
-0.23 of total variation away on the chain that the tests train on. For an exact trade-off between reward and KL use
-`kl_loss="none", kl_reward="k1"`; for a leash, `k2` in the loss is fine, and the presets have it because Trinity-RFT
-does.
+The two places differ even with the right estimator. With `k1` in the reward, training converges to the optimum of
+"reward minus beta times KL" over whole answers, `pi_ref exp(r / beta)` normalised (also with advantages divided by a
+standard deviation: at the optimum all of them are 0). A KL per token in the loss (`k2`, `exact`) takes the prefix as
+given and ignores that a token now may lead to a large KL later. It converges to `pi(a | s) ~ pi_ref(a | s) exp(Q(s, a) /
+beta)`, where `Q` sums rewards alone: the same where tokens are independent, a total variation of 0.23 away on the chain
+that the tests train on. For an exact trade-off between reward and KL use `kl_loss="none", kl_reward="k1"`; to keep the
+policy near the reference, `k2` in the loss is fine, and the presets have it because Trinity-RFT does.
 
 ## Flags
 
-As in Trinity-RFT 0.6.0, so that trainers can ask what an algorithm needs. `dapo`, `dr_grpo`, `gigpo` and `jsd` are
-beyond its table of core algorithms.
+Trinity-RFT 0.6.0's, for trainers that need to know what an algorithm needs. Its table of core algorithms has no `dapo`,
+`dr_grpo`, `gigpo` and `jsd`. `use_reference` and `use_critic` follow from the other fields unless given.
 
 """
 
 SOURCES = """
-## Where each value is from
+## The source of each value
 
 """
 
 DATA = """
 ## What the data holds
 
-A schema lists what a batch must hold before `prepare`; `SCHEMAS[name].check(batch)` says everything that is wrong with
-one. `B` is the batch (any number of dimensions), `T` tokens, `P` tokens of the prompt; padded, nested and lazily
-stacked data alike.
+A schema lists what a batch must hold before `prepare`; `SCHEMAS[name].check(batch)` reports everything that is wrong with
+it. `B` is the batch (any number of dimensions), `T` tokens, `P` tokens of the prompt; data may be padded, nested or
+lazily stacked.
 """
 
 

@@ -75,6 +75,18 @@ def test_another_objective_or_advantage_leaves_the_old_ones_settings() -> None:
     assert round(float(parts.loss.clip_low), 6) == 0.1
 
 
+def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> None:
+    without = made("grpo", reference=None, kl_loss="none")
+    assert not without.algorithm.use_reference
+    assert isinstance(without.kl_transform, RetrieveLogProb)
+    logged = made("dapo", use_reference=True)  # the KL is logged, and nothing is penalised
+    assert isinstance(logged.kl_transform, RetrieveKL)
+    assert len(logged.loss.terms) == 0
+    assert made("grpo", advantage="gae", critic=TabularCritic(TASK)).critic_loss is not None
+    assert made("ppo", advantage="rloo").critic_loss is None
+    assert made("mix", sample_strategy="mix", use_rollout=True).algorithm == ALGORITHMS["mix"]  # Trinity's facts, restated
+
+
 def test_a_preset_of_ones_own() -> None:
     mine = Algorithm(
         "mine", "cispo", {"clip_high": 0.5}, "rloo", use_reference=True, kl_reward="k1", kl_reward_coeff=0.3
@@ -216,7 +228,10 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
         ("ppo", {}, r"ppo trains a critic: pass critic=TokenCritic\(model\)"),
         ("grpo", {"critic": TabularCritic(TASK)}, r"grpo has no critic: leave critic= out"),
         ("grpo", {"algorithm_type": "ppo"}, r"algorithm_type='ppo' is another algorithm than 'grpo'"),
-        ("grpo", {"use_reference": False}, r"grpo has a KL \(kl_loss='k2'.*set use_reference=True"),
+        ("grpo", {"use_reference": False}, r"grpo compares with a reference \(kl_loss='k2'.*set use_reference=True"),
+        ("grpo", {"kl_loss": "none"}, r"grpo has no use for a reference model"),
+        ("grpo", {"sample_strategy": "mix"}, r"sample_strategy='mix' cannot be set: it is 'default' for grpo"),
+        ("dpo", {"can_balance_batch": True}, r"can_balance_batch=True cannot be set: it is False for dpo"),
         ("grpo", {"group_key": "query", "group_size": 2}, r"got both group_key='query' and group_size=2"),
         ("grpo", {"clip_low": 1.5}, r"clip_low must .*got 1.5"),
         ("grpo", {"objective": "pp"}, r"unknown objective 'pp'"),
@@ -252,8 +267,8 @@ def test_unknown_algorithms() -> None:
         ({"old_log_prob": 1.0}, r"grpo has no setting 'old_log_prob'"),
         ({"policy_loss_fn_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
         ({"advantage_fn_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
-        ({"entropy_loss_fn_args": {"entropy_coeff": 0.5}}, r"has no key 'entropy_coeff'; it has entropy_coef"),
-        ({"sample_strategy_args": {"ratio": 0.5}}, r"has no key 'ratio'; it has expert_data_ratio, sft_dataset_name"),
+        ({"entropy_loss_fn_args": {"entropy_coeff": 0.5}}, r"has no argument 'entropy_coeff'; it has entropy_coef"),
+        ({"sample_strategy_args": {"ratio": 0.5}}, r"has no argument 'ratio'; it has expert_data_ratio, sft_dataset_name"),
         ({"kl_loss": "k2", "kl_loss_fn": "k3"}, r"'kl_loss_fn' and 'kl_loss' are the same setting"),
         ({"kl_loss_coeff": None}, r"kl_loss_coeff must be a number, a tensor or a coefficient module, got None"),
         ({"entropy_coeff": "0.1"}, r"entropy_coeff must be a number, a tensor or a coefficient module, got '0.1'"),

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from learned import LEARNED
 
-from torchrl_llm_kl.advantages import available_advantages
+from torchrl_llm_kl.advantages import AdvantageArgs, available_advantages
 from torchrl_llm_kl.algorithms import (
     ALGORITHMS,
     SCHEMAS,
     Algorithm,
+    AlgorithmName,
+    AlgorithmOverrides,
     UnknownAlgorithmError,
     algorithm_table,
     flag_table,
     get_algorithm,
     source_table,
 )
-from torchrl_llm_kl.losses import available_objectives
+from torchrl_llm_kl.algorithms._schema import SchemaName
+from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives
 
 #: Critic, reference, rollouts beside experts, advantages in the trainer, rows may be balanced: Trinity-RFT 0.6.0's
 #: ``algorithm.py``, which has no dr_grpo.
@@ -66,11 +69,11 @@ PRESETS: dict[str, tuple[str, str | None, str, int, str, dict[str, Any]]] = {
     "asymre": ("opmd", "asymre", "none", 2, "experience", {}),
     "sppo": ("sppo", "opmd", "none", 2, "experience", {}),
     "rec": ("rec", "rec", "k2", 2, "experience", {}),
-    "sft": ("sft", None, "none", 1, "sft", {"on_policy": False}),
+    "sft": ("sft", None, "none", 1, "sft", {}),
     "raft": ("sft", None, "none", 8, "experience", {"keep_best": True}),
-    "dpo": ("dpo", None, "none", 2, "dpo", {"on_policy": False, "aggregation": "seq-mean-token-sum"}),
-    "mix": ("mix", "grpo", "k2", 8, "mix", {"leave_out_experts": True, "sample_strategy": "mix"}),
-    "mix_chord": ("mix_chord", "grpo", "k2", 8, "mix", {"leave_out_experts": True, "sample_strategy": "mix"}),
+    "dpo": ("dpo", None, "none", 2, "dpo", {"aggregation": "seq-mean-token-sum"}),
+    "mix": ("mix", "grpo", "k2", 8, "mix", {"leave_out_experts": True}),
+    "mix_chord": ("mix_chord", "grpo", "k2", 8, "mix", {"leave_out_experts": True}),
     "multi_step_grpo": ("ppo", "step_wise_grpo", "k2", 8, "trajectory", {}),
     "gigpo": ("ppo", "gigpo", "k2", 8, "trajectory", {"aggregation": "token-mean"}),
     "on_policy_distill": ("ppo", "on_policy_distill", "none", 8, "distill", {}),
@@ -86,9 +89,7 @@ DEFAULTS = {
     "entropy_coeff": 0.0,
     "leave_out_experts": False,
     "keep_best": False,
-    "sample_strategy": "default",
     "expert_data_ratio": 0.5,
-    "on_policy": True,
 }
 
 
@@ -135,6 +136,32 @@ def test_changed_is_what_is_not_the_default() -> None:
     assert Algorithm("mine", "ppo").changed == {}
 
 
+def test_flags_follow_from_the_other_fields() -> None:
+    assert Algorithm("mine", "ppo", kl_loss="k2").use_reference
+    assert Algorithm("mine", "ppo", kl_reward="k1").use_reference
+    assert Algorithm("mine", "dpo").use_reference  # the objective reads ref_log_prob
+    assert not Algorithm("mine", "ppo", advantage="grpo").use_reference
+    assert Algorithm("mine", "ppo", advantage="grpo", use_reference=True).use_reference  # to log the KL alone
+    assert Algorithm("mine", "ppo", advantage="gae").use_critic
+    assert not Algorithm("mine", "ppo", advantage="rloo").use_critic
+    facts = {name: (a.sample_strategy, a.use_rollout, a.can_balance_batch, a.on_policy) for name, a in ALGORITHMS.items()}
+    assert facts["mix"] == ("mix", True, True, True)
+    assert facts["dpo"] == ("default", False, False, False)
+    assert facts["sft"] == ("default", False, True, False)
+    assert facts["grpo"] == ("default", False, True, True)
+
+
+def test_every_name_is_in_its_literal() -> None:
+    assert set(get_args(AlgorithmName)) == set(ALGORITHMS)
+    assert set(get_args(SchemaName)) == set(SCHEMAS)
+
+
+def test_overrides_name_every_field_and_every_hyper_parameter() -> None:
+    known = set(AlgorithmOverrides.__annotations__) | set(ObjectiveArgs.__annotations__) | set(AdvantageArgs.__annotations__)
+    assert {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"} <= known
+    assert set(get_type_hints(AlgorithmOverrides)) == known
+
+
 def test_presets_are_read_only() -> None:
     with pytest.raises(TypeError):
         ALGORITHMS["mine"] = ALGORITHMS["ppo"]  # type: ignore[index]
@@ -144,7 +171,7 @@ def test_presets_are_read_only() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(
-        UnknownAlgorithmError, match=r"unknown algorithm 'grop'; known: asymre, .*Did you mean 'grpo'\?"
+        UnknownAlgorithmError, match=r"unknown algorithm 'grop'; known: ppo, grpo, .*Did you mean 'grpo'\?"
     ):
         get_algorithm("grop")
 
@@ -152,11 +179,10 @@ def test_unknown_names() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sample_strategy": "both"}, r"sample_strategy must be .*got 'both'"),
         ({"repeat_times": 0}, "repeat_times must be at least 1, got 0"),
-        ({"expert_data_ratio": 1.5}, r"expert_data_ratio must lie in \[0, 1\], got 1.5"),
-        ({"kl_loss": "k2"}, r"mine has a KL \(kl_loss='k2', kl_reward='none'\) but use_reference=False"),
-        ({"kl_reward": "k1"}, r"mine has a KL \(kl_loss='none', kl_reward='k1'\) but use_reference=False"),
+        ({"expert_data_ratio": 1.5}, "expert_data_ratio must be at least 0 and at most 1, got 1.5"),
+        ({"kl_loss": "k2", "use_reference": False}, r"mine compares .*kl_loss='k2', .*but use_reference=False"),
+        ({"kl_reward": "k1", "use_reference": False}, r"mine compares .*kl_reward='k1', .*but use_reference=False"),
     ],
 )
 def test_presets_that_cannot_be(settings: dict[str, Any], message: str) -> None:

@@ -2,67 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from tensordict import NestedKey
 from torch import nn
+from typing_extensions import Unpack
 
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
-from torchrl_llm_kl.algorithms._algorithm import Algorithm
-from torchrl_llm_kl.algorithms._models import (
-    check_loss_args,
-    exact_reference,
-    reference_to_score,
-    scoring_settings,
-    to_score,
-)
-from torchrl_llm_kl.algorithms._overrides import apply_overrides
-from torchrl_llm_kl.algorithms._parts import AlgorithmParts
+from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides
+from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
-from torchrl_llm_kl.algorithms._selection import KeepBest
-from torchrl_llm_kl.algorithms.presets import ALGORITHMS
-from torchrl_llm_kl.losses import (
-    EntropyBonus,
-    KLPlacementWarning,
-    KLToReference,
-    PolicyLoss,
-    TermPart,
-    ValueLoss,
-    check_placement,
-)
-from torchrl_llm_kl.losses._tokens import MaskingStrategy
-from torchrl_llm_kl.scoring import LogProbScorer
+from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
+from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, TermPart, ValueLoss
+from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
+from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
-from torchrl_llm_kl.transforms._located import Scope
-
-__all__ = ["UnknownAlgorithmError", "get_algorithm", "make_algorithm"]
-
-
-class UnknownAlgorithmError(ValueError):
-    """The name is not registered; the message lists those that are."""
-
-
-def get_algorithm(name: str) -> Algorithm:
-    """Look a preset up by name.
-
-    Raises:
-        UnknownAlgorithmError: a ``ValueError``; lists the names and the nearest one.
-
-    Example:
-        >>> get_algorithm("dapo").objective
-        'dapo'
-    """
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    near = difflib.get_close_matches(str(name), ALGORITHMS, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UnknownAlgorithmError(f"unknown algorithm {name!r}; known: {', '.join(sorted(ALGORITHMS))}.{hint}")
 
 
 def make_algorithm(
-    algorithm: str | Algorithm,
+    algorithm: AlgorithmName | Algorithm,
     actor: Any,
     *,
     reference: Any = None,
@@ -73,30 +36,29 @@ def make_algorithm(
     temperature: float = 1.0,
     masking_strategy: MaskingStrategy = "sft",
     max_len: int | None = None,
-    loss_args: dict[str, Any] | None = None,
-    **overrides: Any,
+    loss_args: Mapping[str, Any] | None = None,
+    **overrides: Unpack[AlgorithmOverrides],
 ) -> AlgorithmParts:
-    """An algorithm, ready to train an actor.
+    """Bind an algorithm to its models, ready to train an actor.
 
     Args:
-        algorithm: a name in :data:`ALGORITHMS`, or a preset of one's own.
-        actor: what :class:`~torchrl_llm_kl.losses.PolicyLoss` takes. Temperature and ``dtype`` of a scorer hold for the
-            reference too.
+        algorithm: a name in :data:`ALGORITHMS`, or a preset of your own.
+        actor: what :class:`~torchrl_llm_kl.PolicyLoss` takes. Temperature and ``dtype`` of a scorer apply to the reference too.
 
     Keyword Args:
         reference: the frozen reference model, the teacher for distillation, or a scorer of it with the actor's temperature
             and ``dtype``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
             ``("next", "ref_log_probs", "full")``.
-        critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, for algorithms that have one.
-        gen_model: what scores the policy's own tokens: the actor by default; ``"from_collector"`` for a
+        critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
+        gen_model: scores the policy's own tokens: the actor by default; ``"from_collector"`` for a
             :attr:`~AlgorithmParts.kl_transform` in the env of a collector with another copy of the policy.
-        group_key: which entry is equal for all answers to a prompt; see :class:`~torchrl_llm_kl.advantages.Advantage`.
-        group_size: instead, how many consecutive rows are.
+        group_key: the entry that is equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
+        group_size: instead of a key: how many consecutive rows answer one prompt.
         temperature: of the sampler; divides the logits of policy and reference.
-        masking_strategy: which tokens count: ``"sft"``, ``"rlhf"`` or ``"generic"``.
+        masking_strategy: the tokens to train on: ``"sft"``, ``"rlhf"`` or ``"generic"``; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: the longest response that is sampled, for objectives that divide by it (``dr_grpo``).
-        loss_args: further arguments of :class:`~torchrl_llm_kl.losses.PolicyLoss`: ``corrections``, ``tokens_per_batch``,
-            ``dtype`` (with which old log-probs and the reference's are scored too), ...
+        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch``, ``dtype``
+            (which then applies to old and reference log-probs too), ...
         overrides: fields of :class:`Algorithm`; hyper-parameters of its objective or its advantage; or keys of Trinity-RFT's
             ``algorithm`` section (``policy_loss_fn_args``, ``kl_loss_fn``, ...).
 
@@ -104,12 +66,12 @@ def make_algorithm(
         :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` is what to minimise.
 
     Raises:
-        ValueError: if a model is missing that the algorithm needs, or one is given that nothing needs; if a scorer has other
-            settings than the actor's.
-        TypeError: if there is no such setting, or ``loss_args`` holds what is said to this function itself.
+        ValueError: if a model is missing that the algorithm needs, or one is given that it has no use for; if a scorer's
+            settings differ from the actor's.
+        TypeError: if there is no such setting, or ``loss_args`` holds an argument of this function.
 
     Warns:
-        KLPlacementWarning: if an estimator stands where its gradient is not that of the reverse KL.
+        KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
 
     Example:
         >>> import torch
@@ -134,13 +96,13 @@ def make_algorithm(
     grouping = _grouping(preset, group_key, group_size)
     if critic is not None and masking_strategy == "generic":
         raise ValueError(
-            "masking_strategy='generic' with a critic: values and returns are of what the assistant said, and prompts would "
-            "be taught a return of 0. Use 'sft' or 'rlhf'"
+            "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
+            "would be taught a return of 0. Use 'sft' or 'rlhf'."
         )
     loss_args = dict(loss_args or {})
-    check_loss_args(loss_args)
-    scoring = scoring_settings(actor, temperature, loss_args)  # one for old and current log-probs, and the reference's
-    scored_reference = reference_to_score(actor, reference, scoring)
+    _check_loss_args(loss_args)
+    scoring = _scoring_settings(actor, temperature, loss_args)
+    scored_reference = _reference_to_score(actor, reference, scoring)
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
 
@@ -153,7 +115,7 @@ def make_algorithm(
         aggregation=preset.aggregation,
         max_len=max_len,
         masking_strategy=masking_strategy,
-        reference=exact_reference(actor, reference, scoring) if preset.kl_loss == "exact" else None,
+        reference=_exact_reference(actor, reference, scoring) if preset.kl_loss == "exact" else None,
         **settings,
         **loss_args,
         **preset.objective_args,
@@ -162,7 +124,7 @@ def make_algorithm(
     keys = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
     kl_transform = _kl_transform(
         preset,
-        to_score(actor if gen_model is None else gen_model, scoring, "actor" if gen_model is None else "gen_model"),
+        _to_score(actor if gen_model is None else gen_model, scoring, "actor" if gen_model is None else "gen_model"),
         scored_reference,
         reads_old=("next", "log_probs", "full") in keys,
         scope=scope,
@@ -181,23 +143,22 @@ def make_algorithm(
     )
 
 
-def _needs_reference(preset: Algorithm) -> bool:
-    return preset.use_reference or preset.schema == "distill"
+# ------------------------------------------------------------------ parts
 
 
 def _grouping(preset: Algorithm, key: NestedKey | None, size: int | None) -> dict[str, Any]:
-    """How groups are told, for an algorithm that has some."""
+    """How groups are told apart, for an algorithm that compares within them."""
     compares = preset.advantage is not None and "group" in advantage_spec(get_advantage(preset.advantage)).needs
     if compares or preset.keep_best:
         return {"group_key": key, "group_size": size}
     if key is not None or size is not None:
-        raise ValueError(f"{preset.name} compares nothing within groups: leave out group_key and group_size")
+        raise ValueError(f"{preset.name} compares nothing within groups: leave out group_key and group_size.")
     return {}
 
 
 def _terms(preset: Algorithm) -> list[TermPart]:
     terms: list[TermPart] = []
-    with warnings.catch_warnings():  # said where the caller is
+    with warnings.catch_warnings():  # make_algorithm has warned at its caller's line
         warnings.simplefilter("ignore", KLPlacementWarning)
         if preset.kl_loss != "none":
             terms.append(
@@ -211,7 +172,7 @@ def _terms(preset: Algorithm) -> list[TermPart]:
 def _advantage(preset: Algorithm, masking_strategy: str, grouping: dict[str, Any]) -> Advantage | None:
     if preset.advantage is None:
         return None
-    hyper = dict(preset.advantage_args)
+    hyper: dict[str, Any] = dict(preset.advantage_args)
     keys = dict(hyper.pop("keys", {}))
     if advantage_spec(get_advantage(preset.advantage)).kind == "token" and masking_strategy == "rlhf":
         keys = {"mask": ("masks", "all_assistant_mask"), **keys}
@@ -223,7 +184,7 @@ def _kl_transform(
 ) -> RetrieveKL | RetrieveLogProb | None:
     if isinstance(reference, str) and reference == "data":
         return None
-    if _needs_reference(preset):
+    if preset.needs_reference:
         in_reward = preset.kl_reward != "none"
         return RetrieveKL(
             policy,
@@ -236,26 +197,137 @@ def _kl_transform(
     return RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring) if reads_old else None
 
 
+# ------------------------------------------------------------------ models: one temperature and one precision for all
+
+
+class _WrappedModel:
+    """The model inside a TorchRL wrapper, scored with the wrapper's keys and template even if the wrapper generates."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+
+    @property
+    def interface(self) -> ModelInterface:
+        return ModelInterface.of(self.wrapper)
+
+    @property
+    def model(self) -> nn.Module | None:
+        return unwrap(self.wrapper)
+
+    def make_scorer(self, **settings: Any) -> LogProbScorer:
+        return LogProbScorer(self.wrapper, **settings)
+
+
 def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
-    needs_reference = _needs_reference(preset)
-    if needs_reference and reference is None:
+    name, distils = preset.name, preset.schema == "distill"
+    if preset.needs_reference and reference is None:
         raise ValueError(
-            f"{preset.name} compares with a {'teacher' if preset.schema == 'distill' else 'reference model'}: pass reference=, "
-            "or reference='data' if the data holds ('next', 'ref_log_probs', 'full')"
-            + ("" if preset.schema == "distill" else "; without one: use_reference=False, kl_loss='none'")
+            f"{name} compares with a {'teacher' if distils else 'reference model'}: pass reference=, or reference='data' if the "
+            "data holds ('next', 'ref_log_probs', 'full')" + ("." if distils else "; without one: kl_loss='none'.")
         )
-    if reference is not None and not needs_reference:
+    if reference is not None and not preset.needs_reference:
         raise ValueError(
-            f"{preset.name} has no use for a reference model: leave it out, or say use_reference=True and where the KL goes "
-            "(kl_loss='k2' or kl_reward='k1')"
+            f"{name} has no use for a reference model: leave it out, or say use_reference=True to log the KL, or where the KL "
+            "goes (kl_loss='k2' or kl_reward='k1')."
         )
     if isinstance(reference, str) and reference not in ("base", "data"):
-        raise ValueError(f"reference must be a model, 'base' or 'data', got {reference!r}")
+        raise ValueError(f"reference must be a model, 'base' or 'data', got {reference!r}.")
     if isinstance(reference, str) and reference == "data" and preset.kl_reward != "none":
         raise ValueError(
             f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "
-            "the KL into the reward before (KLRewardTransform) and say kl_reward='none'"
+            "the KL into the reward before (KLRewardTransform) and say kl_reward='none'."
         )
-    if preset.use_critic != (critic is not None):
-        missing = f"{preset.name} trains a critic: pass critic=TokenCritic(model)"
-        raise ValueError(missing if preset.use_critic else f"{preset.name} has no critic: leave critic= out")
+    if preset.use_critic and critic is None:
+        raise ValueError(f"{name} trains a critic: pass critic=TokenCritic(model).")
+    if critic is not None and not preset.use_critic:
+        raise ValueError(f"{name} has no critic: leave critic= out.")
+
+
+# Arguments of PolicyLoss that make_algorithm sets, and from what.
+_SET_HERE = {
+    "actor": "it is the second argument of make_algorithm",
+    "objective": "pass objective= to make_algorithm",
+    "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
+    "aggregation": "pass aggregation= to make_algorithm",
+    "loss_agg_mode": "pass aggregation= to make_algorithm",
+    "terms": "say kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with terms of your own",
+    "reference": "pass reference= to make_algorithm",
+    "masking_strategy": "pass masking_strategy= to make_algorithm",
+    "max_len": "pass max_len= to make_algorithm",
+}
+
+
+def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
+    keywords = inspect.signature(PolicyLoss.__init__).parameters.values()
+    known = [p.name for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _SET_HERE]
+    for name in loss_args:
+        if name in _SET_HERE:
+            raise TypeError(f"loss_args must not hold {name!r}: {_SET_HERE[name]}.")
+        if name not in known:
+            raise TypeError(
+                f"loss_args must not hold {name!r}, it may hold {', '.join(known)}: hyper-parameters of the objective go to "
+                "make_algorithm itself."
+            )
+
+
+def _scoring_settings(actor: Any, temperature: float, loss_args: Mapping[str, Any]) -> dict[str, Any]:
+    """``temperature`` and ``dtype`` for every model: those of an actor that is a scorer, else the requested ones."""
+    if not isinstance(actor, LogProbScorer):
+        return {"temperature": temperature, "dtype": loss_args.get("dtype")}
+    if temperature not in (1.0, actor.temperature):
+        raise ValueError(
+            f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
+        )
+    return {"temperature": actor.temperature, "dtype": actor.dtype}
+
+
+def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
+    """What the transforms take for a model, a scorer or a wrapper."""
+    if isinstance(model, LogProbScorer):
+        _check_same_settings(model, settings, name)
+        if not model.adapters:
+            raise ValueError(
+                f"{name} is a scorer with adapters=False of a model that is not the actor's: pass the base model itself."
+            )
+        return model.model
+    return _WrappedModel(model) if is_wrapper(model) and unwrap(model) is not None else model
+
+
+def _reference_to_score(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
+    """What the transforms take for the reference; ``"base"`` for a scorer of the actor's model without adapters."""
+    if isinstance(reference, LogProbScorer) and not reference.adapters and _inner(reference) is _inner(actor):
+        _check_same_settings(reference, settings, "reference")
+        return "base"
+    return _to_score(reference, settings, "reference")
+
+
+def _exact_reference(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
+    """What the loss takes for an exact KL; None if there is no model."""
+    if not isinstance(reference, str):
+        return reference
+    return LogProbScorer(_inner(actor), adapters=False, **settings) if reference == "base" else None
+
+
+def _check_same_settings(scorer: LogProbScorer, settings: Mapping[str, Any], name: str) -> None:
+    temperature, dtype = settings["temperature"], settings["dtype"]
+    if scorer.temperature != temperature:
+        raise ValueError(
+            f"{name} is a scorer with temperature {scorer.temperature:g}, and the actor is scored at {temperature:g}: a KL "
+            "compares the two at one temperature, that of the sampler."
+        )
+    if scorer.dtype != dtype:
+        raise ValueError(
+            f"{name} is a scorer with dtype={_shown(scorer.dtype)}, and the actor has dtype={_shown(dtype)}: their "
+            "difference in rounding would count as KL. Give both the same (loss_args={'dtype': ...} for the actor)."
+        )
+
+
+def _shown(dtype: torch.dtype | None) -> str:
+    return "None" if dtype is None else str(dtype)
+
+
+def _inner(model: Any) -> Any:
+    if isinstance(model, LogProbScorer):
+        return model.model
+    inner = unwrap(model) if is_wrapper(model) else None
+    return model if inner is None else inner

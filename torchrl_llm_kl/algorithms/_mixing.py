@@ -1,4 +1,4 @@
-"""Batches of rollouts and of experts' answers."""
+"""Batches that mix rollouts and experts' answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 
 from torchrl_llm_kl.ragged import has_entry
 
-__all__ = ["mix_buffers"]
-
 _MASK = "loss_mask"
 _COUNTS = ("denominators", "value_denominators")
 
@@ -28,12 +26,12 @@ def mix_buffers(
     expert_mask_key: NestedKey = "expert_mask",
     tokens_key: NestedKey = ("tokens", "full"),
 ) -> ReplayBufferEnsemble:
-    """A replay buffer whose batches are, in a fixed proportion, rollouts and experts' answers.
+    """A replay buffer whose batches hold rollouts and experts' answers in a fixed proportion.
 
-    Experts' rows get 0 for each entry that rollouts have and they have not (rewards, advantages, log-probs): nothing reads
-    it, since objectives for mixed data tell the rows apart by ``expert_mask``. A ``loss_mask`` that some rows have is True
-    for the others. Denominators that :meth:`AlgorithmParts.prepare` wrote are of another batch and left out: a mixed batch
-    has its own mean, or its own :meth:`AlgorithmParts.count`.
+    Experts' rows get 0 for each entry that only rollouts have (rewards, advantages, log-probs): nothing reads it, since
+    objectives for mixed data tell the rows apart by ``expert_mask``. A ``loss_mask`` that some rows have is True for the
+    others. Denominators that :meth:`AlgorithmParts.prepare` wrote belong to another batch and are dropped: a mixed batch has
+    its own mean, or its own :meth:`AlgorithmParts.count`.
 
     Args:
         rollouts: what the policy sampled, prepared (:meth:`AlgorithmParts.prepare`).
@@ -42,24 +40,35 @@ def mix_buffers(
     Keyword Args:
         batch_size: rows of a batch.
         expert_data_ratio: the experts' share.
-        expert_mask_key: where to say which rows are whose; ``[B]`` bool.
+        expert_mask_key: where to write which rows are experts'; bool ``[B]``.
         tokens_key: where the tokens are.
 
     Returns:
-        A :class:`~torchrl.data.ReplayBufferEnsemble`; ``sample()`` gives a lazy stack ``[n, batch_size / n]`` for a share of
-        ``m / n``: rollouts first, then ``m`` times experts. The losses here take it as it is.
+        A :class:`~torchrl.data.ReplayBufferEnsemble`; for a share of ``m / n`` its ``sample()`` returns a lazy stack
+        ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The losses of this package take it as it is.
 
     Raises:
         ValueError: if the batch does not divide in that proportion.
 
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyStackStorage
+        >>> def buffer(token):
+        ...     tokens = TensorDict(full=torch.full((4, 3), token), batch_size=[4])
+        ...     buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=2)
+        ...     buffer.extend(TensorDict(tokens=tokens, batch_size=[4]))
+        ...     return buffer
+        >>> mix_buffers(buffer(1), buffer(2), batch_size=4).sample()["expert_mask"].tolist()
+        [[False, False], [True, True]]
+
     Source: Trinity-RFT 0.6.0, sample strategy ``mix``.
     """
     if not 0 < expert_data_ratio < 1:
-        raise ValueError(f"expert_data_ratio must lie between 0 and 1, got {expert_data_ratio}")
+        raise ValueError(f"expert_data_ratio must lie between 0 and 1, got {expert_data_ratio}.")
     share = Fraction(expert_data_ratio).limit_denominator(batch_size)
     if batch_size % share.denominator or abs(float(share) - expert_data_ratio) > 1e-6:
         raise ValueError(
-            f"a batch of {batch_size} cannot hold exactly {expert_data_ratio:g} of experts: use a ratio n / {batch_size}"
+            f"a batch of {batch_size} cannot hold exactly {expert_data_ratio:g} of experts: use a ratio n / {batch_size}."
         )
     flags = [False] * (share.denominator - share.numerator) + [True] * share.numerator
     return ReplayBufferEnsemble(
@@ -71,7 +80,7 @@ def mix_buffers(
 
 
 class _Mixed:
-    """Puts the samples of the members together, in one row of rows."""
+    """Collates the samples of the members into one lazy stack."""
 
     def __init__(self, flags: Sequence[bool], mask_key: NestedKey, tokens_key: NestedKey) -> None:
         self.flags, self.mask_key, self.tokens_key = list(flags), mask_key, tokens_key

@@ -1,21 +1,20 @@
-"""What the data of an algorithm holds, and a check that says what is wrong with it."""
+"""What the data of an algorithm holds, and a check that reports everything wrong with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.losses._entries import find_key
+from torchrl_llm_kl._registry import Registry
 from torchrl_llm_kl.ragged import read_column
-from torchrl_llm_kl.transforms._errors import entries
+from torchrl_llm_kl.rollouts import describe_entries, find_key
 
-__all__ = ["SCHEMAS", "Entry", "Schema", "SchemaError"]
+SchemaName = Literal["sft", "dpo", "experience", "mix", "trajectory", "distill"]
 
 
 class SchemaError(ValueError):
@@ -27,29 +26,20 @@ class Entry:
     """One entry of a schema.
 
     Args:
-        key: where it is; under ``"next"`` or, failing that, at the root.
+        key: the entry, looked up on both sides of ``"next"`` (:func:`~torchrl_llm_kl.rollouts.find_key`).
         shape: for readers: ``B`` the batch, ``T`` tokens, ``P`` tokens of the prompt.
-        kind: ``"integer"``, ``"number"``, ``"boolean"``, or ``"identity"``: integers or strings.
+        kind: what it holds; ``"identity"``: integers or strings.
         note: what it is.
-        per: ``"token"``, ``"sequence"``, or ``"either"``.
-        required: whether the data must have it; otherwise it is checked where it is there.
+        per: one value per token, per sequence, or either.
+        required: whether the data must have it; otherwise it is checked if present.
     """
 
     key: NestedKey
     shape: str
-    kind: str
+    kind: Literal["integer", "number", "boolean", "identity"]
     note: str
-    per: str
+    per: Literal["token", "sequence", "either"]
     required: bool = True
-
-
-_PLURAL = {"integer": "integers", "number": "numbers", "boolean": "booleans", "identity": "integers or strings"}
-_KINDS: dict[str, Callable[[Tensor], bool]] = {
-    "integer": lambda x: not x.is_floating_point() and x.dtype != torch.bool,
-    "number": lambda x: x.dtype != torch.bool,
-    "boolean": lambda x: x.dtype == torch.bool,
-    "identity": lambda x: not x.is_floating_point(),
-}
 
 
 @dataclass(frozen=True)
@@ -58,8 +48,12 @@ class Schema:
 
     Args:
         name: in :data:`SCHEMAS`.
-        entries: what it holds.
-        paired: rows come in neighbouring pairs, chosen before rejected, unless ``pair_id`` and ``chosen`` say otherwise.
+        entries: what the batch holds; the tokens first.
+        paired: whether rows come in neighbouring pairs, chosen before rejected, unless ``pair_id`` and ``chosen`` are given.
+
+    Example:
+        >>> print(SCHEMAS["sft"].table().splitlines()[2])
+        | `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |
     """
 
     name: str
@@ -67,13 +61,11 @@ class Schema:
     paired: bool = False
 
     def require(self, *keys: NestedKey) -> Schema:
-        """The same, with some of its entries required."""
-        return replace(
-            self, entries=tuple(replace(entry, required=entry.required or entry.key in keys) for entry in self.entries)
-        )
+        """A schema in which these entries are required."""
+        return replace(self, entries=tuple(replace(e, required=e.required or e.key in keys) for e in self.entries))
 
     def check(self, td: TensorDictBase) -> None:
-        """Raise unless ``td`` holds what it must, of the right kind and length.
+        """Raise unless ``td`` holds the required entries, all of the right kind and length.
 
         Raises:
             SchemaError: with every entry that is missing or wrong, what was found and what was expected.
@@ -86,7 +78,9 @@ class Schema:
             )
         if complaints:
             listed = "\n".join(f"  - {complaint}" for complaint in complaints)
-            raise SchemaError(f"the data does not fit the schema {self.name!r}; it holds {entries(td)}:\n{listed}")
+            raise SchemaError(
+                f"the data does not fit the schema {self.name!r}; it holds {describe_entries(td)}:\n{listed}"
+            )
 
     def table(self) -> str:
         """A Markdown table of the entries."""
@@ -96,6 +90,17 @@ class Schema:
             note = entry.note if entry.required else f"{entry.note} (optional)"
             rows.append(f"| `{key}` | `{entry.shape}` | {entry.kind} | {note} |")
         return "\n".join(rows) + "\n"
+
+
+# ------------------------------------------------------------------ the check of an entry
+
+_PLURAL = {"integer": "integers", "number": "numbers", "boolean": "booleans", "identity": "integers or strings"}
+_KINDS: dict[str, Callable[[Tensor], bool]] = {
+    "integer": lambda x: not x.is_floating_point() and x.dtype != torch.bool,
+    "number": lambda x: x.dtype != torch.bool,
+    "boolean": lambda x: x.dtype == torch.bool,
+    "identity": lambda x: not x.is_floating_point(),
+}
 
 
 def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
@@ -113,13 +118,14 @@ def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
     if wrong is not None:
         return f"{key!r}: expected {_PLURAL[entry.kind]}, found {wrong.dtype}"
     count = td.batch_size.numel()
-    one_each = not _is_ragged(value) and sum(row.numel() for row in tensors) == count
+    nested = isinstance(value, Tensor) and value.is_nested
+    one_each = not nested and sum(row.numel() for row in tensors) == count
     if entry.per == "sequence" and not one_each:
         return f"{key!r}: expected one value for each of the {count} sequences {entry.shape}, found {_shape(value)}"
     if entry.per == "sequence" or (entry.per == "either" and one_each):
         return None
-    if isinstance(value, Tensor) and not value.is_nested and value.ndim <= td.batch_dims:
-        return f"{key!r}: expected a dimension of tokens behind the batch {tuple(td.batch_size)}, found {_shape(value)}"
+    if isinstance(value, Tensor) and not nested and value.ndim <= td.batch_dims:
+        return f"{key!r}: expected a token dimension after the batch {tuple(td.batch_size)}, found {_shape(value)}"
     if entry.key != tokens.key and entry.per == "either":
         found, expected = _widths(value, td), _widths(read_column(td, tokens.key), td)
         if found is not None and expected is not None and len(found) == len(expected):
@@ -129,10 +135,6 @@ def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
     return None
 
 
-def _is_ragged(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_nested
-
-
 def _shape(value: Any) -> str:
     if isinstance(value, list):
         return f"rows of {sorted({tuple(row.shape) for row in value})}"
@@ -140,7 +142,7 @@ def _shape(value: Any) -> str:
 
 
 def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
-    """Positions in each sequence."""
+    """The number of positions of each sequence."""
     if isinstance(value, list):
         return [row.shape[0] if row.ndim else 1 for row in value]
     if not isinstance(value, Tensor):
@@ -150,99 +152,45 @@ def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
     return [value.shape[td.batch_dims]] * td.batch_size.numel() if value.ndim > td.batch_dims else None
 
 
+# ------------------------------------------------------------------ the schemas
+
 _TOKENS = (
     Entry(("tokens", "full"), "[*B, T]", "integer", "prompt and response, as they were sampled", "token"),
+    Entry(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone, which tells the response", "token", False),
     Entry(
-        ("tokens", "prompt"),
-        "[*B, P]",
-        "integer",
-        "the prompt alone, which tells the response",
-        "token",
-        required=False,
+        ("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding; needed if padded", "token", False
     ),
-    Entry(
-        ("masks", "all_attention_mask"),
-        "[*B, T]",
-        "boolean",
-        "False at padding; needed if padded",
-        "token",
-        required=False,
-    ),
-    Entry(
-        ("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True where the assistant spoke", "token", required=False
-    ),
-    Entry(
-        "loss_mask", "[*B] or [*B, T]", "boolean", "False takes a sequence or a token away", "either", required=False
-    ),
+    Entry(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True where the assistant spoke", "token", False),
+    Entry("loss_mask", "[*B] or [*B, T]", "boolean", "False takes a sequence or a token away", "either", False),
 )
 _REWARD = Entry(
-    ("next", "reward"),
-    "[*B, 1] or [*B, T, 1]",
-    "number",
-    "the outcome, or rewards of tokens that add up to it",
-    "either",
+    ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or token rewards that add up to it", "either"
 )
-_GROUP = Entry(
-    "query", "[*B]", "identity", "equal for all answers to a prompt; or give group_size", "either", required=False
-)
+_GROUP = Entry("query", "[*B]", "identity", "equal for all answers to a prompt; or give group_size", "either", False)
 _LOG_PROBS = (
-    Entry(
-        ("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either", required=False
-    ),
-    Entry(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference", "either", required=False),
+    Entry(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either", False),
+    Entry(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference", "either", False),
 )
+_TRAJECTORY = (
+    Entry("query", "[*B]", "identity", "the task; or give group_size", "either", False),
+    Entry("run", "[*B]", "identity", "the trajectory, if keys name it; or rows [*envs, steps]", "either", False),
+    Entry("step", "[*B]", "integer", "the place in it, if keys name it", "sequence", False),
+    Entry("state", "[*B]", "identity", "the env's state before the step (gigpo)", "either", False),
+)
+_PAIR = (
+    Entry("pair_id", "[*B]", "integer", "equal for the two answers of a pair", "sequence", False),
+    Entry("chosen", "[*B]", "boolean", "True for the better one", "sequence", False),
+)
+_EXPERT = Entry("expert_mask", "[*B]", "boolean", "True for the answers of experts", "sequence")
 
-#: What data there is, by name.
-SCHEMAS: MappingProxyType[str, Schema] = MappingProxyType(
-    {
-        schema.name: schema
-        for schema in (
-            Schema("sft", _TOKENS),
-            Schema(
-                "dpo",
-                (
-                    *_TOKENS,
-                    Entry(
-                        "pair_id", "[*B]", "integer", "equal for the two answers of a pair", "sequence", required=False
-                    ),
-                    Entry("chosen", "[*B]", "boolean", "True for the better one", "sequence", required=False),
-                    _LOG_PROBS[1],
-                ),
-                paired=True,
-            ),
-            Schema("experience", (*_TOKENS, _REWARD, _GROUP, *_LOG_PROBS)),
-            Schema(
-                "mix",
-                (
-                    *_TOKENS,
-                    Entry("expert_mask", "[*B]", "boolean", "True for the answers of experts", "sequence"),
-                    _REWARD,
-                    _GROUP,
-                    *_LOG_PROBS,
-                ),
-            ),
-            Schema(
-                "trajectory",
-                (
-                    *_TOKENS,
-                    _REWARD,
-                    Entry("query", "[*B]", "identity", "the task; or give group_size", "either", required=False),
-                    Entry(
-                        "run",
-                        "[*B]",
-                        "identity",
-                        "the trajectory, if keys say so; or rows [*envs, steps]",
-                        "either",
-                        required=False,
-                    ),
-                    Entry("step", "[*B]", "integer", "the place in it, if keys say so", "sequence", required=False),
-                    Entry(
-                        "state", "[*B]", "identity", "the env's state before the step (gigpo)", "either", required=False
-                    ),
-                    *_LOG_PROBS,
-                ),
-            ),
-            Schema("distill", (*_TOKENS, *_LOG_PROBS)),
-        )
-    }
-)
+#: The kinds of data, by name.
+SCHEMAS: Registry[Schema] = Registry("schema")
+for _schema in (
+    Schema("sft", _TOKENS),
+    Schema("dpo", (*_TOKENS, *_PAIR, _LOG_PROBS[1]), paired=True),
+    Schema("experience", (*_TOKENS, _REWARD, _GROUP, *_LOG_PROBS)),
+    Schema("mix", (*_TOKENS, _EXPERT, _REWARD, _GROUP, *_LOG_PROBS)),
+    Schema("trajectory", (*_TOKENS, _REWARD, *_TRAJECTORY, *_LOG_PROBS)),
+    Schema("distill", (*_TOKENS, *_LOG_PROBS)),
+):
+    SCHEMAS.add(_schema.name, _schema)

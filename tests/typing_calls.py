@@ -1,0 +1,74 @@
+"""Calls that a type checker must report (each marked line) and calls that it must accept (all others).
+
+Never run: ``test_typing.py`` has mypy read it.
+"""
+
+from __future__ import annotations
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from torchrl_llm_kl import (
+    Advantage,
+    KLComputation,
+    KLRewardTransform,
+    PolicyLoss,
+    RetrieveKL,
+    RetrieveLogProb,
+    ValueLoss,
+    get_estimator,
+    get_objective,
+    make_algorithm,
+)
+from torchrl_llm_kl.advantages import get_advantage
+from torchrl_llm_kl.algorithms import Algorithm, get_algorithm
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference
+
+
+def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
+    make_algorithm("grpo", model, reference=model, group_size=8, clip_high=0.28, kl_loss="k2", std="batch")
+    make_algorithm("ppo", model, reference=model, critic=model, policy_loss_fn_args={"clip_range": 0.1})
+    make_algorithm(Algorithm("mine", "cispo", {"clip_high": 0.3}, "rloo", kl_reward="k1"), model, reference=model)
+    RetrieveKL(model, model, estimator="k3+", temperature=0.7, scope="full")(batch)
+    RetrieveLogProb(model, detach=False, memory=0)
+    KLRewardTransform(model, coef=0.1, reward_placement="broadcast")
+    Advantage("grpo", group_size=4, std="batch")
+    PolicyLoss(model, "ppo", clip_range=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)])
+    get_objective("gspo"), get_advantage("gae"), get_estimator("low_var_kl"), get_algorithm("dapo")
+    out = PolicyLoss(model, "gpg")(batch)
+    return out
+
+
+def wrong(model: nn.Module, batch: TensorDictBase) -> None:
+    make_algorithm("grpoo", model, reference=model)  # reported
+    make_algorithm("grpo", model, reference=model, group_sise=8)  # reported
+    make_algorithm("grpo", model, reference=model, clip_hihg=0.28)  # reported
+    make_algorithm("grpo", model, reference=model, kl_loss="k9")  # reported
+    make_algorithm("grpo", model, reference=model, masking_strategy="response")  # reported
+    make_algorithm("grpo", model, reference=model, aggregation="mean")  # reported
+    RetrieveKL(model, model, estimatr="k1")  # reported
+    RetrieveKL(model, model, estimator="k9")  # reported
+    RetrieveKL(model, model, scope="turns")  # reported
+    RetrieveLogProb(model, temprature=0.7)  # reported
+    KLComputation(reward_placement="first")  # reported
+    KLRewardTransform(model, coeff=0.1)  # reported
+    Advantage("gropo")  # reported
+    Advantage("grpo", group_sise=4)  # reported
+    Advantage("grpo", layout="tokens")  # reported
+    PolicyLoss(model, "pppo")  # reported
+    PolicyLoss(model, "ppo", clip_hihg=0.28)  # reported
+    PolicyLoss(model, "ppo", aggregation="mean")  # reported
+    KLToReference(0.1, "k9")  # reported
+    Algorithm("mine", "pppo")  # reported
+    Algorithm("mine", "ppo", advantage="gropo")  # reported
+    Algorithm("mine", "ppo", schema="experiences")  # reported
+    Algorithm("mine", "ppo", kl_loss="k9")  # reported
+    get_objective("pppo")  # reported
+    get_advantage("gropo")  # reported
+    get_estimator("k9")  # reported
+    get_algorithm("grpoo")  # reported
+    loss = PolicyLoss(model, "gpg")(batch)
+    loss.backward()  # reported
+    ValueLoss(model)(batch).backward()  # reported
+    RetrieveKL(model, model)(batch).backward()  # reported
+    make_algorithm("grpo", model, reference=model).loss(batch).backward()  # reported
