@@ -19,16 +19,12 @@ from torch import nn
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import RayRetrieveLogProb, RemoteModel, ScoringService
-from torchrl_llm_kl.service._batcher import BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, WeightVersionError, portable
-from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec
-from torchrl_llm_kl.service._metrics import RayMetrics
-from torchrl_llm_kl.service._routing import Router
-from torchrl_llm_kl.service._source import describe_source
-from torchrl_llm_kl.service._state_dict import state_dict_of
-from torchrl_llm_kl.service._stats import ReplicaStats
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec, describe_source
+from torchrl_llm_kl.service._replicas import Router
+from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
+from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
 from torchrl_llm_kl.transforms._interface import ModelInterface
 
 # ---------------------------------------------------------------------- what travels
@@ -117,7 +113,7 @@ def test_a_conversation_stays_where_it_is_as_it_grows() -> None:
 
 
 def test_what_was_remembered_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_llm_kl.service._routing._REMEMBERED", 3)
+    monkeypatch.setattr("torchrl_llm_kl.service._replicas._ROUTED", 3)
     router = Router(64)
     talks = rows(4)
     first = [router.order(talk[:20], 12, goes_on=True) for talk in talks]
@@ -267,7 +263,7 @@ def test_weights_by_whatever_name() -> None:
         core.update_weights(state_dict_of(weights), version)
         found = core.model.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    with pytest.raises(TypeError, match="weights are a module, a TensorDict or a mapping"):
+    with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping"):
         state_dict_of([1])
 
 
@@ -444,7 +440,7 @@ def test_arguments_of_a_service_that_is_not_made_are_refused() -> None:
     there = RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": 1}))
     with pytest.raises(ValueError, match="actor_name, num_replicas would be ignored"):
         RayRetrieveLogProb(there, num_replicas=7, actor_name="x")
-    with pytest.raises(ValueError, match="there is nothing to serve, take the local class"):
+    with pytest.raises(ValueError, match="there is nothing to serve, use the local class"):
         RetrieveKL("from_collector", "base", use_ray_service=True)
-    with pytest.raises(ValueError, match="take the local class"):
+    with pytest.raises(ValueError, match="use the local class"):
         RayRetrieveLogProb(model(), use_ray_service=False)

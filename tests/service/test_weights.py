@@ -21,7 +21,7 @@ from torchrl_llm_kl.service import (
     ServiceWeightUpdater,
     WeightVersionError,
 )
-from torchrl_llm_kl.service._keeper import keeper_of
+from torchrl_llm_kl.service._weights import keeper_of
 
 
 @pytest.fixture(scope="module")
