@@ -18,7 +18,7 @@ from benchmarks.ray.sides import reference
 from torchrl_llm_kl.service import ScoringService, _batcher
 
 _KEPT = 100  # quantiles of a distribution
-_LATELY = getattr(_batcher, "_ABOUT", 10.0)
+_LATELY = getattr(_batcher, "CALLER_TTL", 10.0)
 _DEFAULTS = inspect.signature(ScoringService).parameters
 
 
