@@ -118,7 +118,7 @@ def test_a_push_that_ended_halfway_is_made_good_by_who_is_asked(service: Scoring
     """Weights are put away first: a replica that is behind takes them when somebody has seen the others'."""
     spec, new, version = service.model.spec, model(seed=9), service.version + 1
     weights = ray.put(new.state_dict())
-    keeper = keeper_of(spec.name, spec.replica_names, spec.namespace, spec.source)
+    keeper = keeper_of(spec)
     assert ray.get(keeper.put.remote(version, weights)) is None
     assert service.model.call(1, "update_weights", weights, version) is None
     assert sorted(stats["version"] for stats in service.stats()) == [version - 1, version]

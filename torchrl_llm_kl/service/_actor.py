@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ import ray
 from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, WeightVersionError, portable
-from torchrl_llm_kl.service._lifecycle import LEASE, any_alive
+from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
 from torchrl_llm_kl.service._weights import end_keeper, kept_weights
 from torchrl_llm_kl.service._wire import Reply, Request
@@ -33,66 +34,36 @@ _LOG = logging.getLogger("torchrl_llm_kl.service")
 
 
 class ScoringActor:
-    """Scores the requests of any number of clients. Its event loop only waits; the model runs in a thread.
+    """Scores the requests of any number of clients. Its event loop only waits; the model runs in a thread."""
 
-    Args:
-        make_model: returns the model; called here.
-        config: of the service, to compare with that of a client.
-
-    Keyword Args:
-        service: its name.
-        namespace: of the names.
-        replicas: names of all replicas.
-        leased: whether the replica ends with its last client.
-        tokens_per_batch: per forward.
-        memory: bytes of cached keys and values.
-        max_tokens: per batch of requests.
-        max_wait: seconds.
-        max_queue: requests.
-    """
-
-    def __init__(
-        self,
-        make_model: Callable[[], Any],
-        config: Mapping[str, Any],
-        *,
-        service: str,
-        namespace: str,
-        replicas: Sequence[str],
-        leased: bool,
-        tokens_per_batch: int | None,
-        memory: int,
-        max_tokens: int,
-        max_wait: float,
-        max_queue: int,
-    ) -> None:
+    def __init__(self, spec: ServiceSpec, replica: int) -> None:
         _log_to_stderr()
         _keep_freed_memory()
-        self._config = dict(config)
-        self._name = str(config["name"])
-        self._service, self._namespace, self._replicas = service, namespace, list(replicas)
+        self._spec = dataclasses.replace(spec, make_model=None)  # keeps no second reference to the model
+        self._replica, self._name = replica, spec.replica_name(replica)
+        self._inside = 0  # requests
         self._lives = {uuid.uuid4().hex[:8]}
         self._released = threading.Event()
         self._failure: Exception | None = None  # why there is no model
         self._lost: Exception | None = None  # why the model does not have the weights that it should
         try:  # report an error to the client, which a dead actor could not
-            self._core = ScoringCore(make_model(), tokens_per_batch=tokens_per_batch, memory=memory)
+            assert spec.make_model is not None
+            core = {key: spec.settings[key] for key in ("tokens_per_batch", "memory")}
+            self._core = ScoringCore(spec.make_model(), **core)
         except Exception as error:
             self._failure = portable(error)
         except BaseException as error:
             self._failure = ServiceError(f"making the model ended with {type(error).__name__}: {error}")
         self._clients = {_CREATOR: time.monotonic()}  # the lease starts now: loading may have taken long
-        if leased:
+        if not spec.detached:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
         if self._failure is not None:
             _LOG.error("replica %s has no model: %s", self._name, self._failure)
             return
         self._stats = ReplicaStats()
-        self._inside = 0
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
-        self._batcher = Batcher(
-            self._answer, max_tokens=max_tokens, max_wait=max_wait, max_queue=max_queue, on_batch=self._record
-        )
+        queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
+        self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
         self._metrics = RayMetrics(self._name)
         self._restore()
         again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -104,14 +75,13 @@ class ScoringActor:
     async def score(self, packed: bytes, timeout: float) -> bytes | Exception:
         """A packed reply, or an exception as a value: an error of the request is not a failure of the actor."""
         deadline = time.monotonic() + timeout
-        if self._failure is not None:
-            return self._gone()
-        if self._inside >= _MAX_REQUESTS:
-            return ServiceBusy(
-                f"{self._inside} requests wait at replica {self._name}: add replicas, or send fewer at a time."
-            )
         self._inside += 1
         try:
+            self._check_model()
+            if self._inside > _MAX_REQUESTS:
+                raise ServiceBusy(
+                    f"{_MAX_REQUESTS} requests wait at replica {self._name}: add replicas, or send fewer at a time."
+                )
             request = Request.unpack(packed)
             await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
@@ -132,12 +102,9 @@ class ScoringActor:
         self._stats.add(record)
         self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.tokens_recalled)
 
-    def _gone(self) -> ReplicaGone:
-        return ReplicaGone(f"replica {self._name} could not be made again: {self._failure}")
-
     def _check_model(self) -> None:
         if self._failure is not None:
-            raise self._gone()
+            raise ReplicaGone(f"replica {self._name} could not be made again: {self._failure}")
 
     # ------------------------------------------------------------------ weights
 
@@ -165,7 +132,7 @@ class ScoringActor:
     def _restore(self) -> None:
         """Take the weights of pushes that this replica missed, from the keeper."""
         try:
-            kept = kept_weights(self._service, self._namespace, str(self._config["model"]))
+            kept = kept_weights(self._spec)
             if kept is not None and (kept[0] > self._core.version or self._lost is not None):
                 for weights in kept[1]:
                     self._core.update_weights(weights, kept[0])
@@ -211,7 +178,7 @@ class ScoringActor:
 
     async def describe(self) -> tuple[Exception | None, dict[str, Any]]:
         """The error of making the model, if there was one, and the configuration."""
-        return self._failure, self._config
+        return self._failure, self._spec.config(self._replica)
 
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -279,8 +246,8 @@ class ScoringActor:
                 if self._clients.get(name, 0.0) <= since:
                     self._clients.pop(name, None)
         _LOG.info("replica %s ends with its last client", self._name)
-        if not any_alive([name for name in self._replicas if name != self._name], self._namespace):
-            end_keeper(self._service, self._namespace)
+        if not any_alive([name for name in self._spec.replica_names if name != self._name], self._spec.namespace):
+            end_keeper(self._spec)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -287,12 +287,7 @@ class Exchange:
     """Sends all parts of a call at once; :meth:`replies` waits for them.
 
     If a replica dies, its requests go to it again, or to another one in its place. While new weights spread, replicas that
-    do not hold them yet are asked again.
-
-    Args:
-        replicas: of the service.
-        parts: the requests.
-        timeout: seconds, from the call of :meth:`replies`.
+    do not hold them yet are asked again. The timeout starts with the call of :meth:`replies`.
     """
 
     def __init__(self, replicas: Replicas, parts: Sequence[Part], *, timeout: float) -> None:

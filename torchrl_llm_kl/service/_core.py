@@ -18,10 +18,8 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
 class ScoringCore:
     """Scores requests with one model, those with equal settings in one forward. Not thread-safe.
 
-    Args:
-        model: anything that :class:`~torchrl_llm_kl.LogProbScorer` takes.
-        tokens_per_batch: of :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: of :class:`~torchrl_llm_kl.LogProbScorer`; for each combination of temperature, dtype and adapters.
+    Takes arguments of :class:`~torchrl_llm_kl.LogProbScorer`, of which it creates one for each combination of temperature,
+    dtype and adapters.
     """
 
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:

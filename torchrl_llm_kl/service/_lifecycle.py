@@ -30,19 +30,15 @@ LEASE = 30.0
 # ------------------------------------------------------------------ create or find
 
 
+@dataclass(frozen=True, eq=False)
 class HeldModel:
-    """A factory that returns a given model.
+    """A factory that returns a given model."""
 
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    model: Any
 
     def __call__(self) -> Any:
         """The model."""
-        return self._model
+        return self.model
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +49,7 @@ class ServiceSpec:
         name: of the service; replicas are ``NAME:0``, ``NAME:1``, ...
         make_model: returns the model, in the actor; None in a process that received this without a model given by value.
         source: description of the model, for comparison.
-        settings: arguments of :class:`ScoringActor`.
+        settings: ``tokens_per_batch``, ``memory``, ``max_tokens``, ``max_wait``, ``max_queue``.
         options: arguments of ``ray.remote``: ``num_cpus``, ``num_gpus``, ``resources``, ``scheduling_strategy``,
             ``runtime_env``, ``max_restarts``.
         num_replicas: number of replicas.
@@ -84,7 +80,7 @@ class ServiceSpec:
         }
 
     def replica_name(self, replica: int) -> str:
-        """``NAME:i``."""
+        """Name of one replica."""
         return f"{self.name}:{replica}"
 
     @property
@@ -144,15 +140,7 @@ def launch(spec: ServiceSpec, replica: int) -> tuple[Any, Any]:
         max_concurrency=MAX_CONCURRENCY,
         lifetime="detached",  # its creator may exit before its other clients: leases decide when it ends
         **spec.options,
-    ).remote(
-        spec.make_model,
-        spec.config(replica),
-        service=spec.name,
-        namespace=spec.namespace,
-        replicas=spec.replica_names,
-        leased=not spec.detached,
-        **spec.settings,
-    )
+    ).remote(spec, replica)
     return handle, handle.describe.remote()
 
 
@@ -232,22 +220,17 @@ class Leases:
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def hold(self, replica: str, handle: Any) -> None:
-        """One more object of this process uses a replica."""
+    def hold(self, replica: str, handle: Any, *, first: bool) -> None:
+        """An object of this process uses a replica, for the first time or after the replica was created anew."""
         with self._lock:
-            self._holders[replica] = self._holders.get(replica, 0) + 1
-            self._handles[replica] = handle
+            if first:
+                self._holders[replica] = self._holders.get(replica, 0) + 1
+            if replica in self._holders:
+                self._handles[replica] = handle
             if self._thread is None:
                 self._thread = threading.Thread(target=self._beat, name="leases", daemon=True)
                 self._thread.start()
                 atexit.register(self._release_all)
-        self._renew({replica: handle})
-
-    def replace(self, replica: str, handle: Any) -> None:
-        """The replica was created anew."""
-        with self._lock:
-            if replica in self._holders:
-                self._handles[replica] = handle
         self._renew({replica: handle})
 
     def release(self, replica: str) -> None:
@@ -255,6 +238,8 @@ class Leases:
         self._released.put(replica)
 
     def _release(self, replica: str, *, all_holders: bool = False) -> None:
+        import ray
+
         with self._lock:
             left = self._holders.get(replica, 0) - 1
             if left > 0 and not all_holders:
@@ -262,7 +247,7 @@ class Leases:
                 return
             self._holders.pop(replica, None)
             handle = self._handles.pop(replica, None)
-        if handle is not None and _connected():
+        if handle is not None and ray.is_initialized():
             with contextlib.suppress(Exception):  # the replica may be gone
                 handle.release.remote(client_name())
 
@@ -277,7 +262,7 @@ class Leases:
         end = time.monotonic() + LEASE / 4
         answers = {}
         with contextlib.suppress(Exception):
-            if _connected():
+            if ray.is_initialized():
                 for replica, handle in handles.items():
                     known = sorted(self._lives.get(replica, ()))
                     answers[replica] = handle.hold.remote(client_name(), known)
@@ -298,12 +283,6 @@ class Leases:
                 next_beat = time.monotonic() + LEASE / 4
 
 
-def _connected() -> bool:
-    import ray
-
-    return bool(ray.is_initialized())
-
-
 # ------------------------------------------------------------------ the source of a model, for comparison
 
 
@@ -320,6 +299,10 @@ def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
         if isinstance(value, torch.Tensor):
             digest.update(_bytes(value))
     return f"{type(model).__name__} {digest.hexdigest()}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
 def _bytes(value: torch.Tensor) -> bytes:
@@ -342,8 +325,7 @@ def _callable(function: Any) -> str:
         return name if isinstance(function, type) else f"{name} {_value(getattr(function, '__dict__', None))}"
     inner = [value for value in map(_content, function.__closure__ or ()) if value is not function]
     extra = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()), *inner]
-    digest = hashlib.blake2b(_code(code).encode() + "".join(map(_value, extra)).encode(), digest_size=6)
-    return f"{name} {digest.hexdigest()}"
+    return f"{name} {_digest(_code(code).encode() + ''.join(map(_value, extra)).encode())}"
 
 
 def _content(cell: CellType) -> Any:
@@ -356,7 +338,7 @@ def _content(cell: CellType) -> Any:
 def _object(value: Any) -> str:
     """Class and state of any object."""
     try:
-        return f"{type(value).__qualname__} {hashlib.blake2b(pickle.dumps(value), digest_size=6).hexdigest()}"
+        return f"{type(value).__qualname__} {_digest(pickle.dumps(value))}"
     except Exception:
         return f"{type(value).__qualname__} {_value(getattr(value, '__dict__', None))}"
 
@@ -371,9 +353,9 @@ def _value(value: Any) -> str:
     if isinstance(value, nn.Module):
         return describe_source(value, None)
     if isinstance(value, torch.Tensor):
-        return hashlib.blake2b(_bytes(value), digest_size=6).hexdigest()
+        return _digest(_bytes(value))
     if isinstance(value, np.ndarray):
-        return f"{value.dtype} {value.shape} {hashlib.blake2b(value.tobytes(), digest_size=6).hexdigest()}"
+        return f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
     if isinstance(value, dict):
         return "{" + ", ".join(sorted(f"{_value(key)}: {_value(item)}" for key, item in value.items())) + "}"
     if isinstance(value, (list, tuple)):

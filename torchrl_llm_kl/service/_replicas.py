@@ -38,9 +38,6 @@ class _Link:
 class Replicas:
     """Handles of the actors of a service.
 
-    Args:
-        spec: the service.
-
     Attributes:
         retries: calls so far that failed with their replica and were repeated.
         newest: latest version of the weights that this client has seen.
@@ -85,7 +82,7 @@ class Replicas:
                     self._held.append(name)
                 link.welcomed = True
                 self._lost.discard(replica)
-            (_LEASES.hold if first else _LEASES.replace)(name, link.handle)
+            _LEASES.hold(name, link.handle, first=first)
         return link.handle
 
     def choose(self, order: Sequence[int]) -> int:
@@ -238,12 +235,7 @@ def _was_shut_down(error: Exception) -> bool:
 
 
 class Patience:
-    """A deadline, and pauses that grow.
-
-    Args:
-        timeout: seconds until the deadline.
-        what: the call, for messages.
-    """
+    """A deadline ``timeout`` seconds from now, and growing pauses between tries; ``what`` names the call in messages."""
 
     def __init__(self, timeout: float, what: str) -> None:
         self.timeout, self.what = timeout, what
@@ -283,9 +275,6 @@ class Router:
     The key is the prompt: all tokens before the first one to score, or the whole sequence if all of it is scored. Rendezvous
     hashing ranks the replicas: in the same order in every process, and so that the sequences of a replica that is down
     spread over all others. A sequence that starts with the whole of an earlier one continues it and follows it.
-
-    Args:
-        num_replicas: number of replicas.
     """
 
     def __init__(self, num_replicas: int) -> None:

@@ -7,11 +7,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from torch import Tensor
+
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
+from torchrl_llm_kl.service._errors import ServiceTimeout
 from torchrl_llm_kl.service._lifecycle import NAMESPACE, HeldModel, ServiceSpec, describe_source
-from torchrl_llm_kl.service._weights import end_keeper, push_weights
+from torchrl_llm_kl.service._weights import check_version, end_keeper, keeper_of
+from torchrl_llm_kl.service._wire import state_dict_of
 
 
 class ScoringService:
@@ -136,9 +140,26 @@ class ScoringService:
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
             WeightVersionError: if a later version was pushed before.
-            ServiceTimeout: if a replica does not answer; it takes them when it is back.
+            ServiceTimeout: if a step takes longer than ``timeout``. A replica that does not answer takes them when it is back.
         """
-        push_weights(self.model.replicas, weights, version, timeout=self.model.timeout)
+        import ray
+
+        version, timeout, replicas = check_version(version), self.model.timeout, self.model.replicas
+        replicas.start()  # joins the cluster
+        spec = replicas.spec
+        if not isinstance(weights, ray.ObjectRef):
+            weights = ray.put({name: _on_cpu(name, value) for name, value in state_dict_of(weights).items()})
+        # One replica checks them, then the keeper stores them for replicas that restart, then all take them.
+        _raise(self.model.call(replicas.choose(range(spec.num_replicas)), "check_weights", weights))
+        try:
+            _raise(ray.get(keeper_of(spec).put.remote(version, weights), timeout=timeout))
+        except ray.exceptions.GetTimeoutError:
+            raise ServiceTimeout(
+                f"the weights of {spec.name!r} were not stored within {timeout:g} s: check that the object store has room."
+            ) from None
+        for replica in range(spec.num_replicas):
+            _raise(self.model.call(replica, "update_weights", weights, version))
+        replicas.newest = max(replicas.newest, version)
 
     def close(self) -> None:
         """Stop using the service through this object; it ends with its last client."""
@@ -158,7 +179,7 @@ class ScoringService:
                 ray.get(handle.close.remote(), timeout=10)
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(handle, no_restart=True)
-        end_keeper(spec.name, spec.namespace)
+        end_keeper(spec)
         self.model.close()
 
     def __enter__(self) -> ScoringService:
@@ -166,6 +187,17 @@ class ScoringService:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _on_cpu(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}.")
+    return value.detach().cpu()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 # Arguments are checked here rather than in the actor, whose errors come late and wrapped.

@@ -62,11 +62,7 @@ class ReplicaStats:
 
 
 class RayMetrics:
-    """Ray metrics of one replica, under the tag ``replica``.
-
-    Args:
-        replica: its name.
-    """
+    """Ray metrics of one replica, whose name is the tag ``replica``."""
 
     def __init__(self, replica: str) -> None:
         from ray.util.metrics import Counter, Gauge, Histogram
@@ -92,13 +88,7 @@ class RayMetrics:
             self._restarts.inc(1, self._tag)
 
     def update(self, record: BatchRecord, *, waiting: int, recalled: int) -> None:
-        """Record a batch.
-
-        Args:
-            record: of the batch.
-            waiting: requests in the queue.
-            recalled: tokens found in the cache since the start.
-        """
+        """Record a batch, the requests still in the queue, and the tokens found in the cache since the start."""
         self._queue.set(waiting, self._tag)
         self._requests.observe(record.requests, self._tag)
         self._batch_tokens.observe(record.tokens, self._tag)

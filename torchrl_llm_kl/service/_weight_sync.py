@@ -14,11 +14,7 @@ from torchrl_llm_kl.service._wire import state_dict_of
 
 
 class ServiceTransport:
-    """Sends weights to every replica; replicas copy them without a receiver.
-
-    Args:
-        service: that takes them.
-    """
+    """Sends weights to every replica; replicas copy them without a receiver."""
 
     def __init__(self, service: ScoringService) -> None:
         self.service = service

@@ -1,4 +1,4 @@
-"""Weight updates: pushed to every replica, and kept for replicas that restart or missed them."""
+"""Weights that were pushed, kept for replicas that restart or missed them."""
 
 from __future__ import annotations
 
@@ -8,87 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from torchrl_llm_kl.service._errors import ServiceTimeout, WeightVersionError
-from torchrl_llm_kl.service._lifecycle import any_alive
-from torchrl_llm_kl.service._replicas import Replicas
+from torchrl_llm_kl.service._errors import WeightVersionError
+from torchrl_llm_kl.service._lifecycle import ServiceSpec, any_alive
 from torchrl_llm_kl.service._wire import state_dict_of
 
 _LOOK = 15.0  # seconds between two checks of the keeper for replicas
 _ALONE = 120.0  # seconds without any replica after which the keeper ends
 
 
-def push_weights(replicas: Replicas, weights: Any, version: int, *, timeout: float) -> None:
-    """Copy weights into every replica.
-
-    One replica checks them, the keeper stores them for replicas that restart, then all replicas take them.
-
-    Args:
-        replicas: of the service.
-        weights: as for :func:`state_dict_of`, or a Ray reference to such a mapping.
-        version: a whole number, not below the last one.
-        timeout: seconds for each of these steps.
-
-    Raises:
-        TypeError, KeyError, ValueError: if they do not fit the model; nothing is changed.
-        WeightVersionError: if a later version was pushed before.
-        ServiceTimeout: if a replica does not answer; it takes them when it is back.
-    """
-    import ray
-
-    version = check_version(version)
-    replicas.start()  # joins the cluster
-    spec = replicas.spec
-    if not isinstance(weights, ray.ObjectRef):
-        weights = ray.put({name: _on_cpu(name, value) for name, value in state_dict_of(weights).items()})
-    first = replicas.choose(range(spec.num_replicas))
-    _raise(replicas.call(first, "check_weights", weights, timeout=timeout))
-    keeper = keeper_of(spec.name, spec.replica_names, spec.namespace, spec.source)
-    try:
-        _raise(ray.get(keeper.put.remote(version, weights), timeout=timeout))
-    except ray.exceptions.GetTimeoutError:
-        raise ServiceTimeout(
-            f"the weights of {spec.name!r} were not stored within {timeout:g} s: check that the object store has room."
-        ) from None
-    for replica in range(spec.num_replicas):
-        _raise(replicas.call(replica, "update_weights", weights, version, timeout=timeout))
-    replicas.newest = max(replicas.newest, version)
-
-
-def check_version(version: Any) -> int:
-    """``version`` as an int.
-
-    Raises:
-        TypeError: if it is not a whole number.
-    """
-    try:
-        found = operator.index(version)
-    except TypeError:
-        found = None
-    if found is None or isinstance(version, bool):
-        raise TypeError(f"version must be a whole number, got {version!r}.")
-    return found
-
-
-def _on_cpu(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}.")
-    return value.detach().cpu()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
-
-
 class WeightKeeper:
     """An actor that keeps pushed weights in the object store, so that a restarted replica takes them again.
 
-    Args:
-        replicas: their names; the keeper ends after them.
-        namespace: of the names.
-        source: description of the model; replicas with another model receive no weights.
+    It ends after the replicas. Replicas whose model has another ``source`` receive no weights.
     """
 
     def __init__(self, replicas: Sequence[str], namespace: str, source: str) -> None:
@@ -117,11 +48,7 @@ class WeightKeeper:
         return None
 
     def get(self, source: str) -> tuple[int | None, list[Any], bool]:
-        """Version, references in the order of their pushes, and whether the weights were lost.
-
-        Args:
-            source: description of the caller's model.
-        """
+        """Version, references in the order of their pushes, and whether the weights were lost."""
         if source != self._source:
             return None, [], False
         return self._version, [reference for _, reference in self._pushed], self._lost
@@ -137,38 +64,32 @@ class WeightKeeper:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def _keeper_name(service: str) -> str:
-    return f"{service}:weights"
-
-
-def keeper_of(service: str, replicas: Sequence[str], namespace: str, source: str) -> Any:
+def keeper_of(spec: ServiceSpec) -> Any:
     """The keeper of a service, created if there is none."""
     import ray
 
     remote: Any = ray.remote(WeightKeeper)
     return remote.options(
-        name=_keeper_name(service),
-        namespace=namespace,
+        name=f"{spec.name}:weights",
+        namespace=spec.namespace,
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=-1,
-    ).remote(replicas, namespace, source)
+    ).remote(spec.replica_names, spec.namespace, spec.source)
 
 
-def _find_keeper(service: str, namespace: str) -> Any | None:
+def _find_keeper(spec: ServiceSpec) -> Any | None:
     import ray
 
     try:
-        return ray.get_actor(_keeper_name(service), namespace=namespace)
+        return ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace)
     except ValueError:
         return None
 
 
-def kept_weights(
-    service: str, namespace: str, source: str, *, timeout: float = 300.0
-) -> tuple[int, list[Mapping[str, Any]]] | None:
+def kept_weights(spec: ServiceSpec, *, timeout: float = 300.0) -> tuple[int, list[Mapping[str, Any]]] | None:
     """Version and weights of all pushes, to be applied in order; None if there were none.
 
     Raises:
@@ -176,10 +97,10 @@ def kept_weights(
     """
     import ray
 
-    keeper = _find_keeper(service, namespace)
+    keeper = _find_keeper(spec)
     if keeper is None:
         return None
-    version, references, lost = ray.get(keeper.get.remote(source), timeout=timeout)
+    version, references, lost = ray.get(keeper.get.remote(spec.source), timeout=timeout)
     if lost:
         raise WeightVersionError(
             "the weights that were pushed are lost, with the actor that kept them: push them again."
@@ -194,10 +115,25 @@ def kept_weights(
         ) from error
 
 
-def end_keeper(service: str, namespace: str) -> None:
+def end_keeper(spec: ServiceSpec) -> None:
     """Drop the kept weights."""
     import ray
 
-    keeper = _find_keeper(service, namespace)
+    keeper = _find_keeper(spec)
     if keeper is not None:
         ray.kill(keeper, no_restart=True)
+
+
+def check_version(version: Any) -> int:
+    """``version`` as an int.
+
+    Raises:
+        TypeError: if it is not a whole number.
+    """
+    try:
+        found = operator.index(version)
+    except TypeError:
+        found = None
+    if found is None or isinstance(version, bool):
+        raise TypeError(f"version must be a whole number, got {version!r}.")
+    return found

@@ -79,7 +79,6 @@ class Request:
         *,
         version: int | None,
         caller: str,
-        newest: int = 0,
     ) -> Request:
         """From flat tokens ``[N]``, lengths ``[S]`` and a mask ``[N]``.
 
@@ -99,7 +98,6 @@ class Request:
             settings,
             version,
             caller,
-            newest,
         )
 
     @property
