@@ -109,3 +109,30 @@ def test_a_name_in_use_with_another_configuration_shows_the_difference(service: 
         ScoringService(factory=partial(model, seed=3), name="shared", **CPUS)
     same_again = ScoringService(factory=model, name="shared", **CPUS)
     assert same_again.stats()[0]["pid"] == service.stats()[0]["pid"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be a whole number of at least 1, got 0"),
+        ({"num_replicas": 1.5}, "num_replicas must be a whole number"),
+        ({"num_replicas": True}, "num_replicas must be a whole number"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"max_queue": "4"}, "max_queue must be a whole number"),
+        ({"max_wait": -1.0}, "max_wait must be a number of seconds"),
+        ({"timeout": "5"}, "timeout must be a number of seconds"),
+        ({"timeout": float("inf")}, "timeout must be a number of seconds"),
+        ({"timeout": 0}, "timeout must be a number of seconds greater than 0"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1"),
+        ({"memory": -1}, "memory must be a number of bytes"),
+        ({"lifetime": "long"}, "lifetime must be 'detached' or None, got 'long'"),
+        ({"name": ""}, "name must be a text"),
+        ({"name": "a:b"}, "name must be a text without ':'"),
+        ({"name": 5}, "name must be a text"),
+        ({"namespace": None}, "namespace must be a text"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused_before_anything_starts(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScoringService(factory=model, **arguments)  # type: ignore[arg-type]

@@ -216,8 +216,8 @@ def failures() -> tuple[type[Exception], ...]:
 def _lost_arguments(error: Exception) -> bool:
     """Whether an actor failed to start because Ray lost its arguments; a client that has them can create it anew.
 
-    Ray drops large arguments (a model given by value) after the first start, so that a restart fails: its
-    ``ActorDiedError.from_task_error`` is then constructed with a ``RayTaskError`` that the object's error caused.
+    Ray drops the large arguments of a detached actor (a model given by value) after its first start, so that a restart
+    fails: ``ActorDiedError.from_task_error`` then wraps a ``RayTaskError`` whose cause is the error of the lost object.
     """
     from ray import exceptions
 
