@@ -104,7 +104,7 @@ class ScoringActor:
 
     def _check_model(self) -> None:
         if self._failure is not None:
-            raise ReplicaGone(f"replica {self._name} could not be made again: {self._failure}")
+            raise ReplicaGone(f"replica {self._name} could not be created again: {self._failure}")
 
     # ------------------------------------------------------------------ weights
 
@@ -150,8 +150,8 @@ class ScoringActor:
             self._wake()
         if self._lost is None and request.newest > self._core.version:
             raise WeightVersionError(
-                f"version {request.newest} of the weights was here, replica {self._name} holds {self._core.version} and "
-                "finds no other: it is lost, push it again."
+                f"version {request.newest} of the weights was seen before, replica {self._name} holds {self._core.version} and "
+                "finds no newer one: it is lost, push it again."
             )
         if wanted > self._core.version and self._lost is None:
             await self._wait_for_version(wanted, timeout)
@@ -163,8 +163,8 @@ class ScoringActor:
             await asyncio.wait_for(waiting[1], timeout)
         except asyncio.TimeoutError:
             raise WeightVersionError(
-                f"version {version} of the weights was asked for, replica {self._name} holds {self._core.version} and got "
-                f"no other within {timeout:.3g} s: push it with update_weights(), or request no version."
+                f"version {version} of the weights was requested, replica {self._name} holds {self._core.version} and got "
+                f"no newer one within {timeout:.3g} s: push it with update_weights(), or request no version."
             ) from None
         finally:
             self._awaited.remove(waiting)

@@ -51,7 +51,7 @@ class ScoringCore:
         for i, request in enumerate(requests):
             if request.version is not None and request.version != self.version:
                 answers[i] = WeightVersionError(
-                    f"version {request.version} of the weights was asked for, this replica holds {self.version}: push it "
+                    f"version {request.version} of the weights was requested, this replica holds {self.version}: push it "
                     "with update_weights(), or request no version."
                 )
             else:
@@ -137,7 +137,7 @@ class ScoringCore:
         """
         if version < self.version:
             raise WeightVersionError(
-                f"version {version} of the weights came after version {self.version}: versions grow."
+                f"version {version} of the weights came after version {self.version}: versions must grow."
             )
         own, checked = self._module().state_dict(keep_vars=True), self.check_weights(weights)
         with torch.no_grad():

@@ -160,7 +160,7 @@ def welcome(spec: ServiceSpec, replica: int, handle: Any, description: Any, *, t
         raise _not_started(spec, replica, handle, timeout) from None
     wanted = spec.config(replica)
     different = [
-        f"{key}: it has {found.get(key)!r}, asked for {wanted.get(key)!r}"
+        f"{key}: it has {found.get(key)!r}, requested {wanted.get(key)!r}"
         for key in sorted({*wanted, *found})
         if wanted.get(key) != found.get(key)
     ]
@@ -185,7 +185,7 @@ def _not_started(spec: ServiceSpec, replica: int, handle: Any, timeout: float) -
         ray.kill(handle, no_restart=True)  # it would wait for ever, and keep the name
         return ServiceTimeout(f"{text}: no node of the cluster has {asked}; they have {nodes}.")
     return ServiceTimeout(
-        f"{text}. It asks for {asked}, the cluster has {ray.available_resources()} free. If the model takes longer to load, "
+        f"{text}. It needs {asked}, the cluster has {ray.available_resources()} free. If the model takes longer to load, "
         "raise timeout=."
     )
 

@@ -113,7 +113,7 @@ class Replicas:
             ServiceError: if it fails before it makes its model, as it would the next time.
         """
         if getattr(error, "actor_init_failed", False) and not _lost_arguments(error):
-            raise ServiceError(f"replica {self.spec.replica_name(replica)} cannot begin: {error}") from error
+            raise ServiceError(f"replica {self.spec.replica_name(replica)} cannot start: {error}") from error
         if _was_shut_down(error):
             self.close(f"the service {self.spec.name!r} was shut down.")
             raise ServiceClosedError(self._closed) from error

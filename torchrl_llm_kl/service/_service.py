@@ -80,10 +80,10 @@ class ScoringService:
         namespace: str = NAMESPACE,
     ) -> None:
         if (model is None) == (factory is None):
-            raise ValueError("pass the model, or factory=, a function that makes it: exactly one of them.")
+            raise ValueError("pass the model, or factory=, a function that returns it: exactly one of them.")
         _check_texts(name=name, namespace=namespace)
         if namespace is None:
-            raise ValueError("namespace must be a text: other processes find the service by it.")
+            raise ValueError("namespace must be a string: other processes find the service by it.")
         _check_whole(num_replicas=num_replicas, max_tokens=max_tokens, max_queue=max_queue)
         _check_seconds(max_wait=max_wait, timeout=timeout)
         if lifetime not in (None, "detached"):
@@ -206,7 +206,7 @@ def _raise(error: Exception | None) -> None:
 def _check_texts(**named: Any) -> None:
     for what, text in named.items():
         if text is not None and (not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n")):
-            raise ValueError(f"{what} must be a text without ':' and line breaks, got {text!r}.")
+            raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
 
 
 def _check_whole(**named: Any) -> None:

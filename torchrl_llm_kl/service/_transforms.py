@@ -188,9 +188,7 @@ def _check_unused(models: list[Any], given: dict[str, Any]) -> None:
     """Refuse arguments of a service when no service is created; a missing model is left to the local class."""
     idle = [name for name, value in given.items() if value is not None and name != "memory"]
     if idle:
-        raise ValueError(
-            f"there is no model to make a service of, so that {', '.join(idle)} would be ignored: leave them out."
-        )
+        raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
     if not any(isinstance(model, RemoteModel) for model in models) and "base" in models:
         raise ValueError(
             "ref_model='base' is scored where the policy lives: there is nothing to serve, use the local class."
