@@ -1,15 +1,15 @@
-"""Share one reference model between several collectors over Ray; kill it halfway; end up with the same result.
+"""Share one reference model between several collectors over Ray, kill it halfway, and get the same result.
 
 Run it with ``python tutorials/ray_shared_reference.py``: two CPU cores, no network, a few minutes. It
 
-1. starts Ray on this machine, with a few processes that collect: each has its own env and its own copy of the policy;
-2. puts the reference behind a service, which all collectors ask for log-probs: there is one copy of it, in one process;
-3. trains the model of ``countdown_grpo.py`` on the same task with the answers of all of them;
-4. does so once more, and halfway kills the process that holds the reference: Ray says that a worker died, and starts it
-   again; the collectors ask again;
-5. compares the two runs, which are one and the same but for the seconds that this took.
+1. starts Ray on this machine, with a few collector processes, each with its own env and its own copy of the policy;
+2. puts the reference behind a service that scores for all collectors: one copy, in one process;
+3. trains the model of ``countdown_grpo.py`` on the same task with the responses from all collectors;
+4. trains again, and halfway kills the process that holds the reference: Ray reports that a worker died and restarts it;
+   the collectors retry;
+5. compares the two runs, which differ only in the seconds that the restart took.
 
-Read on from :func:`train`.
+Start reading at :func:`train`.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from countdown_grpo import (
 from torchrl_llm_kl import AdaptiveKLCoefficient
 from torchrl_llm_kl.service import ScoringService
 
-TOLERANCE = 1e-6  # of any metric and any weight; what is printed says whether it was needed
+TOLERANCE = 1e-6  # for any metric and any weight; the verdict says whether the runs needed it
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that holds the reference: how many requests it has answered."""
+    """A process that holds the reference, and how many requests it has answered."""
 
     pid: int
     answered: int
 
     @classmethod
     def of(cls, service: ScoringService) -> Process:
-        """The one that lives now."""
+        """The current process of the service."""
         (stats,) = service.stats()
         return cls(stats["pid"], stats["requests"])
 
     def since(self, earlier: Process) -> Process:
-        """What was answered from then on."""
+        """This process with the requests answered since ``earlier``."""
         return Process(self.pid, self.answered - (earlier.answered if earlier.pid == self.pid else 0))
 
 
@@ -85,10 +85,10 @@ def train(
     metrics: MetricsFile,
     kill_at: int | None = None,
 ) -> list[Process]:
-    """Train ``policy`` in place; returns what the processes of the service did, the one that was killed first."""
+    """Train ``policy`` in place. Returns the processes of the service, the killed one first."""
     coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
-    # The service's model stands wherever a model could: here for the reference of the transform that scores answers. The
-    # collectors get a copy of the transform, which is small: it holds the service's name, not the model.
+    # The service's model replaces a model anywhere: here the reference of the transform that scores responses. The
+    # collectors receive a copy of the transform, which is small: it holds the service's name, not the model.
     parts = build("grpo", policy, service.model, coefficient=coefficient, max_new_tokens=MAX_NEW_TOKENS)
     ray.get([collector.start.remote(parts.kl_transform, seed=seed + i) for i, collector in enumerate(collectors)])
     optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
@@ -102,15 +102,15 @@ def train(
         start = time.perf_counter()
         for step in range(steps):
             before = time.perf_counter()
-            state = ray.put((policy.state_dict(), coefficient.state_dict()))  # once, for all of them
+            state = ray.put((policy.state_dict(), coefficient.state_dict()))  # one copy for all collectors
             shares = [
                 collector.collect.remote(state, seed=(seed * steps + step) * len(collectors) + i)
                 for i, collector in enumerate(collectors)
             ]
-            if step == kill_at:  # the collectors are at work, and will need it in a moment
+            if step == kill_at:  # the collectors are generating, and need it in a moment
                 processes.append(Process.of(service).since(first))
                 os.kill(first.pid, signal.SIGKILL)
-            batch = join(ray.get(shares))  # all of them, in this order, whoever was first
+            batch = join(ray.get(shares))  # in this order, whichever finishes first
             collecting = time.perf_counter() - before
 
             batch = parts.prepare(label(batch, group_size), count=False)
@@ -125,7 +125,7 @@ def train(
 
 @dataclass(frozen=True)
 class Run:
-    """What a training left behind."""
+    """The results of one training run."""
 
     rows: list[Metrics]
     accuracy: tuple[float, float]
@@ -134,7 +134,7 @@ class Run:
     kill_at: int | None
 
     def column(self) -> dict[str, str]:
-        """The run in words and numbers."""
+        """The run as a column of the table."""
         last_half = [row["kl"] for row in self.rows[len(self.rows) // 2 :]]
         return {
             "greedy accuracy before RL": f"{self.accuracy[0]:.1%}",
@@ -149,7 +149,7 @@ class Run:
 
     @property
     def seconds_lost(self) -> float:
-        """How much longer than other steps the one took in which the reference was killed."""
+        """Extra seconds of the step in which the reference was killed, over the median step."""
         if self.kill_at is None:
             return 0.0
         collecting = [row["collecting"] for row in self.rows]
@@ -160,8 +160,8 @@ def start_ray(processes: int) -> None:
     """Ray on this machine alone, with room for ``processes``."""
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ray.init(
-        address="local",  # never somebody else's
-        num_cpus=processes,  # places, not cores: whoever waits needs none
+        address="local",  # never join a running cluster
+        num_cpus=processes,  # slots, not cores: a waiting process needs none
         num_gpus=0,
         object_store_memory=100 * 2**20,
         include_dashboard=False,
@@ -173,12 +173,12 @@ def start_ray(processes: int) -> None:
 
 
 def serve(reference: Path, *, batching: bool) -> ScoringService:
-    """The reference, loaded from a folder by the process that holds it: this one and the collectors have no copy.
+    """The reference, loaded from a folder by the process that holds it; this process and the collectors have no copy.
 
-    A forward of several requests at once adds up in another order than one of each: log-probs differ by up to 1e-6, and which
-    requests meet is a matter of chance. Small as that is, at some step it decides which token is drawn, and from there on two
-    runs differ as if their seeds did. For two runs to be equal to the last bit each request is scored alone (only one may
-    wait), and nothing is remembered from one to the next: a process that is started again has forgotten it.
+    A forward of several requests sums in another order than one forward per request: log-probs differ by up to 1e-6, and
+    timing decides which requests share a batch. At some step such a difference changes a sampled token, and from then on two
+    runs differ as if their seeds did. For runs that are equal to the last bit, each request is scored alone (only one may
+    wait) and without the cache, which a restarted process has lost.
     """
     exact: dict[str, Any] = {} if batching else {"max_queue": 1, "max_wait": 0.0, "memory": 0}
     factory = partial(AutoModelForCausalLM.from_pretrained, str(reference.resolve()), dtype=torch.float32)
@@ -186,7 +186,7 @@ def serve(reference: Path, *, batching: bool) -> ScoringService:
 
 
 def agree(one: Run, other: Run) -> bool:
-    """Say whether two runs are the same."""
+    """Print whether two runs are the same."""
     metric = largest_difference(one.rows, other.rows)
     weight = max((one.weights[name] - other.weights[name]).abs().max().item() for name in one.weights)
     largest = max(metric, weight, abs(one.accuracy[1] - other.accuracy[1]))
@@ -207,27 +207,27 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command()
 def main(
-    kill: Annotated[bool, typer.Option(help="Train twice, and kill the reference halfway the second time.")] = True,
-    collectors: Annotated[int, typer.Option(min=1, help="Processes that collect.")] = 4,
+    kill: Annotated[bool, typer.Option(help="Train twice; kill the reference halfway through the second run.")] = True,
+    collectors: Annotated[int, typer.Option(min=1, help="Collector processes.")] = 4,
     steps: Annotated[int, typer.Option(min=2, help="RL steps of each run.")] = 60,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the weights, the order of the problems and the sampling.")
     ] = 0,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before RL.")] = WARMUP_STEPS,
     kl_target: Annotated[float, typer.Option(help="KL to the reference to hold, in nats per answer.")] = 0.5,
-    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = 3e-4,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Problems that each collector asks in a step.")] = 4,
-    group_size: Annotated[int, typer.Option(min=2, help="Answers to each problem.")] = 8,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it decays to 0.")] = 3e-4,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Problems per collector and step.")] = 4,
+    group_size: Annotated[int, typer.Option(min=2, help="Responses per problem.")] = 8,
     batching: Annotated[
         bool,
         typer.Option(
-            help="Score requests that arrive together in one forward, as the service does by default: less work for it, but "
-            "rounding then depends on who arrives when, and two runs drift apart."
+            help="Score requests that arrive together in one forward, as the service does by default: less work, but rounding "
+            "then depends on timing, and two runs drift apart."
         ),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for metrics, curves.png and the reference.")] = Path("runs/ray"),
 ) -> None:
-    """Share one reference between collectors over Ray, kill it halfway, and compare with a run that was left alone."""
+    """Share one reference between collectors over Ray, kill it halfway, and compare with an undisturbed run."""
     check_options(algorithm="grpo", kl_target=kl_target, lr=lr, out=out)
     silence_dependencies()
     begin = time.perf_counter()
@@ -236,7 +236,7 @@ def main(
     policy, tokenizer = make_policy(problems)
 
     start_ray(collectors + 1)
-    # They start while the model warms up.
+    # The collectors start while the model warms up.
     workers = [
         ray.remote(ShareCollector).remote(
             policy, tokenizer, train_problems[i::collectors], num_prompts=num_prompts, group_size=group_size

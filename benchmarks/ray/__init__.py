@@ -1,1 +1,1 @@
-"""The Ray service beside torchrl's, and how many replicas it takes."""
+"""The Ray service compared with torchrl's, and the number of replicas that collectors need."""

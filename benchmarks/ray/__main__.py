@@ -1,4 +1,4 @@
-"""The Ray service beside torchrl's: ``python -m benchmarks.ray run``, ``... capacity``, ``... render``."""
+"""The Ray service compared with torchrl's: ``python -m benchmarks.ray run``, ``... capacity``, ``... render``."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Part = Enum("Part", {part: part for part in PARTS}, type=str)  # type: ignore[misc]
 
 Out = Annotated[
-    Path | None, typer.Option(help="Where results go; by default benchmarks/ and docs/, runs/bench-ray for quick runs.")
+    Path | None,
+    typer.Option(help="Folder for the results; by default benchmarks/ and docs/, runs/bench-ray for quick runs."),
 ]
 
 
 @app.command()
 def run(
     only: Annotated[list[Part] | None, typer.Option(help="May be repeated.")] = None,
-    quick: Annotated[bool, typer.Option(help="The smallest sizes, to see that everything works.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each case; the median counts.")] = 3,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of each window.")] = 2.5,
+    quick: Annotated[bool, typer.Option(help="The smallest sizes, to check that everything works.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per case; the median is reported.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds per window.")] = 2.5,
     out: Out = None,
 ) -> None:
     """Measure, and write ray.json, RAY.md and ray_capacity.png.
 
-    With --only the other parts in ray.json stay, if they were measured in the same place.
+    With --only, the other parts in ray.json are kept if they were measured on the same machine with the same settings.
     """
     warnings.filterwarnings("ignore")
     console = Console()
@@ -51,7 +52,9 @@ def run(
     empty = whole(f"python -m benchmarks.ray {' '.join(sys.argv[1:])}".strip(), quick=quick)
     earlier = RayRun.load(folder) if only and (folder / RESULTS).exists() else None
     if earlier is not None and not earlier.same_place(empty):
-        raise typer.BadParameter(f"{folder / RESULTS} was measured otherwise: give another --out, or run all")
+        raise typer.BadParameter(
+            f"{folder / RESULTS} was measured with other settings or elsewhere: pass another --out, or run all parts."
+        )
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=None)
@@ -66,32 +69,38 @@ def run(
 
 @app.command()
 def render(out: Out = None) -> None:
-    """Write RAY.md and ray_capacity.png again from ray.json."""
+    """Rewrite RAY.md and ray_capacity.png from ray.json."""
     folder = out or HERE
     _write(_load(folder), folder, out, Console())
 
 
 @app.command()
 def capacity(
-    collectors: Annotated[int, typer.Option(min=1, help="How many.")],
-    tokens_per_second: Annotated[float, typer.Option(min=0.001, help="That each collector generates.")],
-    sequences: Annotated[int, typer.Option(min=1, help="Of a request.")] = Work.sequences,
-    prompt: Annotated[int, typer.Option(min=0, help="Tokens of a prompt.")] = Work.prompt,
-    response: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = Work.response,
-    prompts: Annotated[int, typer.Option(min=1, help="Distinct prompts of a request.")] = Work.prompts,
-    lost: Annotated[float, typer.Option(help="Share of a collector's time that it may lose to others.")] = Limits.lost,
-    p99_ms: Annotated[float | None, typer.Option(help="That 99 of 100 requests may take.")] = None,
-    fixed_ms: Annotated[float | None, typer.Option(help="Of a batch of your model, instead of the calibrated.")] = None,
-    model_tokens_per_second: Annotated[
-        float | None, typer.Option(min=1, help="That your model scores, instead of the calibrated.")
+    collectors: Annotated[int, typer.Option(min=1, help="Number of collectors.")],
+    tokens_per_second: Annotated[
+        float, typer.Option(min=0.001, help="Tokens per second that each collector generates.")
+    ],
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences per request.")] = Work.sequences,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens per prompt.")] = Work.prompt,
+    response: Annotated[int, typer.Option(min=1, help="Tokens per response.")] = Work.response,
+    prompts: Annotated[int, typer.Option(min=1, help="Distinct prompts per request.")] = Work.prompts,
+    lost: Annotated[
+        float, typer.Option(help="Share of a collector's time that it may lose to waiting for others.")
+    ] = Limits.lost,
+    p99_ms: Annotated[float | None, typer.Option(help="Milliseconds that 99 of 100 requests may take.")] = None,
+    fixed_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds per batch of your model, instead of the calibrated ones.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where ray.json is.")] = None,
+    model_tokens_per_second: Annotated[
+        float | None, typer.Option(min=1, help="Tokens per second of your model, instead of the calibrated ones.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of ray.json.")] = None,
 ) -> None:
-    """How many replicas do so many collectors need?"""
+    """Predict the number of replicas for a number of collectors."""
     console = Console()
     calibration = _load(out or HERE).calibration
     if calibration is None:
-        raise typer.BadParameter(f"{RESULTS} holds no calibration: run `python -m benchmarks.ray run --only capacity`")
+        raise typer.BadParameter(f"{RESULTS} holds no calibration: run `python -m benchmarks.ray run --only capacity`.")
     replica, link = calibration.model()
     replica = with_model(replica, fixed=None if fixed_ms is None else fixed_ms / 1e3, rate=model_tokens_per_second)
     work = Work(tokens_per_second, sequences, prompt, response, prompts)
@@ -108,7 +117,7 @@ def capacity(
 
 def _load(folder: Path) -> RayRun:
     if not (folder / RESULTS).exists():
-        raise typer.BadParameter(f"no {RESULTS} in {folder}: run first")
+        raise typer.BadParameter(f"there is no {RESULTS} in {folder}: run first.")
     return RayRun.load(folder)
 
 

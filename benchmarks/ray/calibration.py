@@ -1,4 +1,4 @@
-"""Figures of the event model from a short run of the service, and its predictions beside another one."""
+"""Calibration of the event model on a short run of the service, and a check of its predictions on another run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from benchmarks.ray.events import Draw, Replica, World, quantile, simulate
 from benchmarks.ray.sides import reference
 from torchrl_llm_kl.service import ScoringService, _batcher
 
-_KEPT = 100  # quantiles of a distribution
-_LATELY = getattr(_batcher, "_ABOUT", 10.0)
+_KEPT = 100  # quantiles that describe a distribution
+_LATELY = getattr(_batcher, "CALLER_TTL", 10.0)
 _DEFAULTS = inspect.signature(ScoringService).parameters
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of a window: how many, and means of their requests, tokens and seconds in the model."""
+    """Batches of a window: their count, and means of their requests, tokens and seconds in the model."""
 
     count: int
     requests: float
@@ -34,12 +34,12 @@ class Batches:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the service was measured to be.
+    """Measured parameters of the service.
 
     Args:
         replica: arguments of :class:`Replica`.
-        links: seconds that a call of one caller spends outside of queue and model; equally likely.
-        largest_error: of the fitted seconds of a batch, of those measured.
+        links: seconds that a call of one caller spends outside queue and model; a sample.
+        largest_error: of the fitted seconds of a batch, relative to the measured ones.
     """
 
     replica: dict[str, float]
@@ -47,13 +47,13 @@ class Calibration:
     largest_error: float
 
     def model(self) -> tuple[Replica, Draw]:
-        """For :func:`simulate`."""
+        """Arguments of :func:`simulate`."""
         return Replica(**self.replica), drawn(self.links)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A prediction beside a real run; seconds, and requests per second."""
+    """A prediction and the real run; seconds, and requests per second."""
 
     clients: int
     think: float
@@ -66,7 +66,7 @@ class Check:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of throughput and mean latency, as a share of what was measured."""
+        """Relative errors of throughput and mean latency."""
         return (
             self.predicted_throughput / self.throughput - 1,
             self.predicted_latency / self.latency - 1,
@@ -75,16 +75,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
+    """Sizes of the run.
 
     Args:
-        clients: that call at the same time, rising: the service waits for those who asked lately.
-        sequences: of a request, to calibrate.
-        checked: sequences of a request, to check.
-        length: tokens of each.
-        alone: seconds between calls of one client, to see what a call takes beside queue and model.
+        clients: concurrent ones, ascending: the service waits for recent callers.
+        sequences: per request, to calibrate.
+        checked: sequences per request, to check.
+        length: tokens per sequence.
+        alone: seconds between calls of one client, to measure a call outside queue and model.
         thinks: seconds between calls, to check.
-        seconds: of each window.
+        seconds: per window.
         repeats: windows of each kind, to calibrate.
     """
 
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def windows(self) -> int:
-        """How many there are."""
+        """Number of windows."""
         return 1 + len(self.clients) * (len(self.sequences) * self.repeats + len(self.thinks))
 
 
@@ -109,7 +109,7 @@ QUICK_PLAN = Plan(clients=(1, 2), sequences=(1, 4), length=16, thinks=(0.02,), s
 def calibrate(
     callers: Callers, size: ModelSize, plan: Plan, *, on_window: Callable[[str], None]
 ) -> tuple[Calibration, list[Check]]:
-    """Fit on callers that ask without pause and on one that pauses, and check on others, on a service of its own."""
+    """Fit on callers without pauses and on one that pauses; check on other windows. Starts a service of its own."""
     service = ScoringService(factory=partial(reference, size), name="calibration")
     batches: list[Batches] = []
     checked: list[tuple[int, float, Window]] = []
@@ -149,18 +149,18 @@ def _between(before: dict[str, float], after: dict[str, float]) -> list[Batches]
 
 
 def fit(batches: Sequence[Batches], alone: Sequence[float], *, tokens: int) -> Calibration:
-    """``seconds = fixed + each * requests + tokens / rate`` with the least relative squares, nothing below zero.
+    """``seconds = fixed + each * requests + tokens / rate`` by non-negative relative least squares.
 
     Args:
         batches: measured.
-        alone: latencies of one caller.
+        alone: latencies of a single caller.
         tokens: of its requests.
     """
     columns = np.array([[1.0, batch.requests, batch.tokens] for batch in batches])
     seconds = np.array([batch.seconds for batch in batches])
     relative, ones = columns / seconds[:, None], np.ones(len(batches))
     used = [0, 1, 2]
-    while True:  # drop what would be negative
+    while True:  # drop terms that would be negative
         found = np.zeros(3)
         found[used] = np.linalg.lstsq(relative[:, used], ones, rcond=None)[0]
         if (found >= 0).all():

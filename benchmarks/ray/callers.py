@@ -1,4 +1,4 @@
-"""Processes that call at the same time."""
+"""Concurrent client processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from benchmarks.ray.sides import SERVED, SIDES, Served, Sides, data
 from torchrl_llm_kl import Ragged
 
-_HEAD_START = 0.1  # seconds until all have the message that they begin
+_HEAD_START = 0.1  # seconds for the start message to reach all clients
 
 
 @dataclass(frozen=True)
 class Window:
-    """What callers did between two moments.
+    """Calls in a window of time.
 
     Args:
-        seconds: between them.
-        calls: begin and end of each call, on the clock of the machine, 0 at the window's start. A caller finishes what it has
-            begun, and makes one call at least.
+        seconds: length of the window.
+        calls: start and end of each call on the machine's clock, 0 at the start of the window. A caller finishes a call that
+            it has started, and makes at least one.
     """
 
     seconds: float
@@ -32,13 +32,13 @@ class Window:
 
     @property
     def throughput(self) -> float:
-        """Calls per second; of a call that ends outside, the part inside."""
+        """Calls per second; a call that ends after the window counts in part."""
         inside = [max(min(end, self.seconds) - begin, 0.0) / (end - begin) for begin, end in self.calls]
         return sum(inside) / self.seconds
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds of each call."""
+        """Seconds per call."""
         return [end - begin for begin, end in self.calls]
 
 
@@ -52,17 +52,17 @@ class Caller:
         self._transforms = {(side, served): sides.make(side, served) for side in SIDES for served in SERVED}
 
     def ready(self) -> bool:
-        """Once it is constructed."""
+        """Returns once the process is constructed."""
         return True
 
     def transform(self, side: str, served: Served, length: int, start: float, seconds: float) -> Any:
-        """Apply a transform again and again to a TensorDict of its own."""
+        """Apply a transform repeatedly to a TensorDict of this process."""
         transform = self._transforms[side, served]
         own = data(self._sides.size, length, seed=self._index)
         return _repeat(lambda: transform(own.copy()), start, seconds)
 
     def score(self, model: Any, sequences: int, length: int, start: float, seconds: float, think: float = 0.0) -> Any:
-        """Score again and again, with pauses that vary by half of their mean."""
+        """Score repeatedly, with pauses that vary by half of their mean."""
         random = Random(self._index)
         rng = torch.Generator().manual_seed(self._index)
         rows = torch.randint(self._sides.size.vocab, (sequences, length), generator=rng)
@@ -87,11 +87,11 @@ def _repeat(
 
 
 class Callers:
-    """Several client processes, that begin together.
+    """Several client processes that start together.
 
     Args:
-        count: how many.
-        sides: what they call.
+        count: number of processes.
+        sides: the transforms that they call.
     """
 
     def __init__(self, count: int, sides: Sides) -> None:
@@ -102,7 +102,7 @@ class Callers:
         ray.get([actor.ready.remote() for actor in self._actors])
 
     def window(self, method: str, *args: Any, callers: int, seconds: float, **kwargs: Any) -> Window:
-        """Let some of them call for a while."""
+        """Let some of them call for one window."""
         import ray
 
         start = time.monotonic() + _HEAD_START

@@ -1,4 +1,4 @@
-"""How many replicas do N collectors need?"""
+"""The number of replicas that N collectors need."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SPEEDS = (200.0, 1000.0, 5000.0)
 
 @dataclass(frozen=True)
 class Work:
-    """What a collector does: a group of answers to one prompt or several, then their scores.
+    """Work of a collector: generates responses to one or more prompts, then requests their scores.
 
     Args:
-        tokens_per_second: that it generates.
-        sequences: of a request.
-        prompt: tokens.
-        response: tokens.
-        prompts: distinct ones of a request.
+        tokens_per_second: generated.
+        sequences: per request.
+        prompt: tokens per prompt.
+        response: tokens per response.
+        prompts: distinct ones per request.
     """
 
     tokens_per_second: float
@@ -32,16 +32,16 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """To score, of a request."""
+        """Tokens to score per request."""
         return self.sequences * (self.prompt + self.response)
 
     @property
     def seconds(self) -> float:
-        """To generate what a request scores."""
+        """Seconds to generate the sequences of a request."""
         return self.sequences * self.response / self.tokens_per_second
 
     def world(self, collectors: int, replicas: int, replica: Replica, link: Draw) -> World:
-        """With times and sizes that vary by half of their mean."""
+        """The simulated world; times and sizes vary by half of their mean."""
         return World(
             collectors, around(self.seconds), around(self.tokens), replicas, replica, link, prompts=self.prompts
         )
@@ -49,12 +49,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a service is large enough.
+    """Limits that a large enough service keeps.
 
     Args:
-        lost: at most this share of a collector's time goes to waiting, beyond what it would wait for a service of its own:
-            replicas shorten the queue, not the work.
-        p99: seconds that 99 of 100 requests take at most; None for any.
+        lost: maximal share of a collector's time spent waiting, beyond the wait with a service of its own: replicas
+            shorten the queue, not the work.
+        p99: maximal seconds for 99 of 100 requests; None for no limit.
     """
 
     lost: float = 0.05
@@ -63,17 +63,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Answer:
-    """How many, and what is to be expected of them.
+    """The number of replicas, and their predicted behaviour.
 
     Args:
-        collectors: asked about.
-        tokens_per_second: of each.
-        replicas: the least that keep within the limits; None if no number does.
-        lost: share of a collector's time that goes to waiting.
-        lost_alone: the same with a service of its own.
+        collectors: their number.
+        tokens_per_second: per collector.
+        replicas: the fewest within the limits; None if no number is.
+        lost: share of a collector's time spent waiting.
+        lost_alone: that share with a service of its own.
         latency_p50: seconds.
         latency_p99: seconds.
-        busy: share of its time that a replica is in the model.
+        busy: share of a replica's time in the model.
         requests_per_batch: on average.
     """
 
@@ -89,24 +89,24 @@ class Answer:
 
 
 def around(mean: float) -> Draw:
-    """Evenly between half the mean and one and a half."""
+    """Uniform between 0.5 and 1.5 times the mean."""
     return lambda random: mean * (0.5 + random.random())
 
 
 def drawn(values: list[float]) -> Draw:
-    """One of them."""
+    """Draws from the sample."""
     return lambda random: values[int(random.random() * len(values))]
 
 
 def size_of_run(collectors: int) -> tuple[int, int]:
-    """Requests to observe and to let pass: every collector asks several times."""
+    """Requests to observe and to skip: every collector sends several."""
     return max(4000, 3 * collectors), max(1000, 2 * collectors)
 
 
 def replicas_needed(
     work: Work, collectors: int, replica: Replica, link: Draw, limits: Limits, *, guess: int | None = None
 ) -> Answer:
-    """The least number within the limits, large ones to 2 %; found sooner from a good guess."""
+    """The fewest replicas within the limits, to 2 % for large numbers; a good guess shortens the search."""
     requests, warm_up = size_of_run(collectors)
 
     def observe(number: int) -> Observed:
@@ -117,7 +117,7 @@ def replicas_needed(
     def enough(found: Observed) -> bool:
         return found.lost <= alone.lost + limits.lost and (limits.p99 is None or found.quantile(0.99) <= limits.p99)
 
-    if guess is None:  # replicas at work for most of the time
+    if guess is None:  # replicas that are busy most of the time
         cycle = work.seconds + alone.latency
         guess = round(1.5 * collectors * replica.seconds(1, work.tokens) / cycle)
     number, found = _search(observe, enough, max(1, guess), most=4 * collectors * work.prompts)
@@ -143,7 +143,7 @@ def answers_for(
     *,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> list[Answer]:
-    """Of every number of collectors at every speed."""
+    """Answers for every number of collectors at every speed."""
     answers: list[Answer] = []
     for speed in speeds:
         guess: float | None = None
@@ -159,7 +159,7 @@ def answers_for(
 def _search(
     observe: Callable[[int], Observed], enough: Callable[[Observed], bool], guess: int, *, most: int
 ) -> tuple[int | None, Observed]:
-    """The least number that is enough, looked for on both sides of a guess; None if even ``most`` is not."""
+    """The smallest sufficient number, searched on both sides of a guess; None if ``most`` is insufficient."""
     low, high = 0, min(guess, most)
     found = observe(high)
     if enough(found):
@@ -183,6 +183,6 @@ def _search(
 
 
 def with_model(replica: Replica, *, fixed: float | None, rate: float | None) -> Replica:
-    """The same service around a model of another speed."""
+    """The calibration with a model of another speed."""
     changes = {name: value for name, value in (("fixed", fixed), ("rate", rate)) if value is not None}
     return replace(replica, **changes)

@@ -1,4 +1,4 @@
-"""A Ray of this benchmark's own, on loopback."""
+"""A local Ray cluster for this benchmark, on loopback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """Started here and ended here, whatever else runs on the machine. One thread for each model."""
+    """Starts a cluster and stops it, independent of others on the machine. One thread per model."""
     import ray
 
     ray.init(

@@ -1,4 +1,4 @@
-"""Throughput, latency and bytes of both libraries, in turns."""
+"""Throughput, latency and bytes of both libraries, interleaved."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Case:
     """One line of the comparison.
 
     Args:
-        served: which models are behind the service.
-        callers: at the same time.
-        length: tokens of each of the sequences.
+        served: the models behind the service.
+        callers: concurrent ones.
+        length: tokens per sequence.
     """
 
     served: Served
@@ -33,13 +33,13 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of a call."""
+        """Tokens per call."""
         return SEQUENCES * self.length
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What one library did: calls per second of each round, and latencies in seconds over all rounds."""
+    """Results of one library: calls per second of each round, and latencies in seconds over all rounds."""
 
     throughputs: list[float]
     latency_p50: float
@@ -48,13 +48,13 @@ class Calls:
 
     @property
     def throughput(self) -> float:
-        """Calls per second, the median round."""
+        """Calls per second of the median round."""
         return statistics.median(self.throughputs)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A case and both libraries."""
+    """A case, with the results of both libraries."""
 
     case: Case
     theirs: Calls
@@ -62,14 +62,14 @@ class Line:
 
     @property
     def faster(self) -> float:
-        """How many times the throughput: the median over rounds, whose two windows stand side by side in time."""
+        """Ratio of throughputs: the median over rounds, whose two windows are adjacent in time."""
         rounds = zip(self.ours.throughputs, self.theirs.throughputs, strict=True)
         return statistics.median([ours / theirs for ours, theirs in rounds if theirs > 0] or [math.nan])
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of a call on the wire, there and back, with and without an entry that no model asks for."""
+    """Bytes of a call on the wire, both ways, with and without an entry that no model reads."""
 
     served: Served
     length: int
@@ -81,7 +81,7 @@ class Bytes:
 
 
 def check_agreement(sides: Sides, length: int) -> float:
-    """The largest difference between the libraries' numbers.
+    """The largest difference between the numbers of the two libraries.
 
     Raises:
         DisagreementError: if it is above 1e-4 nats.
@@ -98,7 +98,7 @@ def check_agreement(sides: Sides, length: int) -> float:
 def compare(
     callers: Callers, cases: Sequence[Case], *, rounds: int, seconds: float, on_window: Callable[[str], None]
 ) -> list[Line]:
-    """Every case in turns: torchrl, ours, torchrl, ours, ...; the first, shorter round warms up."""
+    """Every case, interleaved: torchrl, ours, torchrl, ours, ...; the first, shorter round is a warm-up."""
     throughputs: dict[tuple[Case, str], list[float]] = {(case, side): [] for case in cases for side in (THEIRS, OURS)}
     latencies: dict[tuple[Case, str], list[float]] = {key: [] for key in throughputs}
     for i in range(rounds + 1):
@@ -125,14 +125,14 @@ def _calls(throughputs: list[float], latencies: list[float]) -> Calls:
 
 
 def bytes_on_wire(sides: Sides, lengths: Sequence[int]) -> list[Bytes]:
-    """Of every kind of call."""
+    """Bytes of every kind of call."""
     found = []
     for served in SERVED:
         for side in (THEIRS, OURS):
             transform = sides.make(side, served)
             for length in lengths:
                 plain, more = (data(sides.size, length, seed=1, unrelated=unrelated) for unrelated in (False, True))
-                transform(plain.copy())  # what is exchanged once only is no part of a call
+                transform(plain.copy())  # one-time exchanges are not part of a call
                 without = bytes_of(lambda t=transform, d=plain: t(d.copy()))  # type: ignore[misc]
                 with_it = bytes_of(lambda t=transform, d=more: t(d.copy()))  # type: ignore[misc]
                 found.append(

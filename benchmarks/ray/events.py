@@ -1,8 +1,8 @@
 """Collectors and replicas as a discrete-event simulation.
 
-Collectors are closed-loop clients: each generates for a while, asks for scores, and waits for the answer. Replicas gather
-requests as the service's batcher does. A collector asks once at a time, so that taking turns between callers is taking the
-oldest first.
+Collectors are closed-loop clients: each generates for a while, requests scores, and waits for the reply. Replicas collect
+requests as the service's batcher does. A collector has one request at a time, so that round-robin over callers is oldest
+first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Draw = Callable[[Random], float]
 
 @dataclass(frozen=True)
 class Replica:
-    """How long a batch takes, and what goes into one.
+    """Duration and composition of a batch.
 
     Args:
-        fixed: seconds of any batch.
-        each: seconds more for each request in it.
-        rate: tokens per second beyond that.
-        max_wait: seconds that the oldest request waits for company: for all who asked lately.
-        lately: seconds.
-        max_tokens: of a batch; a request larger than that goes alone.
+        fixed: seconds per batch.
+        each: further seconds per request in it.
+        rate: tokens per second on top.
+        max_wait: seconds that the oldest request waits for all recent callers.
+        lately: seconds for which a caller is recent.
+        max_tokens: per batch; a larger request is a batch of its own.
     """
 
     fixed: float
@@ -39,22 +39,22 @@ class Replica:
     max_tokens: float = 65536
 
     def seconds(self, requests: int, tokens: float) -> float:
-        """Of a batch."""
+        """Seconds that a batch takes."""
         return self.fixed + self.each * requests + tokens / self.rate
 
 
 @dataclass(frozen=True)
 class World:
-    """Who asks whom for what.
+    """Collectors, replicas and requests.
 
     Args:
-        collectors: how many.
-        think: seconds between an answer and the next request.
-        tokens: of a request.
-        replicas: how many.
-        replica: each of them.
-        link: seconds that a request spends outside of queue and model, in all.
-        prompts: distinct prompts of a request: the sequences of each go to a replica of their own choice.
+        collectors: their number.
+        think: seconds between a reply and the next request.
+        tokens: per request.
+        replicas: their number.
+        replica: parameters of each.
+        link: total seconds that a request spends outside queue and model.
+        prompts: distinct prompts per request; the sequences of each prompt go to one replica.
     """
 
     collectors: int
@@ -68,17 +68,17 @@ class World:
 
 @dataclass(frozen=True)
 class Observed:
-    """What happened after the warm-up.
+    """Events after the warm-up.
 
     Args:
         seconds: simulated.
-        latencies: of each answered request, in order of the answers.
-        thought: seconds that collectors spent not waiting before these requests.
+        latencies: of each answered request, in order of the replies.
+        thought: seconds that collectors generated before these requests.
         batches: requests and tokens of each batch.
-        busy: share of the time that a replica was in the model, on average.
-        waiting: requests asked and not answered at the end, of all that were ever asked.
-        asked: since the very start.
-        answered: since the very start.
+        busy: mean share of a replica's time in the model.
+        waiting: requests without a reply at the end.
+        asked: requests since the start.
+        answered: replies since the start.
     """
 
     seconds: float
@@ -97,26 +97,26 @@ class Observed:
 
     @property
     def latency(self) -> float:
-        """The mean."""
+        """Mean latency."""
         return sum(self.latencies) / len(self.latencies)
 
     def quantile(self, share: float) -> float:
-        """Of the latencies."""
+        """A quantile of the latencies."""
         return quantile(self.latencies, share)
 
     @property
     def lost(self) -> float:
-        """Share of a collector's time that it waits for scores."""
+        """Share of a collector's time spent waiting for scores."""
         return sum(self.latencies) / (sum(self.latencies) + self.thought)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """A value that this share of them does not exceed: one of them, the next larger where it falls between two."""
+    """The quantile of the values: one of them, the next larger where it falls between two."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def simulate(world: World, *, requests: int, warm_up: int = 0, seed: int = 0) -> Observed:
-    """Run until ``requests`` have been answered after the first ``warm_up``."""
+    """Run until ``requests`` are answered after the first ``warm_up``."""
     return _Simulation(world, seed).run(requests, warm_up)
 
 
@@ -136,13 +136,13 @@ class _Part(NamedTuple):
 
 
 class _State:
-    """Of one replica."""
+    """State of one replica."""
 
     __slots__ = ("busy", "seen", "tokens", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[_Part] = deque()
-        self.seen: dict[int, float] = {}  # who asked last when, the latest last
+        self.seen: dict[int, float] = {}  # time of each caller's last request, latest last
         self.tokens = 0.0
         self.busy = False
 
@@ -158,7 +158,7 @@ class _Simulation:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._number = itertools.count()
         self._states = [_State() for _ in range(world.replicas)]
-        for collector in range(world.collectors):  # at any point of their thinking, not all at its beginning
+        for collector in range(world.collectors):  # at a random point of generation, not all at its start
             thought = world.think(self.random)
             self._at(self.random.random() * thought, self._ask, collector, thought)
 
@@ -193,7 +193,7 @@ class _Simulation:
         self.asked += 1
         link = world.link(random)
         tokens = world.tokens(random)
-        shares: dict[int, int] = {}  # a hash of its beginning sends each prompt somewhere
+        shares: dict[int, int] = {}  # the hash of each prompt selects its replica
         for _ in range(world.prompts):
             replica = random.randrange(world.replicas)
             shares[replica] = shares.get(replica, 0) + 1
@@ -207,18 +207,18 @@ class _Simulation:
         state.tokens += tokens
         state.seen.pop(request.collector, None)
         state.seen[request.collector] = self.now
-        if len(state.waiting) == 1 or self._complete(state):  # else it has been considered
+        if len(state.waiting) == 1 or self._complete(state):  # otherwise checked before
             self._consider(state)
 
     def _complete(self, state: _State) -> bool:
-        """Whether there is nobody to wait for, or enough to do."""
+        """Whether all recent callers are in, or the batch is full."""
         since, seen = self.now - self.world.replica.lately, state.seen
         while seen and next(iter(seen.values())) <= since:
             del seen[next(iter(seen))]
         return len(seen) <= len(state.waiting) or state.tokens >= self.world.replica.max_tokens
 
     def _consider(self, state: _State) -> None:
-        """Start a batch, if the oldest request has waited long enough or all are there."""
+        """Start a batch if the oldest request has waited long enough or all recent callers are in."""
         if state.busy or not state.waiting:
             return
         due = state.waiting[0].arrived + self.world.replica.max_wait

@@ -1,4 +1,4 @@
-"""The parts of a run, on a Ray of its own."""
+"""The parts of a run, on a Ray cluster of its own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.workloads.base import OURS
 
 PARTS = ("calls", "overhead", "capacity")
 LENGTHS, QUICK_LENGTHS = (32, 512), (16,)
-_QUIET = 10.0  # seconds after which the service no longer waits for a caller
+_QUIET = 10.0  # seconds after which a caller is no longer recent to the service
 
 
 def whole(command: str, *, quick: bool) -> RayRun:
-    """A run without results."""
+    """An empty run."""
     settings = {"quick": "yes" if quick else "no", "threads of an actor": "1"}
     versions = {**environment.versions(), "ray": version("ray")}
     return RayRun(command, settings, environment.machine(torch.device("cpu")), versions, str(size_of(quick)))
@@ -41,9 +41,9 @@ def measure(
     seconds: float,
     on_step: Callable[[str, int], None],
 ) -> RayRun:
-    """Run the parts that are asked for.
+    """Run the selected parts.
 
-    Calls of one caller come before those of many: the service waits a moment for whoever has called lately.
+    Single callers are measured before many: the service waits a moment for recent callers.
     """
     torch.set_num_threads(1)
     size, lengths = size_of(quick), QUICK_LENGTHS if quick else LENGTHS

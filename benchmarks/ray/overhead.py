@@ -1,4 +1,4 @@
-"""What a service adds to one call, and where the time of the call goes."""
+"""Overhead of the service per call, and the stages of a call."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 
 @dataclass(frozen=True)
 class Overhead:
-    """A call of one caller; seconds.
+    """A call of a single caller; seconds.
 
     Args:
-        length: tokens of each of the sequences.
+        length: tokens per sequence.
         local: of a scorer in this process; the median.
         remote: of the service; the median.
-        stages: what a remote call consists of; means.
-        bare: of a Ray actor with a scorer and nothing else; the median. Less than that Ray does not offer.
+        stages: of a remote call; means.
+        bare: of a Ray actor with only a scorer; the median. The lower bound with Ray.
     """
 
     length: int
@@ -40,12 +40,12 @@ class Overhead:
 
     @property
     def seconds(self) -> float:
-        """More than locally."""
+        """Seconds more than locally."""
         return self.remote - self.local
 
 
 class _Bare:
-    """An actor that scores what it is sent, one call after another."""
+    """An actor that scores calls one after another."""
 
     def __init__(self, size: ModelSize) -> None:
         torch.set_num_threads(1)
@@ -58,7 +58,7 @@ class _Bare:
 
 
 class _NoMemory:
-    """A meter of time alone, for calls so short that a look at the memory would be felt."""
+    """Measures time only: reading the memory would distort such short calls."""
 
     def reset(self) -> None: ...
 
@@ -69,7 +69,7 @@ class _NoMemory:
 
 
 def overhead(model: Any, size: ModelSize, length: int, *, repeats: int) -> Overhead:
-    """A remote scorer beside a local one on the same sequences, in turns."""
+    """A remote and a local scorer on the same sequences, interleaved."""
     rng = torch.Generator().manual_seed(3)
     sequences = Ragged.from_list(list(torch.randint(size.vocab, (SEQUENCES, length), generator=rng)))
     local, remote = LogProbScorer(reference(size)), model.make_scorer()

@@ -1,4 +1,4 @@
-"""Replicas over collectors, and predictions beside real runs."""
+"""Plots: replicas over collectors, and predictions against real runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEASURED, _PREDICTED = "tab:gray", "tab:blue"
 
 
 def save_plot(run: RayRun, folder: Path) -> None:
-    """Write it to ``folder``."""
+    """Write the plot to ``folder``."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     figure.suptitle("Replicas of a reference that many collectors share")
     _replicas(axes[0], run.answers)

@@ -1,4 +1,4 @@
-"""The run as tables on the terminal and as a page."""
+"""The run as tables in the terminal and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _LINES = (
 
 
 def print_tables(run: RayRun, console: Console) -> None:
-    """What was measured, for people to read."""
+    """Print the measurements as tables."""
     if run.lines:
         title = f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}"
         _print(console, title, _LINES, _lines(run))
@@ -71,13 +71,13 @@ def print_tables(run: RayRun, console: Console) -> None:
 
 
 def print_answer(answer: Answer, console: Console) -> None:
-    """One question, answered."""
+    """Print one answer."""
     header, rows = _answers([answer])
     _print(console, "Replicas", header, rows)
 
 
 def markdown(run: RayRun) -> str:
-    """The page."""
+    """The Markdown page."""
     parts = [
         _INTRO.format(
             command=run.command,

@@ -1,4 +1,4 @@
-"""Everything that was measured and predicted; as JSON, so that the page can be written again and questions be answered."""
+"""All measurements and predictions, as JSON from which the page is rendered and capacity questions are answered."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MOST_OVERHEAD_MS, LEAST_FASTER, MANY = 3.0, 4.0, 8
 
 @dataclass(frozen=True)
 class RayRun:
-    """One run: where, how, and what came out. Empty where a part was not run.
+    """One run: machine, settings and results. Parts that were not run are empty.
 
     Args:
-        command: that was given.
-        settings: how.
-        machine: where.
-        versions: of all that runs.
-        model: in words.
-        difference: the largest between the libraries' numbers, in nats.
+        command: the command line.
+        settings: sizes and durations.
+        machine: description of the machine.
+        versions: of the libraries.
+        model: description of the model.
+        difference: largest one between the libraries' numbers, in nats.
         lines: throughput and latency.
         bytes: on the wire.
         overheads: of a call over a local scorer.
         calibration: of the event model.
         checks: of its predictions.
-        answers: how many replicas.
+        answers: numbers of replicas.
     """
 
     command: str
@@ -51,7 +51,7 @@ class RayRun:
 
     @property
     def goals(self) -> list[Goal]:
-        """Every target, and what was found."""
+        """Every target, with the measured value."""
         goals = [
             Goal(f"ms of a call over a local scorer, {o.length} tokens", "ms", o.seconds * 1e3, MOST_OVERHEAD_MS, False)
             for o in self.overheads
@@ -70,22 +70,22 @@ class RayRun:
         return goals
 
     def same_place(self, other: RayRun) -> bool:
-        """Whether the figures of both may stand in one table."""
+        """Whether the figures of both are comparable."""
         return all(getattr(self, name) == getattr(other, name) for name in ("settings", "machine", "versions", "model"))
 
     def updated(self, newer: RayRun) -> RayRun:
-        """With the parts that ``newer`` has in place of its own."""
+        """This run with its parts replaced by those of ``newer``."""
         parts = {name: value for name in _PARTS if (value := getattr(newer, name)) not in ((), None)}
         return replace(self, **parts)
 
     def save(self, folder: Path) -> None:
-        """Write it to ``folder``."""
+        """Write the run to ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULTS).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> RayRun:
-        """Read what :meth:`save` has written."""
+        """Read a run that :meth:`save` wrote."""
         data = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         kinds: dict[str, Any] = {"bytes": Bytes, "overheads": Overhead, "checks": Check, "answers": Answer}
         parts = {name: tuple(kind(**item) for item in data[name]) for name, kind in kinds.items()}
@@ -98,5 +98,5 @@ _PARTS = ("difference", "lines", "bytes", "overheads", "calibration", "checks", 
 
 
 def served(name: str) -> str:
-    """In words."""
+    """Description for tables."""
     return {"both": "both models served", "reference": "reference served"}[name]

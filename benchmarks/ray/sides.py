@@ -1,4 +1,4 @@
-"""Both libraries' transforms with their models in actors of one name, for any process to make."""
+"""Both libraries' transforms with their models in named actors, created from any process."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def reference(size: ModelSize) -> nn.Module:
 
 
 def _scoring(size: ModelSize, seed: int, key: str) -> Any:
-    # torchrl scores with gradients if there are any to be had: it would keep the graph and send it.
+    # torchrl scores with gradients unless parameters are frozen: it would keep the graph and send it.
     return wrapper(qwen2(size, seed=seed).requires_grad_(False), key)
 
 
 class TorchRLRayRetrieveLogProb(RayTransform):
-    """torchrl's ``RetrieveLogProb`` in an actor, made as its other Ray transforms are: it has none of its own for it."""
+    """torchrl's ``RetrieveLogProb`` in an actor, built like its other Ray transforms: torchrl has none for this class."""
 
     def __init__(self, factory: Callable[[], Any], actor_name: str) -> None:
         self._factory = factory
@@ -62,7 +62,7 @@ class _MadeThere(TorchRLRetrieveLogProb):
 
 @dataclass(frozen=True)
 class Sides:
-    """Makes the transform of a library; the first process that does makes the actors too.
+    """Creates the transform of a library; the first process creates the actors too.
 
     Args:
         size: of both models.
@@ -73,12 +73,12 @@ class Sides:
     def make(self, side: str, served: Served) -> Callable[[TensorDictBase], TensorDictBase]:
         """The transform: log-probs of policy and reference and their KL, or the reference's log-probs alone.
 
-        The second is for a policy whose own log-probs came with the samples.
+        The latter is for a policy whose own log-probs came with the samples.
         """
         name, gen, ref = f"{side}-{served}", partial(policy, self.size), partial(reference, self.size)
         if side == THEIRS and served == "reference":
             return TorchRLRayRetrieveLogProb(ref, name)
-        if side == THEIRS:  # the one way of construction that works: None for both models, and a factory for each
+        if side == THEIRS:  # the only construction that works: None for both models, and a factory for each
             return TorchRLRayRetrieveKL(
                 None,
                 None,
@@ -102,7 +102,7 @@ class Sides:
 
 
 def data(size: ModelSize, length: int, *, seed: int, unrelated: bool = True) -> TensorDictBase:
-    """``SEQUENCES`` rows of random tokens, half of them a prompt; and something that no model asks for."""
+    """``SEQUENCES`` rows of random tokens, half of them a prompt, and an entry that no model reads."""
     rng = torch.Generator().manual_seed(seed)
     full = torch.randint(size.vocab, (SEQUENCES, length), generator=rng)
     found = TensorDict(
@@ -119,7 +119,7 @@ def data(size: ModelSize, length: int, *, seed: int, unrelated: bool = True) -> 
 
 
 def numbers(found: TensorDictBase, served: Served) -> Tensor:
-    """What a transform computed, padded; ``[SEQUENCES, T]``."""
+    """Output of a transform, padded; ``[SEQUENCES, T]``."""
     values = found["next", KL] if served == "both" else found["next", REF, "full"]
     return torch.nested.to_padded_tensor(values, 0.0) if values.is_nested else values
 

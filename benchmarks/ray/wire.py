@@ -1,4 +1,4 @@
-"""Bytes that a call sends and gets."""
+"""Bytes that a call sends and receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Around = Callable[[Callable[[], Any], Any], Any]
 
 @dataclass
 class Wire:
-    """Pickled arguments of calls to actors, and pickled answers."""
+    """Bytes of pickled arguments to actors and of pickled replies."""
 
     sent: int = 0
     received: int = 0
@@ -21,7 +21,7 @@ class Wire:
 
 @contextmanager
 def watched(remote: Around, get: Around) -> Iterator[None]:
-    """Put something around this process's calls to actors, and around its waiting for answers."""
+    """Wrap this process's calls to actors and its waits for replies."""
     import ray
     from ray import actor
 
@@ -43,7 +43,7 @@ def watched(remote: Around, get: Around) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[Wire]:
-    """Count what this process exchanges with actors; each thing is pickled once more for that, as Ray pickles it."""
+    """Count the bytes that this process exchanges with actors; pickles each object once more, as Ray does."""
     from ray import cloudpickle
 
     wire = Wire()
@@ -62,7 +62,7 @@ def counted() -> Iterator[Wire]:
 
 
 def bytes_of(call: Callable[[], object], *, repeats: int = 3) -> Wire:
-    """Of one call: the least of a few, for a sign of life may come in between."""
+    """Bytes of one call: the minimum of a few, because a lease renewal may add to one."""
     found = []
     for _ in range(repeats):
         with counted() as wire:

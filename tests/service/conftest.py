@@ -1,4 +1,4 @@
-"""Ray on this machine alone, started once, with resources that are said."""
+"""A local Ray cluster with explicit resources, started once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers that keep a service busy, and know what every answer must be."""
+"""Callers that keep a service busy and check every answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_llm_kl.service import RemoteModel
 
 
 def sequences(seed: int = 0, count: int = 5) -> Ragged:
-    """Others for each seed: an answer shows whose it is."""
+    """Sequences that differ between seeds, so that an answer belongs to one request."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 12, (count,), generator=rng).tolist()
     return Ragged.from_list([torch.randint(97, (n,), generator=rng) for n in lengths])
@@ -31,7 +31,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 def clone(remote: RemoteModel, *, timeout: float | None = None) -> RemoteModel:
-    """As another process would have it."""
+    """A copy as another process receives it."""
     found: RemoteModel = pickle.loads(pickle.dumps(remote))
     found.timeout = found.timeout if timeout is None else timeout
     return found
@@ -39,7 +39,7 @@ def clone(remote: RemoteModel, *, timeout: float | None = None) -> RemoteModel:
 
 @dataclass
 class Load:
-    """What callers got: answers by seed, and errors."""
+    """Results of the callers: answers by seed, and errors."""
 
     answers: dict[int, Tensor] = field(default_factory=dict)
     errors: list[Exception] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Load:
             done += 1
 
     def assert_all_right(self, *scorers: LogProbScorer) -> None:
-        """Nothing lost, nothing mixed up: every question has its own answer, from one of the given models."""
+        """Every request has its own answer, from one of the given models."""
         assert not self.errors, self.errors[0]
         assert len(self.answers) == self.asked > 0
         for seed, answer in self.answers.items():
@@ -74,7 +74,7 @@ class Load:
 
 @contextmanager
 def callers(remote: RemoteModel, count: int = 4, calls: int | None = None) -> Iterator[Load]:
-    """Threads that call again and again, until the block ends (or each has made its calls)."""
+    """Threads that call repeatedly, until the block ends or each has made its calls."""
     load = Load()
     threads = [threading.Thread(target=load.run, args=(remote, calls), daemon=True) for _ in range(count)]
     for thread in threads:
@@ -90,7 +90,7 @@ def callers(remote: RemoteModel, count: int = 4, calls: int | None = None) -> It
 
 
 def until(condition: object, *, seconds: float = 60.0) -> None:
-    """Wait for something to be true."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "it did not happen"
@@ -105,7 +105,7 @@ class Client:
         self._local = LogProbScorer(model())
 
     def ask(self, handle: bytes, seeds: list[int], *, at: float = 0.0) -> list[Tensor]:
-        """Scores of the sequences of each seed, asked for at a time of the clock."""
+        """Scores of the sequences of each seed, requested at a given time of the clock."""
         scorer = pickle.loads(handle).make_scorer()
         scorer.model.call(0, "health")  # connected
         time.sleep(max(at - time.time(), 0.0))

@@ -1,4 +1,4 @@
-"""The same transforms twice, with their models here and behind services, and the places where they run."""
+"""Transforms with local and with remote models, and the places where they run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENIZER = make_tokenizer()
 
 @cache
 def wrapper(seed: int, key: str) -> TransformersWrapper:
-    """A model of 64-bit numbers: what a service remembers of other calls must not show in the last bit of 32."""
+    """A float64 model: the cache of a service must not show in the last bit of float32."""
     model = make_model(TOKENIZER, seed).double()
     return make_scoring_wrapper(model, TOKENIZER, pad_output=False, log_probs_key=key)
 
@@ -48,7 +48,7 @@ def local(name: str) -> Transform:
 
 
 def remote(name: str, service: str) -> Transform:
-    """The same, with the reference behind ``service`` and the policy, if it is not a collector's, behind ``service-gen``."""
+    """A transform with its reference behind ``service`` and its policy, unless it is a collector's, behind ``service-gen``."""
     options: dict[str, Any] = {"actor_name": service, **CPUS}
     if name == "RetrieveLogProb":
         return RayRetrieveLogProb(model_factory=REF, **options)
@@ -69,12 +69,12 @@ def scorers(transform: Any) -> list[Any]:
 def chat_env(
     make_transforms: Callable[[], list[Transform]], envs: int = 2, turns: int = 2, input_mode: str = "history"
 ) -> EnvBase:
-    """What an env factory returns."""
+    """A chat env, as an env factory returns it."""
     return make_env(TOKENIZER, *make_transforms(), envs=envs, turns=turns, input_mode=input_mode)
 
 
 def greedy_policy(pad_output: bool = False) -> TransformersWrapper:
-    """A policy that answers alike in every process."""
+    """A policy that generates the same tokens in every process."""
     policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=pad_output)
     policy.generate_kwargs["do_sample"] = False
     return policy
@@ -90,7 +90,7 @@ def collected(env: EnvBase, turns: int = 8, **policy: Any) -> TensorDictBase:
 
 
 def start_together(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return; actors that start side by side take little longer than one."""
+    """Results of concurrent calls: actors that start side by side take little longer than one."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
@@ -117,7 +117,7 @@ def assert_same_specs(found: EnvBase, expected: EnvBase) -> None:
 
 
 def assert_scored(data: TensorDictBase, *keys: Any) -> None:
-    """Each step has numbers under ``keys``: equal results that are all 0 would say nothing."""
+    """Each step has non-zero numbers under ``keys``: equal zeros would prove nothing."""
     for step in steps(data):
         for key in keys:
             assert torch.count_nonzero(step[key]) > 1, key

@@ -18,7 +18,7 @@ def broken() -> nn.Module:
 
 
 class Slow(nn.Module):
-    """Takes its time, and returns uniform logits."""
+    """Sleeps, then returns uniform logits."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -42,20 +42,20 @@ def _pause(module: nn.Module, args: Any, *, seconds: float) -> None:
 
 
 def delayed(seconds: float, seed: int = 0) -> nn.Module:
-    """The same numbers as :func:`model`, later."""
+    """:func:`model` with a slower forward."""
     made = tiny_model(seed=seed)
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds))
     return made
 
 
 def late(seconds: float) -> nn.Module:
-    """Takes long to make."""
+    """:func:`model`, slow to make."""
     time.sleep(seconds)
     return tiny_model(seed=0)
 
 
 def only_once(folder: str) -> nn.Module:
-    """Can be made a first time, and not while the folder says so."""
+    """:func:`model` the first time; afterwards an error until ``folder / 'broken'`` is removed."""
     marks = Path(folder)
     if (marks / "broken").exists():
         raise OSError("the disk is not there")

@@ -1,4 +1,4 @@
-"""The queue before the model: what is scored together, in which order, and what happens when too much waits."""
+"""The request queue: composition and order of batches, and a full queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def request(tag: int, *, tokens: int = 3, caller: str = "a") -> Request:
 
 
 class Recorder:
-    """Answers each request with its tag, and keeps which ones came together."""
+    """Answers each request with its tag, and records the batches."""
 
     def __init__(self, seconds: float = 0.0, fails: Sequence[int] = ()) -> None:
         self.seconds, self.fails, self.batches = seconds, set(fails), []
@@ -57,7 +57,7 @@ def tags_of(answers: list[object]) -> list[float]:
     return [float(answer.log_prob[0]) for answer in answers]
 
 
-def test_what_arrives_together_is_one_batch_and_each_gets_its_own() -> None:
+def test_concurrent_requests_share_one_batch() -> None:
     recorder = Recorder()
     answers = run(recorder, *(request(i, caller=str(i)) for i in range(8)))
     assert tags_of(answers) == list(range(8))
@@ -72,19 +72,19 @@ def test_a_bad_request_fails_alone() -> None:
     assert str(answers[1]) == "bad 1"
 
 
-def test_callers_take_turns_the_oldest_first() -> None:
+def test_round_robin_over_callers_oldest_first() -> None:
     recorder = Recorder()
     greedy = [request(i, tokens=10, caller="greedy") for i in range(4)]
     run(recorder, *greedy, request(9, tokens=10, caller="modest"), max_tokens=20)
     assert recorder.batches == [[0, 9], [1, 2], [3]]
 
 
-def test_nobody_is_waited_for_when_all_who_are_about_are_there() -> None:
+def test_no_wait_when_all_recent_callers_are_in() -> None:
     async def main() -> tuple[float, float, list[list[int]]]:
         recorder = Recorder()
         batcher = Batcher(recorder, max_wait=0.4)
         start = time.monotonic()
-        await ask(batcher, request(0, caller="a"))  # alone, as far as is known
+        await ask(batcher, request(0, caller="a"))  # the only caller so far
         alone = time.monotonic() - start
         await ask(batcher, request(1, caller="b"))
         together = time.monotonic()
@@ -99,7 +99,7 @@ def test_nobody_is_waited_for_when_all_who_are_about_are_there() -> None:
     assert batches == [[0], [1], [2, 3]]
 
 
-def test_others_who_are_about_are_waited_for() -> None:
+def test_recent_callers_are_waited_for() -> None:
     async def main() -> list[list[int]]:
         recorder = Recorder()
         batcher = Batcher(recorder, max_wait=0.3)
@@ -120,14 +120,14 @@ def test_others_who_are_about_are_waited_for() -> None:
     assert asyncio.run(main()) == [[0, 1, 2]]
 
 
-def test_a_request_larger_than_the_budget_goes_alone() -> None:
+def test_a_request_above_max_tokens_is_a_batch_of_its_own() -> None:
     recorder = Recorder()
     answers = run(recorder, request(0, tokens=50), request(1), request(2), max_tokens=10)
     assert tags_of(answers) == [0, 1, 2]
     assert recorder.batches == [[0], [1, 2]]
 
 
-def test_a_full_queue_makes_callers_wait_and_then_says_so() -> None:
+def test_a_full_queue_makes_callers_wait_until_their_timeout() -> None:
     async def main() -> tuple[list[object], list[object]]:
         batcher = Batcher(Recorder(seconds=0.3), max_wait=0.0, max_queue=2, max_tokens=3)
         impatient = asyncio.gather(*(batcher.submit(request(i), timeout=0.1) for i in range(6)), return_exceptions=True)
@@ -144,7 +144,7 @@ def test_a_full_queue_makes_callers_wait_and_then_says_so() -> None:
     assert tags_of(patient) == [0, 1, 2, 3]
 
 
-def test_a_scorer_that_dies_leaves_nobody_waiting() -> None:
+def test_an_error_of_the_scorer_reaches_all_callers() -> None:
     def broken(requests: Sequence[Request]) -> list[Reply | Exception]:
         raise MemoryError("no room")
 
@@ -154,7 +154,7 @@ def test_a_scorer_that_dies_leaves_nobody_waiting() -> None:
     assert [str(answer) for answer in asyncio.run(main())] == ["no room", "no room"]
 
 
-def test_closing_refuses_what_waits_and_what_comes() -> None:
+def test_close_refuses_waiting_and_later_requests() -> None:
     async def main() -> list[object]:
         batcher = Batcher(Recorder(seconds=0.2), max_wait=0.0, max_tokens=3)
         waiting = asyncio.gather(*(batcher.submit(request(i), timeout=5) for i in range(3)), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Clients in processes of their own, and drivers that come and go."""
+"""Clients in other processes, and drivers that start and exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_eight_processes_at_once_share_one_batch() -> None:
     clients = [Client.remote() for _ in range(8)]
     with ScoringService(factory=model, max_wait=2.0, **CPUS) as service:
         handle = pickle.dumps(service.model)
-        ray.get([client.ask.remote(handle, [0]) for client in clients])  # from now on they are about
+        ray.get([client.ask.remote(handle, [0]) for client in clients])  # now they are recent callers
         before = service.stats()[0]
         at = time.time() + 1.0
         seeds = [[i, 100 + i, 200 + i] for i in range(8)]
@@ -47,7 +47,7 @@ def test_eight_processes_at_once_share_one_batch() -> None:
 
 
 def driver(body: str) -> subprocess.Popen[str]:
-    """A script that joins the cluster, in a process of its own."""
+    """A script that joins the cluster, in another process."""
     address = ray.get_runtime_context().gcs_address
     head = f"""
         import os, sys, time, pickle
@@ -69,7 +69,7 @@ def driver(body: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_what_the_actor_cannot_import_is_said_at_once(drivers: list[subprocess.Popen[str]]) -> None:
+def test_an_import_error_in_the_actor_is_raised_at_once(drivers: list[subprocess.Popen[str]]) -> None:
     drivers.append(
         driver(
             """
@@ -89,7 +89,7 @@ def test_what_the_actor_cannot_import_is_said_at_once(drivers: list[subprocess.P
 
 
 def stranger(remote: RemoteModel) -> subprocess.Popen[str]:
-    """A process that Ray did not start, as multiprocessing's are: the stand-in itself knows where the cluster is."""
+    """A process that Ray did not start, such as one of multiprocessing: the pickled model holds the cluster's address."""
     script = f"""
         import pickle, sys
         sys.path[:0] = {PATHS!r}
@@ -117,8 +117,8 @@ def output(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
-def test_two_drivers_make_the_same_name_and_one_another(drivers: list[subprocess.Popen[str]]) -> None:
-    """Two agree and share one actor, the third one's factory differs; with the last of them it is gone."""
+def test_drivers_with_the_same_name_and_with_another_configuration(drivers: list[subprocess.Popen[str]]) -> None:
+    """Two drivers agree and share one actor, the factory of the third differs; the actor ends with the last driver."""
     same = """
         service = ScoringService(factory=model, name="contested", num_cpus=0.1)
         print(service.stats()[0]["pid"], float(service.model.make_scorer().score(sequences()).values.sum()))
@@ -156,7 +156,7 @@ def test_a_detached_service_outlives_its_driver(drivers: list[subprocess.Popen[s
 
 
 @pytest.mark.slow
-def test_a_driver_that_dies_without_a_word_lets_go_in_the_end(drivers: list[subprocess.Popen[str]]) -> None:
+def test_the_lease_of_a_killed_driver_expires(drivers: list[subprocess.Popen[str]]) -> None:
     drivers.append(
         driver('service = ScoringService(factory=model, name="orphan", num_cpus=0.1); os.kill(os.getpid(), 9)')
     )
@@ -171,7 +171,7 @@ def test_the_service_ends_with_its_last_client() -> None:
     other.call(0, "health")
     service.close()
     time.sleep(1)
-    assert "shortlived:0" in names(), "another client is there"
+    assert "shortlived:0" in names(), "another client uses it"
     assert other.call(0, "health")
     del other
     until(lambda: "shortlived:0" not in names(), seconds=10)

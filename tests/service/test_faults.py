@@ -1,4 +1,4 @@
-"""What may happen to a service while callers wait: every one of them gets its own answer, or an error that says why not."""
+"""Faults while callers wait: every caller gets its own answer, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def local() -> LogProbScorer:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[ScoringService]:
-    """Each batch takes a while, so that there is a middle to hit."""
+    """A service with slow batches, so that a kill hits one."""
     with ScoringService(factory=partial(delayed, 0.05), name="faults", **CPUS) as found:
         yield found
         found.shutdown()
@@ -42,7 +42,7 @@ def pid(service: ScoringService, replica: int = 0) -> int:
 
 
 def log_lines(text: str) -> list[str]:
-    """What workers have logged."""
+    """Lines of this package in the logs of Ray's workers."""
     folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     logs = "\n".join(path.read_text() for path in folder.glob("worker-*.err"))
     return [line for line in logs.splitlines() if "torchrl_llm_kl.service" in line and text in line]
@@ -63,7 +63,7 @@ def test_killed_mid_batch(service: ScoringService, local: LogProbScorer) -> None
 
 
 @pytest.mark.slow
-def test_killed_for_good_it_is_made_again(service: ScoringService, local: LogProbScorer) -> None:
+def test_a_replica_killed_for_good_is_created_again(service: ScoringService, local: LogProbScorer) -> None:
     with callers(service.model, calls=5) as load:
         until(lambda: len(load.answers) >= 4)
         ray.kill(ray.get_actor("faults:0", namespace=service.model.spec.namespace), no_restart=True)
@@ -81,7 +81,7 @@ def test_killed_while_weights_update(local: LogProbScorer) -> None:
             killer.start()
             service.update_weights(new[1].state_dict(), version=2)
             killer.join()
-            service.model.version = 2  # a versioned question is never answered from others
+            service.model.version = 2  # a versioned request never gets scores of other weights
             assert_same(
                 service.model.make_scorer().score(sequences()).values, LogProbScorer(new[1]).score(sequences()).values
             )
@@ -112,7 +112,7 @@ def test_a_client_killed_mid_call(service: ScoringService, local: LogProbScorer)
 
 
 def test_bad_requests_beside_good_ones(service: ScoringService, local: LogProbScorer) -> None:
-    """They come while callers keep the service busy: batches hold both kinds."""
+    """Callers keep the service busy, so that batches hold good and bad requests."""
     scorer = clone(service.model).make_scorer()
     failures = service.stats()[0]["failures"]
     with callers(service.model, count=3) as load:
@@ -163,12 +163,12 @@ def test_a_slow_model_and_a_full_queue() -> None:
         for seed, answer in load.answers.items():
             data = sequences(seed)
             assert_same(answer, -(data.positions > 0).float() * float(np.log(97)))
-        until(lambda: service.stats()[0]["queue"] == 0)  # those that gave up are not scored for nobody
+        until(lambda: service.stats()[0]["queue"] == 0)  # requests of callers that gave up are dropped
         service.shutdown()
 
 
 def test_object_store_pressure(service: ScoringService, local: LogProbScorer) -> None:
-    """Requests too large to go along with a call, while the store is full of other things."""
+    """Requests too large to be inlined in a call, while the object store is full."""
     room = ray.available_resources()["object_store_memory"]
     held = [ray.put(np.zeros(2**20, np.uint8)) for _ in range(int(0.97 * room / 2**20))]
     rng = torch.Generator().manual_seed(0)
@@ -210,7 +210,7 @@ def test_shut_down_while_callers_wait(local: LogProbScorer) -> None:
         service.model.make_scorer().score(sequences())
 
 
-def test_resources_that_nobody_has_are_said_and_the_name_stays_free() -> None:
+def test_missing_resources_are_an_error_and_the_name_is_free_again() -> None:
     with pytest.raises(ServiceTimeout, match=r"no node of the cluster has \{'CPU': 0.1, 'GPU': 1\}"):
         ScoringService(factory=model, name="gpu", num_cpus=0.1, num_gpus=1, timeout=2.0)
     with ScoringService(factory=model, name="gpu", **CPUS) as service:
@@ -226,9 +226,7 @@ def test_a_model_may_take_longer_than_a_lease_to_load(local: LogProbScorer) -> N
 
 
 @pytest.mark.slow
-def test_a_factory_that_fails_the_second_time_says_so_and_may_work_the_third(
-    local: LogProbScorer, tmp_path: Path
-) -> None:
+def test_a_factory_that_fails_on_the_restart_and_works_later(local: LogProbScorer, tmp_path: Path) -> None:
     with ScoringService(factory=partial(only_once, str(tmp_path)), **CPUS) as service:
         scorer = service.model.make_scorer()
         assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
@@ -241,9 +239,9 @@ def test_a_factory_that_fails_the_second_time_says_so_and_may_work_the_third(
 
 
 @pytest.mark.slow
-def test_one_replica_is_enough_even_if_the_other_cannot_come_back(local: LogProbScorer) -> None:
+def test_one_replica_is_enough_if_the_other_cannot_restart(local: LogProbScorer) -> None:
     with ScoringService(model(), num_replicas=2, **CPUS) as service:
-        elsewhere = clone(service.model)  # without the model, which was given by value
+        elsewhere = clone(service.model)  # without the model, which is given by value
         data = sequences(count=24)
         assert_same(elsewhere.make_scorer().score(data).values, local.score(data).values)
         ray.kill(ray.get_actor(f"{service.name}:0", namespace=service.model.spec.namespace), no_restart=True)
@@ -252,7 +250,7 @@ def test_one_replica_is_enough_even_if_the_other_cannot_come_back(local: LogProb
 
 
 @pytest.mark.slow
-def test_one_name_in_two_namespaces() -> None:
+def test_the_same_name_in_two_namespaces() -> None:
     with (
         ScoringService(factory=model, name="twin", namespace="A", **CPUS) as one,
         ScoringService(factory=model, name="twin", namespace="B", **CPUS) as other,

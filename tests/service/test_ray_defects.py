@@ -1,4 +1,4 @@
-"""What fails in torchrl 0.14.1's Ray classes, row by row of the list of defects, works here."""
+"""The defects of torchrl 0.14.1's Ray classes, one by one, are absent here."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def named(prefix: str) -> list[str]:
 
 
 def assert_gone(prefix: str, *, within: float) -> None:
-    """No actor has a name that begins so, soon."""
+    """Wait until no actor has a name with this prefix."""
     deadline = time.monotonic() + within
     while named(prefix) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert named(prefix) == []
 
 
-# ------------------------------------------------------------------ 16, 17, 18: they start, and work
+# ------------------------------------------------------------------ 16, 17, 18: construction and first use
 
 
 @pytest.mark.parametrize("make", [RayRetrieveKL, partial(RetrieveKL, use_ray_service=True)], ids=["class", "argument"])
@@ -126,7 +126,7 @@ def test_defect_18_from_collector_beside_a_served_reference() -> None:
         for transform in (variant, local("from_collector"))
     )
     assert_same(found, expected)
-    assert gen.model.call(0, "stats")["requests"] == before, "the policy is scored where it lives"
+    assert gen.model.call(0, "stats")["requests"] == before, "the policy is scored in its own process"
 
 
 def test_defect_18_kl_reward_transform_again_and_again() -> None:
@@ -138,7 +138,7 @@ def test_defect_18_kl_reward_transform_again_and_again() -> None:
 # ------------------------------------------------------------------ 19: errors of constructors
 
 
-def test_defect_19_what_the_factory_raises_is_raised_at_construction() -> None:
+def test_defect_19_errors_of_the_factory_are_raised_at_construction() -> None:
     with pytest.raises(OSError, match=r"^no such checkpoint: /nowhere$"):
         RayRetrieveKL(gen_model_factory=GEN, ref_model_factory=broken, actor_name="defects-broken", **CPUS)
     assert_gone("defects-broken", within=20)
@@ -157,7 +157,7 @@ def test_defect_19_what_the_factory_raises_is_raised_at_construction() -> None:
     ],
     ids=["exact", "gradient", "exact of two", "gradient of one"],
 )
-def test_defect_19_what_a_service_cannot_do_is_said_at_construction(make: Callable[..., Any], message: str) -> None:
+def test_defect_19_unsupported_arguments_are_refused_at_construction(make: Callable[..., Any], message: str) -> None:
     made = set(named(""))
     with pytest.raises(ValueError, match=message):
         make(**CPUS)
@@ -178,18 +178,18 @@ def test_defect_19_what_a_service_cannot_do_is_said_at_construction(make: Callab
     ],
     ids=["no reference", "no reference of KLReward", "placement", "scope", "keys"],
 )
-def test_defect_19_errors_of_the_local_class_are_its_own(make: Callable[[], Any], message: str) -> None:
+def test_defect_19_errors_of_the_local_class_are_unchanged(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-    assert set(named(SERVICE)) >= {f"{SERVICE}:0", f"{SERVICE}-gen:0"}, "a service that others use goes on"
+    assert set(named(SERVICE)) >= {f"{SERVICE}:0", f"{SERVICE}-gen:0"}, "a service that others use stays alive"
 
 
-# ------------------------------------------------------------------ 20: who comes first
+# ------------------------------------------------------------------ 20: concurrent creation
 
 
 @ray.remote(num_cpus=0)
 def _create(name: str, meeting: str, parties: int) -> tuple[int, int, Tensor]:
-    """Make or find the service at the same moment as the others; pids here and there, and what it gave."""
+    """Create or find the service at the same moment as other processes; pids here and there, and the scores."""
     place = Path(meeting)
     (place / str(os.getpid())).touch()
     deadline = time.monotonic() + 60
@@ -205,7 +205,7 @@ Race = tuple[list[tuple[int, int, Tensor]], ScoringService]
 
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
-    """What each creator got, and the service, which this process uses too from then on."""
+    """Results of each creator, and the service."""
     meeting = str(tmp_path_factory.mktemp("race"))
     found = ray.get([_create.remote("defects-race", meeting, 3) for _ in range(3)])
     return found, ScoringService(factory=REF, name="defects-race", **CPUS)
@@ -224,8 +224,8 @@ def test_defect_20_all_creators_get_the_same_actor(race: Race) -> None:
     ("other", "shows"),
     [
         ({"model_factory": BY_VALUE}, r"model: .*wrapper"),
-        ({"model_factory": REF, "max_wait": 0.7}, r"max_wait: it has 0\.2, asked for 0\.7"),
-        ({"model_factory": REF, "memory": 5}, r"memory: it has \d+, asked for 5"),
+        ({"model_factory": REF, "max_wait": 0.7}, r"max_wait: it has 0\.2, requested 0\.7"),
+        ({"model_factory": REF, "memory": 5}, r"memory: it has \d+, requested 5"),
     ],
     ids=["model", "setting", "memory"],
 )
@@ -234,7 +234,7 @@ def test_defect_20_a_name_with_another_configuration_shows_the_difference(other:
         RayRetrieveLogProb(**{**SHARED, **other})
 
 
-# ------------------------------------------------------------------ 21: death, and the end
+# ------------------------------------------------------------------ 21: crash and shutdown
 
 
 def test_defect_21_a_killed_actor_comes_back() -> None:
@@ -280,7 +280,7 @@ def test_defect_22_one_batch_and_a_bad_request_fails_alone() -> None:
     first.result()
     after = transform.model.call(0, "stats")
     assert after["requests"] - before["requests"] == 7
-    assert after["batches"] - before["batches"] <= 3, "those that came while the model was busy went together"
+    assert after["batches"] - before["batches"] <= 3, "requests that came while the model was busy share a batch"
     for i in (0, 1, 3, 4, 5):
         assert_same(answers[i].result(), original(requests[i].clone()))
     with pytest.raises(ValueError, match="token id 5000 at sequence 1, position 5"):
@@ -292,7 +292,7 @@ def test_defect_22_one_batch_and_a_bad_request_fails_alone() -> None:
 
 
 def assert_written(variant: Any, original: Any, name: str, value: Any) -> None:
-    """What is written on the client can be read there, and changes its results as it changes the local class's."""
+    """An attribute written on the client can be read there, and changes the results as in the local class."""
     was = variant(data())
     for transform in (variant, original):
         setattr(transform, name, value)
@@ -323,14 +323,14 @@ def test_defect_23_attributes_of_kl_reward_transform(name: str, value: Any) -> N
     assert_written(variant, KLRewardTransform(REF(), coef=COEFF), name, value)
 
 
-def test_defect_23_an_adaptive_coefficient_and_a_mark_of_ones_own() -> None:
+def test_defect_23_an_adaptive_coefficient_and_a_user_attribute() -> None:
     variant = RayRetrieveKL(gen_model_factory=GEN, ref_model_factory=REF, coeff=COEFF, **SHARED)
     assert variant.coeff() == pytest.approx(COEFF)
     variant.note = "mine"
     assert pickle.loads(pickle.dumps(variant)).note == "mine"
 
 
-# ------------------------------------------------------------------ 24: what travels
+# ------------------------------------------------------------------ 24: bytes on the wire
 
 
 @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL", "KLRewardTransform"])

@@ -1,4 +1,4 @@
-"""The Ray variants in every place that TorchRL runs a transform: what the local classes write there, to 1e-6."""
+"""The Ray variants in every place where TorchRL runs a transform: they write what the local classes write, to 1e-6."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def policy(request: pytest.FixtureRequest) -> Any:
 
 
 def both(name: str) -> list[Transform]:
-    """The variant and the local class."""
+    """The Ray variant and the local class."""
     variant = remote(name, SERVICE)
     assert all(scorer.path == "remote" for scorer in scorers(variant))
     return [variant, local(name)]
@@ -175,7 +175,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_copies(policy: Any, name: str, how: str) -> None:
     given = data(policy, name)
     variant, original = both(name)
-    variant(given.clone())  # a copy of one that is at work, too
+    variant(given.clone())  # connected: a copy must work from then on too
     found, copied = COPIES[how](variant), COPIES[how](original)
     assert type(found) is type(variant)
     assert type(copied) is type(original)
@@ -187,7 +187,7 @@ def test_copies(policy: Any, name: str, how: str) -> None:
 
 
 class Pickled:
-    """An env factory as it arrives in another process."""
+    """An env factory as another process receives it."""
 
     def __init__(self, factory: Callable[[], EnvBase]) -> None:
         self.factory = cloudpickle.loads(cloudpickle.dumps(factory))
@@ -209,7 +209,7 @@ def test_pickled_env_factory(policy: Any, name: str) -> None:
 @pytest.mark.parametrize("pickled", [False, True], ids=["here", "pickled"])
 @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL"])
 def test_env_creator(name: str, pickled: bool) -> None:
-    """It takes a step of its own at a random action, of which only text can be scored."""
+    """EnvCreator takes a step with a random action, of which only text can be scored."""
     policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=False, input_mode="text")
     envs = []
     for transform in both(name):
@@ -222,14 +222,14 @@ def test_env_creator(name: str, pickled: bool) -> None:
 
 
 class Mine(RetrieveLogProb):
-    """A class of a script's own."""
+    """A user's subclass of a local class."""
 
 
 class MyVariant(RayRetrieveLogProb):
-    """One that is served already."""
+    """A user's subclass of a Ray variant."""
 
 
-def test_a_class_of_ones_own() -> None:
+def test_subclasses() -> None:
     with pytest.raises(TypeError, match=r"Mine has no variant for Ray\. Derive it from one of .*RayRetrieveLogProb"):
         Mine(REF(), use_ray_service=True)
     variant = MyVariant(model_factory=REF, use_ray_service=True, actor_name=SERVICE, **CPUS)
@@ -241,7 +241,7 @@ def test_a_class_of_ones_own() -> None:
 
 
 def variants(made_here: Transform) -> list[Transform]:
-    """One of each class, one pickled and two made where the env is; what the last two write is kept apart."""
+    """One of each class, the first pickled and the others created with the env; the last two write to keys of their own."""
     shared: dict[str, Any] = {"actor_name": SERVICE, **CPUS}
     return [
         made_here,

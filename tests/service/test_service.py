@@ -1,4 +1,4 @@
-"""The service on a local Ray: the same numbers as a local scorer, whatever happens to the actor."""
+"""The service on a local Ray cluster: the numbers of a local scorer, even if an actor dies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_same_numbers_as_locally(service: ScoringService, local: LogProbScor
     )
 
 
-def test_what_needs_the_model_here_is_refused(service: ScoringService, local: LogProbScorer) -> None:
+def test_requests_that_need_a_local_model_are_refused(service: ScoringService, local: LogProbScorer) -> None:
     remote = service.model.make_scorer()
     with pytest.raises(ValueError, match="gives no gradient"):
         remote.score(sequences(), grad=True)
@@ -63,7 +63,7 @@ def test_what_needs_the_model_here_is_refused(service: ScoringService, local: Lo
         remote.evaluate(sequences(), reference=local)
 
 
-def test_errors_of_a_request_come_back_as_they_are(service: ScoringService) -> None:
+def test_errors_of_a_request_keep_type_and_message(service: ScoringService) -> None:
     with pytest.raises(ValueError, match=r"token id 500 at sequence 0, position 1 is outside the vocabulary"):
         service.model.make_scorer().score(Ragged.from_list([torch.tensor([1, 500])]))
 
@@ -90,7 +90,7 @@ def test_replicas_share_the_work_and_one_may_die(local: LogProbScorer) -> None:
         assert all(shares)
         assert_same_scores(remote.score(data), local.score(data))
         assert [stats["tokens"] for stats in service.stats()] == [2 * n for n in shares], (
-            "the same ones go the same way"
+            "each sequence goes to the same replica again"
         )
         kill(service, 1)
         assert_same_scores(remote.score(data), local.score(data))
@@ -109,3 +109,30 @@ def test_a_name_in_use_with_another_configuration_shows_the_difference(service: 
         ScoringService(factory=partial(model, seed=3), name="shared", **CPUS)
     same_again = ScoringService(factory=model, name="shared", **CPUS)
     assert same_again.stats()[0]["pid"] == service.stats()[0]["pid"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_replicas": 0}, "num_replicas must be a whole number of at least 1, got 0"),
+        ({"num_replicas": 1.5}, "num_replicas must be a whole number"),
+        ({"num_replicas": True}, "num_replicas must be a whole number"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"max_queue": "4"}, "max_queue must be a whole number"),
+        ({"max_wait": -1.0}, "max_wait must be a number of seconds"),
+        ({"timeout": "5"}, "timeout must be a number of seconds"),
+        ({"timeout": float("inf")}, "timeout must be a number of seconds"),
+        ({"timeout": 0}, "timeout must be a number of seconds greater than 0"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1"),
+        ({"memory": -1}, "memory must be a number of bytes"),
+        ({"lifetime": "long"}, "lifetime must be 'detached' or None, got 'long'"),
+        ({"name": ""}, "name must be a string"),
+        ({"name": "a:b"}, "name must be a string without ':'"),
+        ({"name": 5}, "name must be a string"),
+        ({"namespace": None}, "namespace must be a string"),
+    ],
+    ids=str,
+)
+def test_invalid_arguments_are_refused_before_actors_start(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScoringService(factory=model, **arguments)  # type: ignore[arg-type]

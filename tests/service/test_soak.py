@@ -1,4 +1,4 @@
-"""Minutes of work while replicas are killed at random: nothing is lost, nothing mixed up, and memory stays flat."""
+"""Minutes of work while replicas are killed at random: no answer is lost or wrong, and memory does not grow."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.slow
 
 SECONDS = float(os.environ.get("TORCHRL_LLM_KL_SOAK_SECONDS", "600"))
 CALLERS = 4
-SEEDS = 500  # questions whose answers are known beforehand
+SEEDS = 500  # requests with known answers
 
 
 def resident(pid: int) -> float:
-    """MiB that a process holds in memory."""
+    """Resident MiB of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -78,7 +78,7 @@ def test_nothing_is_lost_and_memory_stays_flat() -> None:
         ]
         for thread in threads:
             thread.start()
-        steady, kills = service.stats()[0]["pid"], 0  # one lives on, so that its memory can be watched
+        steady, kills = service.stats()[0]["pid"], 0  # one replica is never killed, to watch its memory
         memory: list[tuple[float, float, float]] = []
         next_kill = time.monotonic() + 5
         while time.monotonic() < end:

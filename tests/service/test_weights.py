@@ -1,4 +1,4 @@
-"""Weights that change: by hand, through torchrl, while callers ask for versions."""
+"""Weight updates: direct, through torchrl, and while callers request versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_llm_kl.service import (
     ServiceWeightUpdater,
     WeightVersionError,
 )
-from torchrl_llm_kl.service._keeper import keeper_of
+from torchrl_llm_kl.service._weights import keeper_of
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def service() -> Iterator[ScoringService]:
 
 
 def assert_holds(service: ScoringService, expected: nn.Module, version: int) -> None:
-    data = sequences(count=24)  # enough for both replicas
+    data = sequences(count=24)  # enough to reach both replicas
     remote = clone(service.model)
     for wanted in (None, version):
         remote.version = wanted
@@ -46,7 +46,7 @@ def test_weights_reach_every_replica_under_their_version(service: ScoringService
     assert_holds(service, model(seed=1), start + 1)
     service.update_weights(ray.put(model(seed=2).state_dict()), start + 5)
     assert_holds(service, model(seed=2), start + 5)
-    service.update_weights(model(seed=2), start + 5)  # again, as after a time-out
+    service.update_weights(model(seed=2), start + 5)  # again, as after a timeout
     half = {name: value for name, value in model(seed=3).state_dict().items() if "layers.0" in name}
     service.update_weights(half, start + 6)
     mixed = model(seed=2)
@@ -61,12 +61,12 @@ def test_weights_reach_every_replica_under_their_version(service: ScoringService
     assert_holds(service, mixed, start + 6)
 
 
-def test_a_version_that_is_past_and_one_that_never_comes(service: ScoringService) -> None:
+def test_a_past_version_and_one_that_is_never_pushed(service: ScoringService) -> None:
     service.update_weights(model(), service.version + 1)
     remote = clone(service.model, timeout=1.0)
     remote.version = service.version - 1
     with pytest.raises(
-        WeightVersionError, match=rf"version {remote.version} of the weights was asked for, this replica holds"
+        WeightVersionError, match=rf"version {remote.version} of the weights was requested, this replica holds"
     ):
         remote.make_scorer().score(sequences())
     remote.version = service.version + 1
@@ -76,12 +76,12 @@ def test_a_version_that_is_past_and_one_that_never_comes(service: ScoringService
     assert time.monotonic() - start < 10
 
 
-def test_a_version_that_is_still_to_come_is_waited_for(service: ScoringService) -> None:
+def test_a_request_waits_for_a_later_version(service: ScoringService) -> None:
     early = clone(service.model)
     early.version = service.version + 1
     found: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: found.append(early.make_scorer().score(sequences()).values))
-    with callers(service.model, count=2) as load:  # who asks for no version is served meanwhile
+    with callers(service.model, count=2) as load:  # requests without a version are served meanwhile
         thread.start()
         until(lambda: len(load.answers) > 10)
         assert not found
@@ -114,11 +114,11 @@ def test_through_the_weight_updater_of_a_collector(service: ScoringService) -> N
         ServiceWeightUpdater(service)()
 
 
-def test_a_push_that_ended_halfway_is_made_good_by_who_is_asked(service: ScoringService) -> None:
-    """Weights are put away first: a replica that is behind takes them when somebody has seen the others'."""
+def test_a_replica_catches_up_after_an_interrupted_push(service: ScoringService) -> None:
+    """The keeper stores weights first: a replica without them takes them once a client has seen the new version."""
     spec, new, version = service.model.spec, model(seed=9), service.version + 1
     weights = ray.put(new.state_dict())
-    keeper = keeper_of(spec.name, spec.replica_names, spec.namespace, spec.source)
+    keeper = keeper_of(spec)
     assert ray.get(keeper.put.remote(version, weights)) is None
     assert service.model.call(1, "update_weights", weights, version) is None
     assert sorted(stats["version"] for stats in service.stats()) == [version - 1, version]
@@ -126,7 +126,7 @@ def test_a_push_that_ended_halfway_is_made_good_by_who_is_asked(service: Scoring
 
 
 @pytest.mark.parametrize(("weights", "message"), [({}, "there are no weights"), ({"lm_head.weight": 1}, "got int")])
-def test_what_are_no_weights(service: ScoringService, weights: dict[str, object], message: str) -> None:
+def test_invalid_weights(service: ScoringService, weights: dict[str, object], message: str) -> None:
     version = service.version
     with pytest.raises((TypeError, ValueError), match=message):
         service.update_weights(weights, version + 1)
@@ -135,7 +135,7 @@ def test_what_are_no_weights(service: ScoringService, weights: dict[str, object]
         service.model.version = 2.5  # type: ignore[assignment]
 
 
-def test_versions_of_numpy_are_versions(service: ScoringService) -> None:
+def test_numpy_integers_are_versions(service: ScoringService) -> None:
     service.update_weights(model(), np.int64(service.version + 1))
     remote = clone(service.model)
     remote.version = np.int64(service.version)
@@ -149,7 +149,7 @@ def restart(service: ScoringService) -> None:
 
 
 @pytest.mark.slow
-def test_parts_that_were_pushed_one_by_one_all_survive_a_restart() -> None:
+def test_partial_updates_survive_a_restart() -> None:
     half = {name: value for name, value in model(seed=2).state_dict().items() if "layers.0" in name}
     expected = model(seed=1)
     expected.load_state_dict(half, strict=False)
@@ -163,12 +163,12 @@ def test_parts_that_were_pushed_one_by_one_all_survive_a_restart() -> None:
 
 
 @pytest.mark.slow
-def test_weights_whose_keeper_is_gone_are_missed() -> None:
+def test_weights_lost_with_their_keeper_are_an_error() -> None:
     with ScoringService(factory=model, num_cpus=0.1) as service:
         service.update_weights(model(seed=1), 1)
         ray.kill(ray.get_actor(f"{service.name}:weights", namespace=service.model.spec.namespace))
         restart(service)
-        with pytest.raises(WeightVersionError, match="version 1 of the weights was here"):
+        with pytest.raises(WeightVersionError, match="version 1 of the weights was seen before"):
             service.model.make_scorer().score(sequences())
         service.update_weights(model(seed=1), 1)
         found = service.model.make_scorer().score(sequences()).values
@@ -177,7 +177,7 @@ def test_weights_whose_keeper_is_gone_are_missed() -> None:
 
 
 @pytest.mark.slow
-def test_a_new_service_of_an_old_name_begins_anew() -> None:
+def test_a_new_service_with_an_old_name_starts_at_version_0() -> None:
     with ScoringService(factory=model, name="life", num_cpus=0.1) as service:
         service.update_weights(model(seed=1), 5)
     until(lambda: "life:0" not in {e["name"] for e in ray.util.list_named_actors(all_namespaces=True)})

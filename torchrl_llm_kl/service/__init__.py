@@ -18,8 +18,7 @@ from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
 
 if TYPE_CHECKING:
-    from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme
-    from torchrl_llm_kl.service._weight_updater import ServiceWeightUpdater
+    from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme, ServiceWeightUpdater
 
 __all__ = [
     "RayKLRewardTransform",
@@ -38,11 +37,8 @@ __all__ = [
     "WeightVersionError",
 ]
 
-# They import torchrl's collectors, which actors can do without.
-_LAZY = {"ServiceWeightSyncScheme": "_weight_sync", "ServiceWeightUpdater": "_weight_updater"}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f"torchrl_llm_kl.service.{_LAZY[name]}"), name)
+    if name in ("ServiceWeightSyncScheme", "ServiceWeightUpdater"):  # actors do without torchrl's collectors
+        return getattr(import_module("torchrl_llm_kl.service._weight_sync"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

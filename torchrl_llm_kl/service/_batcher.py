@@ -1,4 +1,4 @@
-"""Requests that wait together are scored in one batch."""
+"""The request queue of a replica: requests that wait together are scored in one batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceOverloaded
+from torchrl_llm_kl.service._stats import BatchRecord
 from torchrl_llm_kl.service._wire import Reply, Request
 
-__all__ = ["BatchRecord", "Batcher"]
-
-Answers = list[Reply | Exception]
 _LOG = logging.getLogger("torchrl_llm_kl.service")
-_ABOUT = 10.0  # seconds for which a caller is waited for
+#: Seconds after its last request for which batches wait for a caller.
+CALLER_TTL = 10.0
 
 
 @dataclass(eq=False)
@@ -29,50 +29,37 @@ class _Waiting:
     arrived: float = field(default_factory=time.monotonic)
 
 
-@dataclass(frozen=True)
-class BatchRecord:
-    """One batch, for statistics: requests, tokens, seconds in the model, and how long each request took in all."""
-
-    requests: int
-    tokens: int
-    seconds: float
-    latencies: tuple[float, ...]
-
-
 class Batcher:
-    """Collects requests on an event loop and scores them in one other thread.
+    """Collects requests on an event loop and scores them in one thread.
 
-    A batch starts with the oldest request, waits a few milliseconds for the other callers that are about, and takes one request
-    of each caller in turn, the oldest first, up to a number of tokens. A request larger than that goes alone.
+    A batch starts with the oldest request, waits up to ``max_wait`` for requests of the other recent callers, then takes
+    requests round-robin over the callers, oldest first, up to ``max_tokens``. A larger request is a batch of its own.
 
     Args:
         score: answers a batch; called in the thread.
 
     Keyword Args:
-        max_tokens: of a batch.
-        max_wait: seconds that the oldest request waits for company; not if all callers of the last ten seconds are there.
-        max_queue: requests that may wait; more wait outside, until their time is up.
-        on_batch: told of each batch.
+        max_tokens: per batch.
+        max_wait: seconds that the oldest request waits for others; no wait once all callers of the last ten seconds are in.
+        max_queue: requests in the queue; further ones wait outside until their timeout.
+        on_batch: called with the record of each batch.
     """
 
     def __init__(
         self,
-        score: Callable[[Sequence[Request]], Answers],
+        score: Callable[[Sequence[Request]], list[Reply | Exception]],
         *,
         max_tokens: int = 65536,
         max_wait: float = 0.003,
         max_queue: int = 256,
         on_batch: Callable[[BatchRecord], None] = lambda record: None,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("max_queue", max_queue)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if not max_wait >= 0:
-            raise ValueError(f"max_wait must be a number of seconds, got {max_wait}")
+        check_range(1, max_tokens=max_tokens, max_queue=max_queue)
+        check_range(0, max_wait=max_wait)
         self._score, self._on_batch = score, on_batch
         self.max_tokens, self.max_wait, self.max_queue = max_tokens, max_wait, max_queue
         self._waiting: deque[_Waiting] = deque()
-        self._outside: deque[asyncio.Future[None]] = deque()  # who waits for a place in the queue
+        self._outside: deque[asyncio.Future[None]] = deque()  # callers that wait for room in the queue
         self._changed = asyncio.Event()
         self._callers: dict[str, float] = {}
         self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
@@ -83,31 +70,31 @@ class Batcher:
         return len(self._waiting)
 
     def expect(self, caller: str) -> None:
-        """Somebody is about to ask, or has asked: for a while, batches wait for more of it."""
+        """Let batches wait for a request of this caller for the next ten seconds."""
         self._callers[caller] = time.monotonic()
 
     async def submit(self, request: Request, *, timeout: float) -> Reply:
-        """Wait for a place in the queue, and for the answer.
+        """Wait for room in the queue, then for the answer.
 
         Raises:
-            ServiceOverloaded: if there was no place within ``timeout`` seconds.
-            ServiceClosedError: if the service is closed meanwhile.
-            Exception: whatever scoring this request raised.
+            ServiceOverloaded: if the queue stayed full for ``timeout`` seconds.
+            ServiceClosedError: if the service is closed first.
+            Exception: any error of scoring this request.
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         self.expect(request.caller)
         deadline = time.monotonic() + timeout
         while len(self._waiting) >= self.max_queue and not self._closed:
-            await self._place(deadline, timeout)
+            await self._wait_for_room(deadline, timeout)
         if self._closed:
-            raise ServiceClosedError("the service is closed")
+            raise ServiceClosedError("the service is closed.")
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._changed.set()
         return await waiting.answer
 
-    async def _place(self, deadline: float, timeout: float) -> None:
+    async def _wait_for_room(self, deadline: float, timeout: float) -> None:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outside.append(place)
         try:
@@ -115,16 +102,16 @@ class Batcher:
         except BaseException as error:
             if place in self._outside:
                 self._outside.remove(place)
-            self._let_in()  # the place may have been given to somebody who has just gone
+            self._admit()  # this caller gives up a place that it may just have been given
             if isinstance(error, asyncio.TimeoutError):
                 raise ServiceOverloaded(
                     f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
-                    f"{timeout:g} s: add replicas, ask for less at a time, or wait longer (timeout=)"
+                    f"{timeout:g} s: add replicas, send smaller requests, or raise timeout=."
                 ) from None
             raise
 
-    def _let_in(self) -> None:
-        """Tell as many as there is room for, those first who came first."""
+    def _admit(self) -> None:
+        """Let waiting callers into the queue, first come first served; all of them after a close."""
         room = len(self._outside) if self._closed else self.max_queue - len(self._waiting)
         while room > 0 and self._outside:
             place = self._outside.popleft()
@@ -133,23 +120,23 @@ class Batcher:
                 room -= 1
 
     async def in_thread(self, call: Callable[[], object]) -> object:
-        """Run something where the model runs, between two batches."""
+        """Run ``call`` in the scoring thread, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def close(self) -> None:
-        """Refuse what waits, and what comes."""
+        """Refuse waiting and later requests."""
         self._closed = True
         for waiting in self._waiting:
             if not waiting.answer.done():
-                waiting.answer.set_exception(ServiceClosedError("the service was closed before this was scored"))
+                waiting.answer.set_exception(
+                    ServiceClosedError("the service was closed before it scored this request.")
+                )
         self._waiting.clear()
-        self._let_in()
+        self._admit()
         self._changed.set()
         if self._loop is not None:
             await self._loop
         self._thread.shutdown(wait=False)
-
-    # ------------------------------------------------------------------ the loop
 
     async def _run(self) -> None:
         while not self._closed:
@@ -157,14 +144,14 @@ class Batcher:
             if not self._waiting:
                 await self._changed.wait()
                 continue
-            await self._company()
+            await self._wait_for_callers()
             batch = self._take()
-            self._let_in()
+            self._admit()
             if batch:
                 await self._answer(batch)
 
-    async def _company(self) -> None:
-        """Until all callers are there, the oldest request has waited long enough, or there is enough to do."""
+    async def _wait_for_callers(self) -> None:
+        """Until all recent callers are in, the batch is full, or the oldest request has waited ``max_wait``."""
         while self._waiting and not self._closed and not self._complete():
             left = self._waiting[0].arrived + self.max_wait - time.monotonic()
             if left <= 0:
@@ -176,15 +163,15 @@ class Batcher:
     def _complete(self) -> bool:
         if sum(w.request.num_tokens for w in self._waiting) >= self.max_tokens:
             return True
-        since = time.monotonic() - _ABOUT
+        since = time.monotonic() - CALLER_TTL
         self._callers = {caller: seen for caller, seen in self._callers.items() if seen > since}
         return self._callers.keys() <= {w.request.caller for w in self._waiting}
 
     def _take(self) -> list[_Waiting]:
-        alive = [w for w in self._waiting if not w.answer.done()]  # a caller may have gone
+        alive = [w for w in self._waiting if not w.answer.done()]  # callers may have given up
         turns: dict[str, itertools.count[int]] = {}
         order = sorted(
-            ((next(turns.setdefault(w.request.caller, itertools.count())), w.arrived, i) for i, w in enumerate(alive)),
+            (next(turns.setdefault(w.request.caller, itertools.count())), w.arrived, i) for i, w in enumerate(alive)
         )
         batch: list[_Waiting] = []
         tokens = 0
@@ -203,7 +190,7 @@ class Batcher:
         requests = [w.request for w in batch]
         try:
             answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, requests)
-        except Exception as error:  # the scorer itself: nobody's request is to blame, and nobody may wait for ever
+        except Exception as error:  # the scorer itself failed: every caller must hear of it
             answers = [error] * len(batch)
         end = time.monotonic()
         for waiting, answer in zip(batch, answers, strict=True):
@@ -217,5 +204,5 @@ class Batcher:
         record = BatchRecord(len(batch), sum(r.num_tokens for r in requests), end - start, latencies)
         try:
             self._on_batch(record)
-        except Exception:  # who counts must not keep others from their answers
-            _LOG.exception("a batch could not be counted")
+        except Exception:  # metrics must not keep callers from their answers
+            _LOG.exception("a batch could not be counted.")

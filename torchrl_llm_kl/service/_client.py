@@ -1,10 +1,11 @@
-"""The client's side: a stand-in for a model, and for its scorer."""
+"""The client's side: stand-ins for a model and its scorer, and the requests that they send."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,33 +14,29 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import Readings, Scores
-from torchrl_llm_kl.service._exchange import Exchange, Part
-from torchrl_llm_kl.service._leases import client_name
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
-from torchrl_llm_kl.service._replicas import Replicas
-from torchrl_llm_kl.service._routing import Router
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
+from torchrl_llm_kl.service._lifecycle import ServiceSpec, client_name
+from torchrl_llm_kl.service._replicas import Patience, Replicas, Router, failures
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.transforms._interface import ModelInterface
 
-__all__ = ["RemoteModel", "RemoteScorer"]
-
 
 class RemoteModel:
-    """A model behind a service: wherever a transform takes a model, it takes this.
+    """Stands in for the model of a service wherever a transform takes a model.
 
-    Small, picklable, and connected when it is first used: each process finds the replicas by name.
+    Small and picklable. It connects on first use: each process finds the replicas by name.
 
     Args:
         spec: the service.
 
     Keyword Args:
-        timeout: seconds for one call, retries included.
+        timeout: seconds per call, retries included.
     """
 
     def __init__(self, spec: ServiceSpec, *, timeout: float = 120.0) -> None:
         if not timeout > 0:
-            raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}")
+            raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")
         self.timeout = timeout
         self._version: int | None = None
         self._interface: tuple[ModelInterface, bool] | None = None
@@ -50,9 +47,9 @@ class RemoteModel:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that scores must come from; None for whichever the replica holds.
+        """Version of the weights that scores must come from; None for the one that the replica holds.
 
-        A call waits for a version that is still to come, and raises :class:`WeightVersionError` for one that is past.
+        A call waits for a version that was not pushed yet, and raises :class:`WeightVersionError` for an earlier one.
         """
         return self._version
 
@@ -78,11 +75,11 @@ class RemoteModel:
         copy.__setstate__({**self.__getstate__(), "spec": self.spec})
         return copy
 
-    # ------------------------------------------------------------------ what transforms ask of a model
+    # ------------------------------------------------------------------ what transforms read of a model
 
     @property
     def interface(self) -> ModelInterface:
-        """Keys and tokenizer of the model, asked for once."""
+        """Keys and tokenizer of the model, requested once."""
         return self._known[0]
 
     @property
@@ -95,17 +92,17 @@ class RemoteModel:
     def _of_wrapper(self, name: str) -> Any:
         interface, is_wrapper = self._known
         if not is_wrapper:
-            raise AttributeError(f"the model of {self!r} is no TorchRL wrapper: it has no {name}")
+            raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper: it has no {name}.")
         return getattr(interface, name)
 
     @property
     def log_probs_key(self) -> Any:
-        """As of a TorchRL wrapper, if the model is one."""
+        """That of the TorchRL wrapper; an AttributeError if the model is not one."""
         return self._of_wrapper("log_probs_key")
 
     @property
     def pad_output(self) -> bool:
-        """As of a TorchRL wrapper, if the model is one."""
+        """That of the TorchRL wrapper; an AttributeError if the model is not one."""
         return self._of_wrapper("pad_output")
 
     def make_scorer(
@@ -116,7 +113,7 @@ class RemoteModel:
         dtype: torch.dtype | None = None,
         memory: int | None = None,
     ) -> RemoteScorer:
-        """A scorer with these settings. How much is remembered is the service's own ``memory``; 0 asks it not to."""
+        """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(temperature=float(temperature), adapters=bool(adapters), dtype=name, remember=memory != 0)
         return RemoteScorer(self, settings)
@@ -125,27 +122,27 @@ class RemoteModel:
 
     @property
     def retries(self) -> int:
-        """Calls of this object that failed with their replica so far, and were made again."""
+        """Calls of this object so far that failed with their replica and were repeated."""
         return self.replicas.retries
 
     def call(self, replica: int, method: str, *args: Any) -> Any:
-        """Call a method of one replica, as often as needed until the time is up."""
+        """Call a method of one replica, with retries until the timeout."""
         return self.replicas.call(replica, method, *args, timeout=self.timeout)
 
     def close(self) -> None:
-        """This object no longer uses the service."""
-        self.replicas.close(f"{self!r} was closed")
+        """Stop using the service through this object."""
+        self.replicas.close(f"{self!r} was closed.")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.name!r}, num_replicas={self.spec.num_replicas})"
 
 
 class RemoteScorer:
-    """Scores on a service, with the interface of a :class:`~torchrl_llm_kl.LogProbScorer`.
+    """Scores on a service, with the interface of :class:`~torchrl_llm_kl.LogProbScorer`.
 
     Args:
         model: the service.
-        settings: how; ``remember`` says whether it may.
+        settings: how to score; ``remember`` allows the cache.
     """
 
     path: Literal["remote"] = "remote"
@@ -157,7 +154,7 @@ class RemoteScorer:
     def score(
         self, sequences: Ragged, mask: Tensor | None = None, *, grad: bool = False, remember: bool = False
     ) -> Ragged:
-        """As :meth:`LogProbScorer.score`, without gradient."""
+        """Log-probs, as :meth:`LogProbScorer.score` returns them, without gradient."""
         return self.evaluate(sequences, mask, grad=grad, remember=remember).log_prob
 
     def evaluate(
@@ -172,15 +169,15 @@ class RemoteScorer:
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
-        """As :meth:`LogProbScorer.evaluate`, for log-probs and entropies.
+        """Log-probs and entropies, as :meth:`LogProbScorer.evaluate` returns them.
 
         Raises:
-            ValueError: for what needs the model in this process: gradients, an exact KL, top-k; and as the scorer does.
+            ValueError: for gradients, an exact KL and top-k, which need the model in this process; and as the scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None or top_k:
             raise ValueError(
-                "an exact KL and top-k need the model in this process: the service sends log-probs and entropies"
+                "an exact KL and top-k need the model in this process: the service sends log-probs and entropies."
             )
         return self.begin(sequences, mask, entropy=entropy, grad=grad, remember=remember)()
 
@@ -193,13 +190,13 @@ class RemoteScorer:
         grad: bool = False,
         remember: bool = False,
     ) -> Callable[[], Scores]:
-        """Send the requests, and do something else meanwhile.
+        """Send the requests without waiting for the answers.
 
         Returns:
-            A function that waits for the scores; see :meth:`evaluate`.
+            A function that waits and returns the scores; see :meth:`evaluate`.
         """
         if grad:
-            raise ValueError("a model behind a service gives no gradient: score the policy where it is trained")
+            raise ValueError("a model behind a service gives no gradient: score the policy where it is trained.")
         settings = replace(self.settings, entropy=entropy, remember=remember and self.settings.remember)
         mask = sequences.positions > 0 if mask is None else mask
         parts = self._parts(sequences, mask, settings)
@@ -212,23 +209,24 @@ class RemoteScorer:
         return finish
 
     def _parts(self, sequences: Ragged, mask: Tensor, settings: Settings) -> list[Part]:
-        """Requests: for each replica those that it is in charge of, in pieces that leave others a turn."""
+        """For each replica requests of at most ``max_tokens``, so that large calls leave room for other callers."""
         if mask.shape != sequences.values.shape:
             raise ValueError(
-                f"the mask must have one element for each token, {tuple(sequences.values.shape)}, got {tuple(mask.shape)}"
+                f"the mask must have one element for each token, {tuple(sequences.values.shape)}, got {tuple(mask.shape)}."
             )
         router, limit = self.model.router, int(self.model.spec.settings["max_tokens"])
-        tokens, chosen = sequences.values.detach().cpu(), mask.detach().cpu()
-        lengths = sequences.lengths.cpu()
+        tokens, chosen, lengths = sequences.values.detach().cpu(), mask.detach().cpu(), sequences.lengths.cpu()
+        version, caller = self.model.version, f"{client_name()}/{threading.get_ident()}"
         if router.num_replicas == 1 and tokens.shape[0] <= limit:
-            return [self._part((0,), None, tokens, chosen, lengths, settings)]
+            return [Part((0,), Request.of(tokens, lengths, chosen, settings, version=version, caller=caller), chosen)]
+
         rows, scored = tokens.numpy(), chosen.numpy()
         starts, counts = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
         shares: dict[tuple[int, ...], list[list[int]]] = {}
         room: dict[tuple[int, ...], int] = {}
         for i, (start, n) in enumerate(zip(starts, counts, strict=True)):
-            asked = scored[start : start + n]
-            first = int(asked.argmax()) if n and asked.any() else n
+            selected = scored[start : start + n]
+            first = int(selected.argmax()) if n and selected.any() else n
             order = router.order(rows[start : start + n], first, goes_on=settings.remember)
             pieces = shares.setdefault(order, [])
             if not pieces or n > room[order]:
@@ -236,38 +234,18 @@ class RemoteScorer:
                 room[order] = limit
             pieces[-1].append(i)
             room[order] -= n
-        return [
-            self._part(order, piece, tokens, chosen, lengths, settings)
-            for order, pieces in shares.items()
-            for piece in pieces
-        ]
 
-    def _part(
-        self,
-        order: tuple[int, ...],
-        members: list[int] | None,
-        tokens: Tensor,
-        mask: Tensor,
-        lengths: Tensor,
-        settings: Settings,
-    ) -> Part:
-        where = None
-        if members is not None:
-            pieces = torch.arange(tokens.shape[0]).split(lengths.tolist())
-            where = torch.cat([pieces[i] for i in members])
-            tokens, mask, lengths = tokens[where], mask[where], lengths[members]
-        request = Request.of(
-            tokens,
-            lengths,
-            mask,
-            settings,
-            version=self.model.version,
-            caller=f"{client_name()}/{threading.get_ident()}",
-        )
-        return Part(order, request, mask, where)
+        positions = torch.arange(tokens.shape[0]).split(counts)
+        parts = []
+        for order, pieces in shares.items():
+            for piece in pieces:
+                where = torch.cat([positions[i] for i in piece])
+                own = (tokens[where], lengths[piece], chosen[where])
+                parts.append(Part(order, Request.of(*own, settings, version=version, caller=caller), own[2], where))
+        return parts
 
     def forget(self) -> None:
-        """What a service remembers is its own."""
+        """Does nothing: the service clears its cache when its weights change."""
 
 
 def _joined(replies: Sequence[Reply], entropy: bool) -> Readings:
@@ -278,3 +256,127 @@ def _joined(replies: Sequence[Reply], entropy: bool) -> Readings:
     return Readings(
         log_prob, join([reply.entropy for reply in replies if reply.entropy is not None]) if entropy else None
     )
+
+
+# ------------------------------------------------------------------ requests out, replies in
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One request of a call, and the place of its answer.
+
+    Args:
+        order: replicas, the one in charge first.
+        request: the request.
+        mask: of its tokens; ``[n]``.
+        where: positions of its tokens among all tokens of the call; int64 ``[n]``, None for all of them.
+    """
+
+    order: tuple[int, ...]
+    request: Request
+    mask: Tensor
+    where: Tensor | None = None
+
+    @property
+    def elements(self) -> Tensor:
+        """Positions in the flat tokens of the call that are scored; int64 ``[K]``."""
+        return self.mask.nonzero().squeeze(-1) if self.where is None else self.where[self.mask]
+
+
+class Exchange:
+    """Sends all parts of a call at once; :meth:`replies` waits for them.
+
+    If a replica dies, its requests go to it again, or to another one in its place. While new weights spread, replicas that
+    do not hold them yet are asked again. The timeout starts with the call of :meth:`replies`.
+    """
+
+    def __init__(self, replicas: Replicas, parts: Sequence[Part], *, timeout: float) -> None:
+        self._replicas, self._parts, self._timeout = replicas, parts, timeout
+        self._replies: dict[int, Reply] = {}
+        self._error: Exception | None = None
+        self._sent: list[tuple[int, int, Any]] = []
+        self._start_clock()
+        self._send()
+
+    def _start_clock(self) -> None:
+        self._patience = Patience(self._timeout, f"scoring on {self._replicas.spec.name!r}")
+
+    def replies(self) -> list[Reply]:
+        """Wait for the replies, in the order of the parts and all from the same weights.
+
+        Raises:
+            ServiceTimeout: if they do not come in time.
+            Exception: the error of a request.
+        """
+        self._start_clock()
+        while True:
+            self._collect()
+            if self._error is not None:
+                self._patience.rest(self._error)
+            if len(self._replies) == len(self._parts) and not self._drop_stale():
+                return [self._replies[i] for i in range(len(self._parts))]
+            self._send()
+
+    def _send(self) -> None:
+        """Request all missing replies at once."""
+        self._error, self._sent = None, []
+        for i, part in enumerate(self._parts):
+            if i in self._replies:
+                continue
+            replica = self._replicas.choose(part.order)
+            try:
+                handle = self._replicas.handle(replica, timeout=self._patience.left)
+                packed = replace(part.request, newest=self._replicas.newest).pack()
+                # A little less than is left: the replica should report a full queue while the client still listens.
+                left = self._patience.left
+                self._sent.append((i, replica, handle.score.remote(packed, max(left - 0.5, 0.8 * left))))
+            except failures() as down:
+                self._lose(replica, down)
+
+    def _collect(self) -> None:
+        try:
+            for i, replica, answer in self._sent:
+                found = self._receive(answer)
+                if isinstance(found, Reply):
+                    self._replies[i] = found
+                elif isinstance(found, ServiceBusy):
+                    self._error = found
+                else:
+                    self._lose(replica, found)
+        except BaseException:  # the call fails: nobody waits for the requests that are still queued
+            with contextlib.suppress(Exception):
+                import ray
+
+                for i, _, answer in self._sent:
+                    if i not in self._replies:
+                        ray.cancel(answer)
+            raise
+
+    def _receive(self, answer: Any) -> Reply | Exception:
+        """The reply, or the failure of the replica; raises an error of the request."""
+        import ray
+
+        try:
+            found = ray.get(answer, timeout=self._patience.left)
+        except ray.exceptions.GetTimeoutError:
+            raise self._patience.up() from None
+        except failures() as down:
+            return down
+        if isinstance(found, (ServiceBusy, ReplicaGone)):
+            return found
+        if isinstance(found, Exception):
+            raise found
+        return Reply.unpack(found)
+
+    def _lose(self, replica: int, error: Exception) -> None:
+        self._replicas.lose(replica, error)
+        self._error = error
+
+    def _drop_stale(self) -> bool:
+        """Whether some replies came from older weights than others; drops them."""
+        newest = max((reply.version for reply in self._replies.values()), default=0)
+        self._replicas.newest = max(self._replicas.newest, newest)
+        stale = [i for i, reply in self._replies.items() if reply.version < newest]
+        for i in stale:
+            del self._replies[i]
+        return bool(stale)

@@ -1,40 +1,28 @@
-"""What can go wrong between a client and the service."""
+"""Errors of the service. An error of a request itself, such as an unknown token id, keeps its own type."""
 
 from __future__ import annotations
 
 import pickle
 
-__all__ = [
-    "ReplicaGone",
-    "ServiceBusy",
-    "ServiceClosedError",
-    "ServiceConfigError",
-    "ServiceError",
-    "ServiceOverloaded",
-    "ServiceTimeout",
-    "WeightVersionError",
-    "portable",
-]
-
 
 class ServiceError(RuntimeError):
-    """The service could not do what it was asked for. Errors of a request itself keep their own type."""
+    """The service cannot do what was requested."""
 
 
 class ServiceOverloaded(ServiceError, TimeoutError):
-    """The queue was full until the caller's time was up."""
+    """The queue of a replica was full until the timeout."""
 
 
 class ServiceBusy(ServiceOverloaded):
-    """There is no room even to wait; a client tries again until its time is up."""
+    """A replica does not even let the request wait; the client retries until its timeout."""
 
 
 class ServiceTimeout(ServiceError, TimeoutError):
-    """No replica answered in time, however often it was tried."""
+    """No replica answered in time, retries included."""
 
 
 class ServiceClosedError(ServiceError):
-    """The service was closed, here or by somebody else."""
+    """The service was closed, by this process or another."""
 
 
 class ServiceConfigError(ServiceError, ValueError):
@@ -42,21 +30,19 @@ class ServiceConfigError(ServiceError, ValueError):
 
 
 class WeightVersionError(ServiceError):
-    """The replica does not hold the version of the weights that was asked for, and did not get it in time."""
+    """The replica does not hold the requested version of the weights and did not receive it in time."""
 
 
 class ReplicaGone(Exception):
-    """The replica that was found is of no use; another one may be made in its place."""
+    """This replica cannot be used, but another one may be started in its place."""
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself if it can travel between processes, else one that says the same."""
+    """``error`` if it survives pickling, else a :class:`ServiceError` with its class name and message."""
     try:
-        same = pickle.loads(pickle.dumps(error))
-    except Exception:
-        return ServiceError(f"{type(error).__name__}: {error}")
-    return (
-        error
-        if type(same) is type(error) and str(same) == str(error)
-        else ServiceError(f"{type(error).__name__}: {error}")
-    )
+        copy = pickle.loads(pickle.dumps(error))
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    except Exception:  # any class may fail in its own way
+        pass
+    return ServiceError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""A model that many processes share."""
+"""The user's object: a model behind Ray actors."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
-from torchrl_llm_kl.service._keeper import find_keeper
-from torchrl_llm_kl.service._lifecycle import NAMESPACE, HeldModel, ServiceSpec
-from torchrl_llm_kl.service._source import describe_source
-from torchrl_llm_kl.service._weights import push_weights
-
-__all__ = ["ScoringService"]
+from torchrl_llm_kl.service._errors import ServiceTimeout
+from torchrl_llm_kl.service._lifecycle import NAMESPACE, HeldModel, ServiceSpec, describe_source
+from torchrl_llm_kl.service._weights import check_version, end_keeper, keeper_of
+from torchrl_llm_kl.service._wire import state_dict_of
 
 
 class ScoringService:
-    """One model, or a few copies of it, behind Ray actors; scored for any number of processes.
+    """One model, or a few replicas of it, behind Ray actors that score for any number of processes.
 
-    What travels is token ids, masks and log-probs. Requests that wait together are scored in one batch. Replicas restart when
-    they die, and calls are tried again until ``timeout``.
+    Token ids, masks and log-probs travel, nothing else. Requests that wait together are scored in one batch. Replicas that
+    die are restarted, and calls are retried until ``timeout``.
 
     Args:
-        model: the model, sent to the actors by value; or None with a factory, which makes it there. A model by value can be
-            started again by this process alone.
+        model: the model, sent to the actors by value; or None with a factory. Only this process can start a model given by
+            value again.
 
     Keyword Args:
-        factory: returns the model: better for large ones.
-        name: of the service. Another process that gives the same name (and the same configuration) shares it; by default a name
-            of its own.
-        num_replicas: copies of the model. Answers to one prompt go to the same one, which remembers conversations.
-        num_cpus: of each replica.
-        num_gpus: of each replica.
+        factory: returns the model, in the actor: better for large models.
+        name: of the service, which processes that pass the same name (and configuration) share; unique by default.
+        num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
+        num_cpus: per replica.
+        num_gpus: per replica.
         resources: as for ``ray.remote``.
         scheduling_strategy: as for ``ray.remote``.
         runtime_env: as for ``ray.remote``.
-        max_restarts: of each replica; -1 for as often as needed.
+        max_restarts: per replica; -1 for no limit.
         lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`. By default replicas end with their last client.
-        tokens_per_batch: of one forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that each replica remembers for conversations that go on, for each temperature,
-            dtype and choice of adapters that is asked for.
-        max_tokens: of one batch of requests; a call with more goes in several requests.
-        max_wait: seconds that a request waits for company.
+        tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
+        memory: bytes of keys and values that each replica caches for continued conversations, for each combination of
+            temperature, dtype and adapters that is requested.
+        max_tokens: per batch of requests; a call with more is sent as several requests.
+        max_wait: seconds that a request waits for others to share its batch.
         max_queue: requests that may wait at one replica.
-        timeout: seconds for one call of a client, retries included.
+        timeout: seconds per call of a client, retries included.
         namespace: of the names.
 
     Raises:
         ServiceConfigError: if the name is in use with another configuration.
-        Exception: whatever making the model raised.
+        Exception: the error of making the model.
 
     Example:
         >>> service = ScoringService(factory=load_reference, name="reference", num_gpus=1)  # doctest: +SKIP
@@ -80,19 +80,17 @@ class ScoringService:
         namespace: str = NAMESPACE,
     ) -> None:
         if (model is None) == (factory is None):
-            raise ValueError("pass the model, or factory=, a function that makes it: exactly one of them")
-        _check_arguments(
-            name=name,
-            namespace=namespace,
-            whole={"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue},
-            seconds={"max_wait": max_wait, "timeout": timeout},
-        )
+            raise ValueError("pass the model, or factory=, a function that returns it: exactly one of them.")
+        _check_texts(name=name, namespace=namespace)
+        if namespace is None:
+            raise ValueError("namespace must be a string: other processes find the service by it.")
+        _check_whole(num_replicas=num_replicas, max_tokens=max_tokens, max_queue=max_queue)
+        _check_seconds(max_wait=max_wait, timeout=timeout)
         if lifetime not in (None, "detached"):
-            raise ValueError(f"lifetime must be 'detached' or None, got {lifetime!r}")
-        if tokens_per_batch is not None and tokens_per_batch < 1:
-            raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+            raise ValueError(f"lifetime must be 'detached' or None, got {lifetime!r}.")
+        check_range(1, tokens_per_batch=tokens_per_batch)
         if memory < 0:
-            raise ValueError(f"memory must be a number of bytes, got {memory}")
+            raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
@@ -119,12 +117,12 @@ class ScoringService:
 
     @property
     def name(self) -> str:
-        """What other processes find it by."""
+        """Name by which other processes find the service."""
         return self.model.spec.name
 
     @property
     def version(self) -> int:
-        """Of the weights that were pushed last; 0 if none were."""
+        """Version of the last weights that were pushed; 0 if none were."""
         return max(stats["version"] for stats in self.stats())
 
     def stats(self) -> list[dict[str, Any]]:
@@ -132,28 +130,43 @@ class ScoringService:
         return [self.model.call(replica, "stats") for replica in range(self.model.spec.num_replicas)]
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """Copy weights into every replica, in place; they are known by ``version`` from then on.
-
-        Replicas that restart take them again.
+        """Copy weights into every replica, in place. Replicas that restart take them again.
 
         Args:
             weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them (which is sent
-                once, however many replicas there are). Some weights or all.
+                once for all replicas). Some weights or all.
             version: a whole number, not below the last one.
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
             WeightVersionError: if a later version was pushed before.
-            ServiceTimeout: if a replica does not answer; it takes them when it is back.
+            ServiceTimeout: if a step takes longer than ``timeout``. A replica that does not answer takes them when it is back.
         """
-        push_weights(self.model.replicas, weights, version, timeout=self.model.timeout)
+        import ray
+
+        version, timeout, replicas = check_version(version), self.model.timeout, self.model.replicas
+        replicas.start()  # joins the cluster
+        spec = replicas.spec
+        if not isinstance(weights, ray.ObjectRef):
+            weights = ray.put({name: _on_cpu(name, value) for name, value in state_dict_of(weights).items()})
+        # One replica checks them, then the keeper stores them for replicas that restart, then all take them.
+        _raise(self.model.call(replicas.choose(range(spec.num_replicas)), "check_weights", weights))
+        try:
+            _raise(ray.get(keeper_of(spec).put.remote(version, weights), timeout=timeout))
+        except ray.exceptions.GetTimeoutError:
+            raise ServiceTimeout(
+                f"the weights of {spec.name!r} were not stored within {timeout:g} s: check that the object store has room."
+            ) from None
+        for replica in range(spec.num_replicas):
+            _raise(self.model.call(replica, "update_weights", weights, version))
+        replicas.newest = max(replicas.newest, version)
 
     def close(self) -> None:
-        """This object no longer uses the service; it ends with its last client."""
+        """Stop using the service through this object; it ends with its last client."""
         self.model.close()
 
     def shutdown(self) -> None:
-        """End the service for everybody: calls that wait, and later ones, raise :class:`ServiceClosedError`."""
+        """End the service for all clients: waiting and later calls raise :class:`ServiceClosedError`."""
         import ray
 
         spec = self.model.spec
@@ -162,13 +175,11 @@ class ScoringService:
                 handle = ray.get_actor(name, namespace=spec.namespace)
             except ValueError:
                 continue
-            with contextlib.suppress(ray.exceptions.RayError):  # an actor that ends gives no answer
+            with contextlib.suppress(ray.exceptions.RayError):  # an actor that exits returns nothing
                 ray.get(handle.close.remote(), timeout=10)
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(handle, no_restart=True)
-        keeper = find_keeper(spec.name, spec.namespace)
-        if keeper is not None:
-            ray.kill(keeper, no_restart=True)
+        end_keeper(spec)
         self.model.close()
 
     def __enter__(self) -> ScoringService:
@@ -178,16 +189,33 @@ class ScoringService:
         self.close()
 
 
-def _check_arguments(*, name: str | None, namespace: str, whole: Mapping[str, Any], seconds: Mapping[str, Any]) -> None:
-    """Here rather than in the actor, where the error would come late and wrapped."""
-    for what, text in (("name", name), ("namespace", namespace)):
+def _on_cpu(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}.")
+    return value.detach().cpu()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+# Arguments are checked here rather than in the actor, whose errors come late and wrapped.
+
+
+def _check_texts(**named: Any) -> None:
+    for what, text in named.items():
         if text is not None and (not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n")):
-            raise ValueError(f"{what} must be a text without ':' and line breaks, got {text!r}")
-    if namespace is None:
-        raise ValueError("namespace must be a text: other processes find the service by it")
-    for what, value in whole.items():
+            raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
+
+
+def _check_whole(**named: Any) -> None:
+    for what, value in named.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{what} must be a whole number of at least 1, got {value!r}")
-    for what, value in seconds.items():
+            raise ValueError(f"{what} must be a whole number of at least 1, got {value!r}.")
+
+
+def _check_seconds(**named: Any) -> None:
+    for what, value in named.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
-            raise ValueError(f"{what} must be a number of seconds, got {value!r}")
+            raise ValueError(f"{what} must be a number of seconds, got {value!r}.")

@@ -1,26 +1,34 @@
-"""What a replica has done, in numbers."""
+"""What a replica counts, for ``ScoringService.stats()`` and for a cluster's Prometheus."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
-from torchrl_llm_kl.service._batcher import BatchRecord
+_LATENCIES = 2048  # requests that quantiles are taken over
+_LATENCY_BOUNDS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
 
-__all__ = ["ReplicaStats"]
 
-_KEPT = 2048  # latencies that quantiles are taken of
+@dataclass(frozen=True)
+class BatchRecord:
+    """One batch: requests, tokens, seconds in the model, and seconds from arrival to answer of each request."""
+
+    requests: int
+    tokens: int
+    seconds: float
+    latencies: tuple[float, ...]
 
 
 class ReplicaStats:
-    """Counters of one replica, and quantiles of its last requests."""
+    """Counters of one replica, and latency quantiles of its last requests."""
 
     def __init__(self) -> None:
         self.started = time.time()
         self.requests = self.tokens = self.batches = self.failures = self.largest_batch = 0
         self.busy = 0.0
-        self._latencies: deque[float] = deque(maxlen=_KEPT)
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES)
 
     def add(self, record: BatchRecord) -> None:
         """Count a batch."""
@@ -32,7 +40,7 @@ class ReplicaStats:
         self._latencies.extend(record.latencies)
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it; times in seconds."""
+        """All counters; times in seconds."""
         ordered = sorted(self._latencies)
 
         def quantile(share: float) -> float:
@@ -51,3 +59,46 @@ class ReplicaStats:
             "latency_p50": quantile(0.5),
             "latency_p99": quantile(0.99),
         }
+
+
+class RayMetrics:
+    """Ray metrics of one replica, whose name is the tag ``replica``."""
+
+    def __init__(self, replica: str) -> None:
+        from ray.util.metrics import Counter, Gauge, Histogram
+
+        def metric(kind: Any, name: str, what: str, *bounds: list[float]) -> Any:
+            return kind(f"torchrl_llm_kl_{name}", what, *bounds, tag_keys=("replica",))
+
+        self._tag = {"replica": replica}
+        self._queue = metric(Gauge, "queue_length", "Requests that wait")
+        self._requests = metric(Histogram, "batch_requests", "Requests in a batch", [2.0**k for k in range(7)])
+        self._batch_tokens = metric(Histogram, "batch_tokens", "Tokens in a batch", [2.0**k for k in range(6, 18)])
+        self._tokens = metric(Counter, "tokens", "Tokens scored; their rate is tokens per second")
+        self._recalled = metric(Counter, "tokens_recalled", "Tokens found in the cache and not forwarded again")
+        self._latency = metric(Histogram, "latency_seconds", "From arrival to answer", _LATENCY_BOUNDS)
+        self._busy = metric(Counter, "busy_seconds", "Time in the model")
+        self._restarts = metric(Counter, "restarts", "Restarts of the replica")
+        self._recalled_before = 0
+
+    def started(self, *, again: bool) -> None:
+        """Record a start, or a restart."""
+        self._queue.set(0, self._tag)
+        if again:
+            self._restarts.inc(1, self._tag)
+
+    def update(self, record: BatchRecord, *, waiting: int, recalled: int) -> None:
+        """Record a batch, the requests still in the queue, and the tokens found in the cache since the start."""
+        self._queue.set(waiting, self._tag)
+        self._requests.observe(record.requests, self._tag)
+        self._batch_tokens.observe(record.tokens, self._tag)
+        for counter, amount in (
+            (self._tokens, record.tokens),
+            (self._busy, record.seconds),
+            (self._recalled, recalled - self._recalled_before),
+        ):
+            if amount > 0:
+                counter.inc(amount, self._tag)
+        self._recalled_before = recalled
+        for latency in record.latencies:
+            self._latency.observe(latency, self._tag)

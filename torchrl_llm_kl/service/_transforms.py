@@ -1,9 +1,10 @@
-"""The transforms with their models behind a service. What they compute is what the local classes compute."""
+"""The transforms with their models behind a service. They compute what the local classes compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,126 +14,21 @@ from torchrl_llm_kl.service._client import RemoteModel
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 
-__all__ = ["RayKLRewardTransform", "RayRetrieveKL", "RayRetrieveLogProb", "serve_model"]
-
-#: Arguments of :class:`ScoringService` that the transforms hand on.
-SERVICE_ARGS = (
-    "num_replicas",
-    "num_cpus",
-    "num_gpus",
-    "resources",
-    "scheduling_strategy",
-    "runtime_env",
-    "max_restarts",
-    "lifetime",
-    "tokens_per_batch",
-    "max_tokens",
-    "max_wait",
-    "max_queue",
-    "timeout",
-    "namespace",
-)
-
-
-def _on_device(factory: Callable[[], Any], device: Any) -> Any:
-    """A factory's model, moved where the service is."""
-    return factory().to(device)
-
-
-def serve_model(
-    model: Any,
-    factory: Callable[[], Any] | None,
-    *,
-    actor_name: str | None,
-    device: torch.device | str | None,
-    options: dict[str, Any],
-    undo: ExitStack,
-) -> Any:
-    """A model behind a service; what is there already, or is found later, stays as it is.
-
-    Args:
-        model: by value; None or a name with a factory.
-        factory: makes it, in the actor.
-        actor_name: of the service.
-        device: of the model, in the actor.
-        options: other arguments of :class:`ScoringService`.
-        undo: closes the service, unless the transform is made after all.
-    """
-    if not _is_to_serve(model, factory):
-        return model
-    if factory is None and device is not None:
-        model = model.to(device)
-    elif factory is not None:
-        model, factory = None, factory if device is None else partial(_on_device, factory, device)
-    service = ScoringService(model, factory=factory, name=actor_name, **options)
-    undo.callback(service.close)
-    return service.model
-
-
-def _is_to_serve(model: Any, factory: Callable[[], Any] | None) -> bool:
-    return factory is not None or not (model is None or isinstance(model, (str, RemoteModel)))
-
-
-def _check_used(
-    models: list[tuple[Any, Callable[[], Any] | None]],
-    *,
-    use_ray_service: bool,
-    **given: Any,
-) -> None:
-    """Refuse arguments of a service where none is made.
-
-    Args:
-        models: each with its factory.
-        use_ray_service: as the transform got it.
-        given: other arguments, by name.
-    """
-    if not use_ray_service:
-        raise ValueError("use_ray_service=False: take the local class, whose name does not begin with Ray")
-    if any(_is_to_serve(model, factory) or model is None for model, factory in models):
-        return  # what is missing is for the local class to say
-    idle = [name for name, value in given.items() if value is not None]
-    if idle:
-        raise ValueError(
-            f"there is no model to make a service of, so that {', '.join(idle)} would be ignored: leave them out"
-        )
-    if not any(isinstance(model, RemoteModel) for model, _ in models) and any(model == "base" for model, _ in models):
-        raise ValueError(
-            "ref_model='base' is scored where the policy lives: there is nothing to serve, take the local class"
-        )
-
-
-def _check_one(name: str, model: Any, factory: Callable[[], Any] | None) -> None:
-    if factory is not None and model is not None and not isinstance(model, str):
-        raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
-
-
-def _check_possible(kwargs: dict[str, Any], *, policy_is_served: bool) -> None:
-    """Refuse at once what a model in another process cannot do."""
-    if kwargs.get("estimator") == "exact" or kwargs.get("reference") is not None:
-        raise ValueError(
-            "an exact KL needs the models in this process: a service sends log-probs and entropies. Use a local transform"
-        )
-    if policy_is_served and not kwargs.get("detach", True):
-        raise ValueError("a model behind a service gives no gradient: score the policy where it is trained")
-
-
-def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the service, and of the transform; ``memory`` is of both."""
-    service = {name: kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
-    if "memory" in kwargs:
-        service["memory"] = kwargs["memory"]
-    return {name: value for name, value in service.items() if value is not None}, kwargs
+#: Arguments of :class:`ScoringService` that the transforms pass on; ``memory`` goes to the transform too.
+SERVICE_ARGS = [
+    name for name in inspect.signature(ScoringService).parameters if name not in ("model", "factory", "name")
+]
 
 
 class RayRetrieveLogProb(RetrieveLogProb):
-    """:class:`~torchrl_llm_kl.RetrieveLogProb` whose model is behind a service that other processes share.
+    """:class:`~torchrl_llm_kl.RetrieveLogProb` with its model behind a service that other processes share.
 
     Args:
         model: the model, sent by value; or None with a factory.
 
     Keyword Args:
-        model_factory: makes it, in the actor.
-        actor_name: of the service; processes that give the same one share it.
+        model_factory: returns the model, in the actor.
+        actor_name: of the service; processes that pass the same name share it.
         device: of the model, in the actor.
         kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` (``num_replicas``, ``num_cpus``, ``timeout``, ...) and
             of :class:`~torchrl_llm_kl.RetrieveLogProb`.
@@ -148,32 +44,23 @@ class RayRetrieveLogProb(RetrieveLogProb):
         use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check_one("model", model, model_factory)
-        _check_possible(kwargs, policy_is_served=True)
-        options, rest = _split(kwargs)
-        named = {key: value for key, value in options.items() if key != "memory"}
-        _check_used(
-            [(model, model_factory)], use_ray_service=use_ray_service, actor_name=actor_name, device=device, **named
-        )
-        with ExitStack() as undo:
-            served = serve_model(model, model_factory, actor_name=actor_name, device=device, options=options, undo=undo)
-            super().__init__(served, **rest)
-            undo.pop_all()
+        models = {"model": (model, model_factory, actor_name)}
+        with _served(models, kwargs, actor_name, device, use_ray_service, policy="model") as (served,):
+            super().__init__(served, **kwargs)
 
 
 class RayRetrieveKL(RetrieveKL):
-    """:class:`~torchrl_llm_kl.RetrieveKL` whose models are behind services that other processes share.
+    """:class:`~torchrl_llm_kl.RetrieveKL` with its models behind services that other processes share.
 
-    The policy is served too if it is given as a model or a factory; ``"from_collector"`` (the default) is scored where the
-    policy lives.
+    A policy given as a model or a factory is served too; ``"from_collector"`` (the default) is scored where the policy lives.
 
     Args:
         gen_model: as for :class:`~torchrl_llm_kl.RetrieveKL`.
         ref_model: as for :class:`~torchrl_llm_kl.RetrieveKL`; sent by value, or None with a factory.
 
     Keyword Args:
-        gen_model_factory: makes ``gen_model``, in its actor.
-        ref_model_factory: makes ``ref_model``, in its actor.
+        gen_model_factory: returns ``gen_model``, in its actor.
+        ref_model_factory: returns ``ref_model``, in its actor.
         actor_name: of the reference's service; the policy's is ``ACTOR_NAME-gen``.
         device: of the models, in the actors.
         kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` and of :class:`~torchrl_llm_kl.RetrieveKL`.
@@ -191,38 +78,22 @@ class RayRetrieveKL(RetrieveKL):
         use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check_one("gen_model", gen_model, gen_model_factory)
-        _check_one("ref_model", ref_model, ref_model_factory)
-        _check_possible(kwargs, policy_is_served=gen_model_factory is not None or not isinstance(gen_model, str))
-        options, rest = _split(kwargs)
-        named = {key: value for key, value in options.items() if key != "memory"}
-        _check_used(
-            [(gen_model, gen_model_factory), (ref_model, ref_model_factory)],
-            use_ray_service=use_ray_service,
-            actor_name=actor_name,
-            device=device,
-            **named,
-        )
-        gen_name = None if actor_name is None else f"{actor_name}-gen"
-        with ExitStack() as undo:
-            gen = serve_model(
-                gen_model, gen_model_factory, actor_name=gen_name, device=device, options=options, undo=undo
-            )
-            ref = serve_model(
-                ref_model, ref_model_factory, actor_name=actor_name, device=device, options=options, undo=undo
-            )
-            super().__init__(gen, ref, **rest)
-            undo.pop_all()
+        models = {
+            "gen_model": (gen_model, gen_model_factory, None if actor_name is None else f"{actor_name}-gen"),
+            "ref_model": (ref_model, ref_model_factory, actor_name),
+        }
+        with _served(models, kwargs, actor_name, device, use_ray_service, policy="gen_model") as served:
+            super().__init__(*served, **kwargs)
 
 
 class RayKLRewardTransform(KLRewardTransform):
-    """:class:`~torchrl_llm_kl.KLRewardTransform` whose reference is behind a service that other processes share.
+    """:class:`~torchrl_llm_kl.KLRewardTransform` with its reference behind a service that other processes share.
 
     Args:
         ref_model: the reference, sent by value; or None with a factory.
 
     Keyword Args:
-        ref_model_factory: makes it, in the actor.
+        ref_model_factory: returns the reference, in the actor.
         actor_name: of the service.
         device: of the model, in the actor.
         kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` and of :class:`~torchrl_llm_kl.KLRewardTransform`.
@@ -238,19 +109,87 @@ class RayKLRewardTransform(KLRewardTransform):
         use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check_one("ref_model", ref_model, ref_model_factory)
-        options, rest = _split(kwargs)
-        named = {key: value for key, value in options.items() if key != "memory"}
-        _check_used(
-            [(ref_model, ref_model_factory)],
-            use_ray_service=use_ray_service,
-            actor_name=actor_name,
-            device=device,
-            **named,
+        models = {"ref_model": (ref_model, ref_model_factory, actor_name)}
+        with _served(models, kwargs, actor_name, device, use_ray_service) as (served,):
+            super().__init__(served, **kwargs)
+
+
+@contextmanager
+def _served(
+    models: dict[str, tuple[Any, Callable[[], Any] | None, str | None]],
+    kwargs: dict[str, Any],
+    actor_name: str | None,
+    device: torch.device | str | None,
+    use_ray_service: bool,
+    *,
+    policy: str | None = None,
+) -> Iterator[list[Any]]:
+    """The models behind services, in their order; those served already, or found later, as they are.
+
+    Moves the arguments of the services out of ``kwargs``. Closes the services if the block raises.
+
+    Args:
+        models: name of the argument -> model, factory, name of the service.
+        kwargs: of a transform's constructor.
+        actor_name: as given to the transform.
+        device: of the models, in the actors.
+        use_ray_service: as given to the transform.
+        policy: the name in ``models`` that is the policy; None if the transform takes none.
+    """
+    for name, (model, factory, _) in models.items():
+        if factory is not None and model is not None and not isinstance(model, str):
+            raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
+    if policy is not None:
+        _check_possible(*models[policy][:2], kwargs)
+    if not use_ray_service:
+        raise ValueError("use_ray_service=False: use the local class, whose name does not begin with Ray.")
+    options = {name: kwargs[name] if name == "memory" else kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
+    options = {name: value for name, value in options.items() if value is not None}
+    if not any(_is_to_serve(model, factory) or model is None for model, factory, _ in models.values()):
+        _check_unused(
+            [model for model, _, _ in models.values()], {"actor_name": actor_name, "device": device, **options}
         )
-        with ExitStack() as undo:
-            served = serve_model(
-                ref_model, ref_model_factory, actor_name=actor_name, device=device, options=options, undo=undo
-            )
-            super().__init__(served, **rest)
-            undo.pop_all()
+    with ExitStack() as undo:
+        served = []
+        for model, factory, service_name in models.values():
+            if _is_to_serve(model, factory):
+                if factory is None and device is not None:
+                    model = model.to(device)
+                elif factory is not None:
+                    model, factory = None, factory if device is None else partial(_on_device, factory, device)
+                service = ScoringService(model, factory=factory, name=service_name, **options)
+                undo.callback(service.close)
+                model = service.model
+            served.append(model)
+        yield served
+        undo.pop_all()
+
+
+def _on_device(factory: Callable[[], Any], device: Any) -> Any:
+    """A factory's model, moved where the service is."""
+    return factory().to(device)
+
+
+def _is_to_serve(model: Any, factory: Callable[[], Any] | None) -> bool:
+    return factory is not None or not (model is None or isinstance(model, (str, RemoteModel)))
+
+
+def _check_possible(policy: Any, factory: Callable[[], Any] | None, kwargs: dict[str, Any]) -> None:
+    """Refuse at construction what needs the model in this process."""
+    if kwargs.get("estimator") == "exact" or kwargs.get("reference") is not None:
+        raise ValueError(
+            "an exact KL needs the models in this process: a service sends log-probs and entropies. Use a local transform."
+        )
+    if (factory is not None or not isinstance(policy, str)) and not kwargs.get("detach", True):
+        raise ValueError("a model behind a service gives no gradient: score the policy where it is trained.")
+
+
+def _check_unused(models: list[Any], given: dict[str, Any]) -> None:
+    """Refuse arguments of a service when no service is created; a missing model is left to the local class."""
+    idle = [name for name, value in given.items() if value is not None and name != "memory"]
+    if idle:
+        raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
+    if not any(isinstance(model, RemoteModel) for model in models) and "base" in models:
+        raise ValueError(
+            "ref_model='base' is scored where the policy lives: there is nothing to serve, use the local class."
+        )

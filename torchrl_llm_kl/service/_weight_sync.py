@@ -1,22 +1,20 @@
-"""A served model as a receiver of torchrl's weight synchronisation."""
+"""A service as the receiver of torchrl's weight synchronisation. Imports torchrl's collectors, so loads on first use."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+from torch import nn
+from torchrl.collectors import WeightUpdaterBase
 from torchrl.weight_update.weight_sync_schemes import TransportBackend, WeightSyncScheme
 
 from torchrl_llm_kl.service._service import ScoringService
-
-__all__ = ["ServiceWeightSyncScheme"]
+from torchrl_llm_kl.service._wire import state_dict_of
 
 
 class ServiceTransport:
-    """Sends weights to every replica; nothing is received here.
-
-    Args:
-        service: whose model takes them.
-    """
+    """Sends weights to every replica; replicas copy them without a receiver."""
 
     def __init__(self, service: ScoringService) -> None:
         self.service = service
@@ -26,10 +24,10 @@ class ServiceTransport:
         self.service.update_weights(weights, self.service.version + 1)
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing to do: the service is there."""
+        """Nothing to set up."""
 
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> None:
-        """Nothing: replicas copy what is sent by themselves."""
+        """Nothing to receive."""
 
 
 class ServiceWeightSyncScheme(WeightSyncScheme):
@@ -56,8 +54,45 @@ class ServiceWeightSyncScheme(WeightSyncScheme):
         self._register_worker_sender(worker_idx=0)
 
     def _init_on_receiver_impl(self, *, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
-        raise NotImplementedError("replicas receive by themselves: call init_on_sender() where the policy is trained")
+        raise NotImplementedError("replicas need no receiver: call init_on_sender() where the policy is trained.")
 
     def create_transport(self, **kwargs: Any) -> TransportBackend:
-        """A way to the replicas."""
+        """The transport to the replicas."""
         return ServiceTransport(self.service)
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Creating .* which inherits from WeightUpdaterBase")
+
+    class ServiceWeightUpdater(WeightUpdaterBase):
+        """Pushes weights into a :class:`~torchrl_llm_kl.service.ScoringService` when a collector updates its policy.
+
+        For ``LLMCollector(weight_updater=)``, which takes no :class:`WeightSyncScheme`.
+
+        Args:
+            service: whose model is a copy of the policy.
+            policy: pushed when ``update_policy_weights_()`` is called without weights.
+
+        Example:
+            >>> collector = LLMCollector(  # doctest: +SKIP
+            ...     env, policy=policy, weight_updater=ServiceWeightUpdater(service, policy), dialog_turns_per_batch=8
+            ... )
+            >>> collector.update_policy_weights_()  # doctest: +SKIP
+        """
+
+        def __init__(self, service: ScoringService, policy: nn.Module | None = None) -> None:
+            self.service, self.policy = service, policy
+
+        def _get_server_weights(self) -> Any:
+            if self.policy is None:
+                raise ValueError(
+                    "no weights were given, and there is no policy to take them from: pass "
+                    "ServiceWeightUpdater(service, policy)."
+                )
+            return self.policy
+
+        def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+            return state_dict_of(policy_or_weights)
+
+        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+            self.service.update_weights(server_weights, self.service.version + 1)

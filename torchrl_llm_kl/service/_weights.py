@@ -1,78 +1,139 @@
-"""New weights for every replica."""
+"""Weights that were pushed, kept for replicas that restart or missed them."""
 
 from __future__ import annotations
 
 import operator
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torchrl_llm_kl.service._errors import WeightVersionError
+from torchrl_llm_kl.service._lifecycle import ServiceSpec, any_alive
+from torchrl_llm_kl.service._wire import state_dict_of
 
-from torchrl_llm_kl.service._errors import ServiceTimeout
-from torchrl_llm_kl.service._keeper import keeper_of
-from torchrl_llm_kl.service._replicas import Replicas
-from torchrl_llm_kl.service._state_dict import state_dict_of
-
-__all__ = ["check_version", "push_weights"]
+_LOOK = 15.0  # seconds between two checks of the keeper for replicas
+_ALONE = 120.0  # seconds without any replica after which the keeper ends
 
 
-def push_weights(replicas: Replicas, weights: Any, version: int, *, timeout: float) -> None:
-    """Copy weights into every replica.
+class WeightKeeper:
+    """An actor that keeps pushed weights in the object store, so that a restarted replica takes them again.
 
-    They are checked on one of them first, then put where a replica that restarts finds them; then all replicas take them.
+    It ends after the replicas. Replicas whose model has another ``source`` receive no weights.
+    """
 
-    Args:
-        replicas: of the service.
-        weights: as for :func:`state_dict_of`, or a Ray reference to such a mapping.
-        version: a number, not below the last one.
-        timeout: seconds for each of these steps.
+    def __init__(self, replicas: Sequence[str], namespace: str, source: str) -> None:
+        import ray
+
+        self._version: int | None = None
+        self._pushed: list[tuple[frozenset[str], Any]] = []  # names and reference of each push, oldest first
+        self._lost = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._replicas, self._namespace, self._source = list(replicas), namespace, source
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def put(self, version: int, weights: Any) -> Exception | None:
+        """Keep these weights, beside those of earlier pushes that they do not replace; an error for an old version."""
+        import ray
+
+        if self._version is not None and version < self._version:
+            return WeightVersionError(
+                f"version {version} of the weights came after version {self._version}: versions must grow."
+            )
+        weights = state_dict_of(weights)
+        names = frozenset(weights)
+        if self._lost:
+            self._pushed = []
+        self._pushed = [push for push in self._pushed if not push[0] <= names] + [(names, ray.put(weights))]
+        self._version, self._lost = version, False
+        return None
+
+    def get(self, source: str) -> tuple[int | None, list[Any], bool]:
+        """Version, references in the order of their pushes, and whether the weights were lost."""
+        if source != self._source:
+            return None, [], False
+        return self._version, [reference for _, reference in self._pushed], self._lost
+
+    def _watch(self) -> None:
+        import ray
+
+        seen = time.monotonic()
+        while time.monotonic() - seen < _ALONE:
+            time.sleep(_LOOK)
+            if any_alive(self._replicas, self._namespace):
+                seen = time.monotonic()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def keeper_of(spec: ServiceSpec) -> Any:
+    """The keeper of a service, created if there is none."""
+    import ray
+
+    remote: Any = ray.remote(WeightKeeper)
+    return remote.options(
+        name=f"{spec.name}:weights",
+        namespace=spec.namespace,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+    ).remote(spec.replica_names, spec.namespace, spec.source)
+
+
+def _find_keeper(spec: ServiceSpec) -> Any | None:
+    import ray
+
+    try:
+        return ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace)
+    except ValueError:
+        return None
+
+
+def kept_weights(spec: ServiceSpec, *, timeout: float = 300.0) -> tuple[int, list[Mapping[str, Any]]] | None:
+    """Version and weights of all pushes, to be applied in order; None if there were none.
 
     Raises:
-        TypeError, KeyError, ValueError: if they do not fit the model; nothing is changed.
-        WeightVersionError: if a later version was pushed before.
-        ServiceTimeout: if a replica does not answer; it takes them when it is back.
+        WeightVersionError: if the weights are lost.
     """
     import ray
 
-    version = check_version(version)
-    replicas.start()  # joins the cluster
-    spec = replicas.spec
-    if not isinstance(weights, ray.ObjectRef):
-        weights = ray.put({name: _portable(name, value) for name, value in state_dict_of(weights).items()})
-    first = replicas.choose(range(spec.num_replicas))
-    _raise(replicas.call(first, "check_weights", weights, timeout=timeout))
-    keeper = keeper_of(spec.name, spec.replica_names, spec.namespace, spec.source)
+    keeper = _find_keeper(spec)
+    if keeper is None:
+        return None
+    version, references, lost = ray.get(keeper.get.remote(spec.source), timeout=timeout)
+    if lost:
+        raise WeightVersionError(
+            "the weights that were pushed are lost, with the actor that kept them: push them again."
+        )
+    if version is None:
+        return None
     try:
-        _raise(ray.get(keeper.put.remote(version, weights), timeout=timeout))
-    except ray.exceptions.GetTimeoutError:
-        raise ServiceTimeout(
-            f"the weights of {spec.name!r} were not put away within {timeout:g} s: is there room?"
-        ) from None
-    for replica in range(spec.num_replicas):
-        _raise(replicas.call(replica, "update_weights", weights, version, timeout=timeout))
-    replicas.newest = max(replicas.newest, version)
+        return version, ray.get(references, timeout=timeout)
+    except ray.exceptions.RayError as error:
+        raise WeightVersionError(
+            f"version {version} of the weights cannot be read again: push it again ({error})."
+        ) from error
+
+
+def end_keeper(spec: ServiceSpec) -> None:
+    """Drop the kept weights."""
+    import ray
+
+    keeper = _find_keeper(spec)
+    if keeper is not None:
+        ray.kill(keeper, no_restart=True)
 
 
 def check_version(version: Any) -> int:
-    """A version as a plain number.
+    """``version`` as an int.
 
     Raises:
-        TypeError: if it is no whole number.
+        TypeError: if it is not a whole number.
     """
     try:
         found = operator.index(version)
     except TypeError:
         found = None
     if found is None or isinstance(version, bool):
-        raise TypeError(f"version must be a whole number, got {version!r}")
+        raise TypeError(f"version must be a whole number, got {version!r}.")
     return found
-
-
-def _portable(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}")
-    return value.detach().cpu()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

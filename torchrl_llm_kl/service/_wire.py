@@ -1,29 +1,29 @@
-"""What travels: token ids, masks, what is wanted of them, and the numbers that come back. Nothing but bytes."""
+"""The messages between clients and replicas: requests and replies as plain bytes, weights as a mapping of tensors."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
-__all__ = ["Reply", "Request", "Settings"]
+from tensordict import TensorDictBase
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is scored; requests that agree on it share a batch.
+    """How to score; requests with equal settings share a batch.
 
     Args:
         temperature: divides the logits.
-        adapters: False for the base model of a PEFT one.
+        adapters: False for the base model of a PEFT model.
         dtype: of the body, by autocast: ``"bfloat16"``; None for the model's own.
-        entropy: whether entropies are wanted too.
-        remember: whether the sequences go on later, so that their keys and values are worth keeping.
+        entropy: whether to return entropies too.
+        remember: whether later requests continue these sequences, so that their keys and values are worth caching.
     """
 
     temperature: float = 1.0
@@ -34,7 +34,7 @@ class Settings:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype itself.
+        """``dtype`` as torch's object.
 
         Raises:
             ValueError: if torch has no floating-point type of that name.
@@ -43,22 +43,22 @@ class Settings:
             return None
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise ValueError(f"dtype must be the name of a floating-point type such as 'bfloat16', got {self.dtype!r}")
+            raise ValueError(f"dtype must be the name of a floating-point type such as 'bfloat16', got {self.dtype!r}.")
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Sequences to score, laid end to end.
+    """Sequences to score, concatenated.
 
     Args:
         tokens: int32 or int64 ``[N]``.
         lengths: int64 ``[S]``.
-        mask: the bits of a boolean ``[N]``, packed; None for all but first tokens.
-        settings: how.
-        version: of the weights; None for whichever the replica holds.
-        caller: who asks, for fairness.
-        newest: version that the caller has seen: a replica that holds less is behind, or has lost what it held.
+        mask: the bits of a boolean ``[N]``, packed; None for all but the first token of each sequence.
+        settings: how to score.
+        version: required version of the weights; None for any.
+        caller: who sends it; batches are fair between callers.
+        newest: latest version that the caller has seen: a replica with an older one missed an update or lost its weights.
     """
 
     tokens: np.ndarray
@@ -79,18 +79,17 @@ class Request:
         *,
         version: int | None,
         caller: str,
-        newest: int = 0,
     ) -> Request:
         """From flat tokens ``[N]``, lengths ``[S]`` and a mask ``[N]``.
 
         Raises:
-            TypeError: if the tokens are no whole numbers, or the mask is not boolean.
+            TypeError: if the tokens are not integers, or the mask is not boolean.
         """
         values = tokens.detach().cpu()
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(f"token ids must be whole numbers (int64), got {values.dtype}")
+            raise TypeError(f"token ids must be whole numbers (int64), got {values.dtype}.")
         if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"the mask must be boolean, got {mask.dtype}")
+            raise TypeError(f"the mask must be boolean, got {mask.dtype}.")
         narrow = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
         return cls(
             (values.int() if narrow else values.long()).numpy(),
@@ -99,7 +98,6 @@ class Request:
             settings,
             version,
             caller,
-            newest,
         )
 
     @property
@@ -108,9 +106,8 @@ class Request:
         return int(self.tokens.shape[0])
 
     def rows(self) -> list[Tensor]:
-        """Token ids of each sequence."""
-        tokens = torch.from_numpy(self.tokens.astype(np.int64))
-        return list(tokens.split(self.lengths.tolist()))
+        """Token ids of each sequence, int64."""
+        return list(torch.from_numpy(self.tokens.astype(np.int64)).split(self.lengths.tolist()))
 
     def flat_mask(self) -> Tensor:
         """True at the tokens to score; ``[N]``."""
@@ -122,21 +119,15 @@ class Request:
         return mask
 
     def pack(self) -> bytes:
-        """What is sent."""
-        about = (
-            self.tokens.dtype.itemsize,
-            self.mask is not None,
-            *astuple(self.settings),
-            self.version,
-            self.caller,
-            self.newest,
-        )
+        """The request as bytes."""
+        width, masked = self.tokens.dtype.itemsize, self.mask is not None
+        head = (width, masked, *astuple(self.settings), self.version, self.caller, self.newest)
         mask = () if self.mask is None else (self.mask,)
-        return _join(about, self.lengths.astype(np.int64), self.tokens, *mask)
+        return _join(head, self.lengths.astype(np.int64), self.tokens, *mask)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Request:
-        """What was sent."""
+        """Inverse of :meth:`pack`."""
         (width, masked, *settings, version, caller, newest), parts = _split(packed)
         return cls(
             np.frombuffer(parts[1], np.int32 if width == 4 else np.int64),
@@ -151,12 +142,12 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """Numbers at the tokens that the mask asked for.
+    """Scores at the masked-in tokens of a request.
 
     Args:
         log_prob: nats, float32 or float64 ``[K]``.
-        entropy: nats, of the same type ``[K]``, if it was wanted.
-        version: of the weights that gave them.
+        entropy: nats, same type ``[K]``; None if not requested.
+        version: of the weights that they come from.
     """
 
     log_prob: np.ndarray
@@ -164,30 +155,53 @@ class Reply:
     version: int
 
     def pack(self) -> bytes:
-        """What is sent."""
-        about = (self.log_prob.dtype.itemsize, self.version)
-        return _join(about, self.log_prob, *(() if self.entropy is None else (self.entropy,)))
+        """The reply as bytes."""
+        head = (self.log_prob.dtype.itemsize, self.version)
+        return _join(head, self.log_prob, *(() if self.entropy is None else (self.entropy,)))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Reply:
-        """What was sent."""
+        """Inverse of :meth:`pack`."""
         (width, version), parts = _split(packed)
         numbers = [np.frombuffer(part, np.float32 if width == 4 else np.float64) for part in parts]
         return cls(numbers[0], numbers[1] if len(numbers) > 1 else None, version)
 
 
-def _join(about: tuple[object, ...], *arrays: np.ndarray) -> bytes:
-    """A head in JSON that gives the sizes of the arrays, and the arrays. One piece: Ray hands it on faster than several."""
-    head = json.dumps([about, [array.nbytes for array in arrays]]).encode()
-    return b"".join((struct.pack("<I", len(head)), head, *(array.tobytes() for array in arrays)))
+def _join(head: tuple[object, ...], *arrays: np.ndarray) -> bytes:
+    """A JSON head with the sizes of the arrays, then the arrays: Ray sends one object faster than several."""
+    text = json.dumps([head, [array.nbytes for array in arrays]]).encode()
+    return b"".join((struct.pack("<I", len(text)), text, *(array.tobytes() for array in arrays)))
 
 
 def _split(packed: bytes) -> tuple[list[Any], list[memoryview]]:
     view = memoryview(packed)
     start = 4 + struct.unpack_from("<I", view)[0]
-    about, sizes = json.loads(bytes(view[4:start]))
+    head, sizes = json.loads(bytes(view[4:start]))
     parts = []
     for size in sizes:
         parts.append(view[start : start + size])
         start += size
-    return about, parts
+    return head, parts
+
+
+def state_dict_of(weights: Any) -> dict[str, Tensor]:
+    """Tensors under their ``state_dict()`` names.
+
+    Args:
+        weights: a module, a TensorDict of its parameters (nested, as in torchrl's collectors), or a mapping. A TorchRL
+            wrapper is replaced by its model.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if isinstance(weights, nn.Module):
+        inner = getattr(weights, "model", None)
+        wrapped = hasattr(weights, "input_mode") and isinstance(inner, nn.Module)
+        return dict((inner if wrapped and inner is not None else weights).state_dict())
+    if isinstance(weights, TensorDictBase):
+        return {key: value.data for key, value in weights.flatten_keys(".").items()}
+    if isinstance(weights, Mapping):
+        return dict(weights)
+    raise TypeError(
+        f"weights must be a module, a TensorDict or a mapping of names to tensors, got {type(weights).__name__}."
+    )
