@@ -153,11 +153,13 @@ def test_operators_keep_the_contract_of_torch(shares, with_targets):
     settings = (*SETTINGS[:2], shares, *SETTINGS[3:])
     torch.library.opcheck(ops.head_forward, (everything, *settings))
     present = iter(ops.head_forward(everything, *settings))
-    fields = [with_targets, with_targets, True, shares[0] > 0, shares[1] > 0, *[True] * 4]
-    swept = [next(present) if field else None for field in fields]
+    fields = [True, with_targets, with_targets, True]
+    result = [next(present) if field else None for field in fields]
+    statistics = list(present)
+    assert len(statistics) == (6 if min(shares) > 0 else 4)
     grads = [torch.ones(N, dtype=torch.float64), None, None, torch.ones(N, dtype=torch.float64)]
     needed = [True, True, False, True, True, False]
-    torch.library.opcheck(ops.head_backward, (everything, swept, grads, needed, *settings))
+    torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
     alone = ([None, *tensors[:3]], 5, SETTINGS[0], False, [1.0, 0.0], torch.float64, None, SETTINGS[-1][:3])
     torch.library.opcheck(ops.head_top_k, alone)
     assert tensors[0].shape == (N, H)

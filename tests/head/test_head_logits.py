@@ -128,7 +128,7 @@ def test_arguments_are_not_changed_and_memory_is_that_of_a_few_tiles():
         (
             ((2, 5), (2, 5)),
             {"direction": "up"},
-            "unknown direction 'up'; expected one of 'reverse', 'forward', 'jensen",
+            "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'up'",
         ),
         (((2, 5), (2, 5)), {"chunk": 0}, "chunk is 0; expected at least 1 position"),
         (((2, 5), (2, 5)), {"chunk": (3, 0)}, r"chunk is \(3, 0\); expected"),
