@@ -4,12 +4,13 @@ Tracing into a sweep would unroll its tiles, recompile for every other number of
 into copies of whole gradients.
 
 ``tensors`` are everywhere the targets, then hidden states, weight and bias of the policy and of the reference; None for
-what there is not.
+what there is not. Operators take tensors, numbers and lists of them, and return tensors that all exist: ``settings``
+are a plan and the logit maps in that form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,174 +22,141 @@ from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
 from torchrl_llm_kl.head._tiles import Head, LogitMap, PairOutput, Plan, TopK
 
 Tensors = Sequence[Tensor | None]
+Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, list[float]]
 
 
 def sweep(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None) -> PairOutput:
     """Everything requested of one or two heads, differentiable once; for one head ``kl`` is None."""
     tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else (None, None, None))]
-    maps = [policy.map] if ref is None else [policy.map, ref.map]
+    settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return PairOutput._make(_Sweep.apply(plan, maps, *tensors))
-    return _run_forward(plan, maps, tensors)[0]
+        return PairOutput._make(_Sweep.apply(settings, *tensors))
+    return PairOutput._make(_forward(tensors, settings)[:4])
 
 
 def top_k(head: Head, k: int, chunk: tuple[int, int]) -> TopK:
-    """The top-k sweep."""
-    if not torch.compiler.is_compiling():
-        return top_k_sweep(head, k, chunk)
-    return TopK(*torch.ops.torchrl_llm_kl.head_top_k([None, *head[:3]], k, *_flat(Plan(chunk), [head.map])))
+    """The ``k`` most probable tokens and the log-probability of all others together."""
+    return TopK(*_call("head_top_k", _top_k_op, [None, *head[:3]], k, *_flatten(Plan(chunk), head, None)))
 
 
 class _Sweep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, maps: list[LogitMap], *tensors: Tensor | None) -> Any:
-        ctx.plan, ctx.maps = plan, maps
+    def forward(ctx: Any, settings: Settings, *tensors: Tensor | None) -> Any:
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
-        result, statistics = _run_forward(plan, maps, tensors)
-        ctx.save_for_backward(*tensors, *result, *statistics)
-        return tuple(result)
+        found = _forward(tensors, settings)
+        ctx.save_for_backward(*tensors, *found)
+        return tuple(found[:4])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        saved = ctx.saved_tensors  # once: under checkpointing each access unpacks, and a second one is an error
+        saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
         tensors, result, statistics = saved[:7], saved[7:11], saved[11:]
-        needed = ctx.needs_input_grad[3:]
-        if torch.compiler.is_compiling():
-            found = _spread(
-                torch.ops.torchrl_llm_kl.head_backward(
-                    list(tensors), list(result), list(statistics), list(grads), list(needed), *_flat(ctx.plan, ctx.maps)
-                ),
-                needed,
-            )
-        else:
-            heads = _heads(tensors, ctx.maps)
-            found = backward_sweep(
-                ctx.plan, heads, tensors[0], PairOutput._make(result), statistics, grads, needed[: 3 * len(heads)]
-            )
-        return None, None, None, *found, *(None,) * (6 - len(found))
+        needed = list(ctx.needs_input_grad[2:])  # after settings and targets
+        found = _call("head_backward", _backward_op, tensors, result, statistics, list(grads), needed, *ctx.settings)
+        return None, None, *_spread(found, needed)
 
 
-def _run_forward(plan: Plan, maps: list[LogitMap], tensors: Tensors) -> tuple[PairOutput, list[Tensor]]:
-    if not torch.compiler.is_compiling():
-        return forward_sweep(plan, tensors[0], _heads(tensors, maps))
-    found = torch.ops.torchrl_llm_kl.head_forward(list(tensors), *_flat(plan, maps))
-    present = _present(plan, maps, tensors)
-    return PairOutput._make(_spread(found, present)), found[sum(present) :]
+def _forward(tensors: Tensors, settings: Settings) -> Tensors:
+    """The fields of the result, then the statistics of the forward sweep."""
+    found = _call("head_forward", _forward_op, list(tensors), *settings)
+    return _spread(found, _present(tensors, settings))
 
 
-def _heads(tensors: Tensors, maps: list[LogitMap]) -> list[Head]:
-    return [Head._make([*tensors[3 * i + 1 : 3 * i + 4], each]) for i, each in enumerate(maps)]
+def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """An operator while a graph is being compiled, elsewhere the function itself, without the operator's overhead."""
+    return getattr(torch.ops.torchrl_llm_kl, name)(*args) if torch.compiler.is_compiling() else function(*args)
 
 
-# ------------------------------------------------------------------ operators
-# They take tensors, numbers and lists of them, and return tensors that all exist.
-
-_SETTINGS = "SymInt[] chunk, bool entropy, float[] shares, ScalarType dtype, ScalarType? ref_dtype, float[] numbers"
-
-
-def _flat(plan: Plan, maps: list[LogitMap]) -> tuple[object, ...]:
-    """Plan and maps as the operators' settings."""
+def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
+    maps = [policy.map] if ref is None else [policy.map, ref.map]
     numbers = [number for each in maps for number in (each.temperature, each.scale, each.soft_cap or 0.0)]
-    ref_dtype = maps[1].dtype if len(maps) == 2 else None
-    return list(plan.chunk), plan.entropy, list(plan.shares), maps[0].dtype, ref_dtype, numbers
+    ref_dtype = None if ref is None else ref.map.dtype
+    return list(plan.chunk), plan.entropy, list(plan.shares), policy.map.dtype, ref_dtype, numbers
 
 
-def _built(
-    chunk: list[int],
-    entropy: bool,
-    shares: list[float],
-    dtype: torch.dtype,
-    ref_dtype: torch.dtype | None,
-    numbers: list[float],
-) -> tuple[Plan, list[LogitMap]]:
-    """Plan and maps from the operators' settings."""
-    dtypes = [dtype] if ref_dtype is None else [dtype, ref_dtype]
-    maps = [
-        LogitMap(each, numbers[3 * i], numbers[3 * i + 1], numbers[3 * i + 2] or None) for i, each in enumerate(dtypes)
-    ]
-    return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1])), maps
+def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head]]:
+    chunk, entropy, shares, dtype, ref_dtype, numbers = settings
+    heads = []
+    for i, each in enumerate([dtype] if ref_dtype is None else [dtype, ref_dtype]):
+        temperature, scale, soft_cap = numbers[3 * i : 3 * i + 3]
+        logit_map = LogitMap(each, temperature, scale, soft_cap or None)
+        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], logit_map]))
+    return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1])), heads
 
 
-def _present(plan: Plan, maps: list[LogitMap], tensors: Tensors) -> list[bool]:
+def _present(tensors: Tensors, settings: Settings) -> list[bool]:
     """Which fields of the result exist."""
-    chosen, pair = tensors[0] is not None, len(maps) == 2
-    return [pair, chosen, chosen and pair, plan.entropy]
+    _, entropy, _, _, ref_dtype, _ = settings
+    chosen, pair = tensors[0] is not None, ref_dtype is not None
+    return [pair, chosen, chosen and pair, entropy]
 
 
 def _spread(found: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-    """The tensors found where one is present, None elsewhere."""
+    """A tensor where one is present and None elsewhere, then the tensors that are left."""
     rest = iter(found)
-    return [next(rest) if each else None for each in present]
+    return [*(next(rest) if each else None for each in present), *rest]
 
 
 def _dense(tensors: Tensors) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-@torch.library.custom_op(
-    "torchrl_llm_kl::head_forward", mutates_args=(), schema=f"(Tensor?[] tensors, {_SETTINGS}) -> Tensor[]"
-)
+# ------------------------------------------------------------------ operators
+
+_SETTINGS = "SymInt[] chunk, bool entropy, float[] shares, ScalarType dtype, ScalarType? ref_dtype, float[] numbers"
+
+
 def _forward_op(tensors: Tensors, *settings: Any) -> list[Tensor]:
-    plan, maps = _built(*settings)
-    result, statistics = forward_sweep(plan, tensors[0], _heads(tensors, maps))
+    plan, heads = _build(tensors, settings)
+    result, statistics = forward_sweep(plan, tensors[0], heads)
     return _dense([*result, *statistics])
 
 
-@_forward_op.register_fake
-def _(tensors: Tensors, *settings: Any) -> list[Tensor]:
-    plan, maps = _built(*settings)
-    pair, head = len(maps) == 2, _heads(tensors, maps)[0]
-    statistics = 2 * len(maps) + 2 * (pair and plan.mixture)
-    return [head.per_position(0.0) for _ in range(sum(_present(plan, maps, tensors)) + statistics)]
+def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
+    plan, heads = _build(tensors, settings)
+    statistics = 2 * len(heads) + 2 * (len(heads) == 2 and plan.mixture)
+    return [heads[0].per_position(0.0) for _ in range(sum(_present(tensors, settings)) + statistics)]
 
 
-@torch.library.custom_op(
-    "torchrl_llm_kl::head_backward",
-    mutates_args=(),
-    schema="(Tensor?[] tensors, Tensor?[] result, Tensor[] statistics, Tensor?[] grads, bool[] needed, "
-    f"{_SETTINGS}) -> Tensor[]",
-)
 def _backward_op(
-    tensors: Tensors,
-    result: Tensors,
-    statistics: list[Tensor],
-    grads: Tensors,
-    needed: list[bool],
-    *settings: Any,
+    tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
 ) -> list[Tensor]:
-    plan, maps = _built(*settings)
-    heads = _heads(tensors, maps)
-    swept = backward_sweep(
-        plan, heads, tensors[0], PairOutput._make(result), statistics, grads, needed[: 3 * len(heads)]
-    )
-    return _dense(swept)
+    plan, heads = _build(tensors, settings)
+    return _dense(backward_sweep(plan, heads, tensors[0], PairOutput._make(result), statistics, grads, needed))
 
 
-@_backward_op.register_fake
-def _(
-    tensors: Tensors,
-    result: Tensors,
-    statistics: list[Tensor],
-    grads: Tensors,
-    needed: list[bool],
-    *settings: Any,
+def _backward_fake(
+    tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
 ) -> list[Tensor]:
-    return _dense(empty_gradients(_heads(tensors, _built(*settings)[1]), needed))
+    return _dense(empty_gradients(_build(tensors, settings)[1], needed))
 
 
-@torch.library.custom_op(
-    "torchrl_llm_kl::head_top_k",
-    mutates_args=(),
-    schema=f"(Tensor?[] tensors, SymInt k, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
-)
 def _top_k_op(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    plan, maps = _built(*settings)
-    return top_k_sweep(_heads(tensors, maps)[0], k, plan.chunk)
+    plan, (head,) = _build(tensors, settings)
+    return top_k_sweep(head, k, plan.chunk)
 
 
-@_top_k_op.register_fake
-def _(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tail = _heads(tensors, _built(*settings)[1])[0].per_position(0.0)
+def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, (head,) = _build(tensors, settings)
+    tail = head.per_position(0.0)
     values = tail.new_empty(tail.shape[0], k)
     return values.long(), values, tail
+
+
+def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], inputs: str, outputs: str) -> None:
+    schema = f"({inputs}, {_SETTINGS}) -> {outputs}"
+    operator = torch.library.custom_op(f"torchrl_llm_kl::{name}", function, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+
+
+_register("head_forward", _forward_op, _forward_fake, "Tensor?[] tensors", "Tensor[]")
+_register(
+    "head_backward",
+    _backward_op,
+    _backward_fake,
+    "Tensor?[] tensors, Tensor?[] result, Tensor[] statistics, Tensor?[] grads, bool[] needed",
+    "Tensor[]",
+)
+_register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", "(Tensor, Tensor, Tensor)")
