@@ -1,12 +1,22 @@
 """Each promise of the contract table, by summing over a whole vocabulary: no sampling, so the tolerance is rounding."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from torchrl_llm_kl.estimators import CONTRACTS, QUANTITIES, available_estimators, get_estimator
+from torchrl_llm_kl.estimators import (
+    CONTRACTS,
+    QUANTITIES,
+    KLPlacementWarning,
+    available_estimators,
+    check_placement,
+    get_estimator,
+)
 
 CONTRACT = {contract.name: contract for contract in CONTRACTS}
 PER_TOKEN = [name for name in CONTRACT if name != "exact"]
@@ -146,3 +156,38 @@ def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
     assert (mean - case.quantity("reverse")) * bias_sign > 1e-3
     for key in ("reverse", "forward"):
         assert (case.gradient(mean) - case.gradient(case.quantity(key))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("k1", "loss", "'k1' in the loss: its mean gradient is zero.*Use 'k2'"),
+        ("k3", "loss", "'k3' in the loss: its mean gradient is that of the forward KL.*'k3\\+'"),
+        ("low_var_kl", "loss", "'low_var_kl' in the loss: its mean gradient is that of the forward KL"),
+        ("abs", "loss", "'abs' in the loss: its mean gradient is that of the total variation"),
+        ("corrected_k3", "loss", "'corrected_k3' in the loss: where a clamp is active, nothing pulls back"),
+        *((f"{name}", "reward", f"'{name}' in the reward: detached.*Use 'k1'") for name in ("k2", "abs")),
+        *((f"{name}+", "reward", f"'{name}.' in the reward: detached.*Use 'k1'") for name in ("k2", "k3", "abs")),
+        ("exact", "reward", "'exact' in the reward: detached"),
+    ],
+)
+def test_an_estimator_out_of_place_warns(name, place, message):
+    with pytest.warns(KLPlacementWarning, match=message) as caught:
+        check_placement(name, place, stacklevel=1)
+    assert [Path(each.filename).name for each in caught] == [Path(__file__).name]
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_an_estimator_in_its_place_does_not_warn(place):
+    """In a loss those with the gradient of the reverse KL wherever they are, in a reward those with its policy gradient."""
+    fine = {
+        "loss": ["none", "k2", "exact", "k1+", "k2+", "k3+", "low_var_kl+", "abs+", "corrected_k3+"],
+        "reward": ["none", "k1", "k1+"],
+    }[place]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLPlacementWarning)
+        for estimator in (*fine, get_estimator("k3"), None):
+            check_placement(estimator, place)
+        for name in set(available_estimators()) - set(fine):
+            with pytest.raises(KLPlacementWarning):
+                check_placement(name, place)

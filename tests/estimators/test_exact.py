@@ -269,11 +269,11 @@ def test_shapes_that_disagree(changes, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"direction": "backward"}, "unknown direction 'backward'; expected one of 'reverse', 'forward'"),
+        ({"direction": "backward"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'backward'"),
         ({"beta": 0.0}, r"beta must be inside \(0, 1\), got 0.0"),
         ({"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1 position, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
     ],
 )
 def test_options_out_of_range(options, message):

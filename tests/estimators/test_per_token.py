@@ -3,12 +3,20 @@
 import copy
 import math
 import pickle
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_llm_kl.estimators import StraightThrough, UnknownEstimatorError, available_estimators, get_estimator
+from torchrl_llm_kl._registry import UnknownNameError
+from torchrl_llm_kl.estimators import (
+    EstimatorName,
+    StraightThrough,
+    UnknownEstimatorError,
+    available_estimators,
+    get_estimator,
+)
 from torchrl_llm_kl.estimators import corrected_k3 as corrected_k3_fn
 from torchrl_llm_kl.estimators import k3 as k3_fn
 from torchrl_llm_kl.estimators import low_var_kl as low_var_kl_fn
@@ -128,12 +136,12 @@ def test_straight_through_hands_clamps_on():
 @pytest.mark.parametrize(("fn", "name"), [(low_var_kl_fn, "log_ratio_clamp"), (low_var_kl_fn, "value_clamp")])
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_low_var_kl_rejects_bad_clamps(fn, name, bound):
-    with pytest.raises(ValueError, match=f"{name} must be positive, got {bound}"):
+    with pytest.raises(ValueError, match=f"{name} must be greater than 0, got {bound}"):
         fn(torch.zeros(1), torch.zeros(1), **{name: bound})
 
 
 def test_corrected_k3_rejects_a_bad_clamp():
-    with pytest.raises(ValueError, match=r"ratio_max must be positive, got -2"):
+    with pytest.raises(ValueError, match=r"ratio_max must be greater than 0, got -2"):
         corrected_k3_fn(torch.zeros(1), torch.zeros(1), torch.zeros(1), ratio_max=-2.0)
 
 
@@ -200,6 +208,12 @@ def test_names_are_the_fields():
     assert get_estimator("k3+") == StraightThrough(k3_fn)
 
 
+def test_the_type_lists_every_name():
+    """A type checker reports an unknown name: ``get_estimator("k9")``."""
+    assert get_args(EstimatorName) == available_estimators()
+    assert get_type_hints(get_estimator)["name"] == EstimatorName
+
+
 @pytest.mark.parametrize(
     ("name", "near"), [("k4", "k3"), ("lowvar_kl", "low_var_kl"), ("none+", "none"), ("K3 +", "k3+")]
 )
@@ -209,6 +223,7 @@ def test_unknown_names_get_advice(name, near):
     message = str(error.value)
     assert message.startswith(f"unknown KL estimator {name!r}; known: none, k1, k2, k3, low_var_kl, abs, corrected_k3")
     assert message.endswith(f"Did you mean {near!r}?")
+    assert isinstance(error.value, UnknownNameError)
     assert isinstance(error.value, ValueError)
 
 
