@@ -1,4 +1,4 @@
-"""Every example in a docstring of the layer runs and prints what it says."""
+"""Every docstring example of the layer runs and prints the documented output."""
 
 import doctest
 import importlib
