@@ -165,7 +165,7 @@ def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
         ("k3", "loss", "'k3' in the loss: its mean gradient is that of the forward KL.*'k3\\+'"),
         ("low_var_kl", "loss", "'low_var_kl' in the loss: its mean gradient is that of the forward KL"),
         ("abs", "loss", "'abs' in the loss: its mean gradient is that of the total variation"),
-        ("corrected_k3", "loss", "'corrected_k3' in the loss: where a clamp is active, nothing pulls back"),
+        ("corrected_k3", "loss", "'corrected_k3' in the loss: it is clamped.*nothing pulls back.*Use 'k2'"),
         *((f"{name}", "reward", f"'{name}' in the reward: detached.*Use 'k1'") for name in ("k2", "abs")),
         *((f"{name}+", "reward", f"'{name}.' in the reward: detached.*Use 'k1'") for name in ("k2", "k3", "abs")),
         ("exact", "reward", "'exact' in the reward: detached"),

@@ -179,8 +179,8 @@ def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:
         reason = _IN_LOSS.get(contract.loss_gradient)
         if reason is None and "clamp" in contract.condition and not estimator.endswith("+"):
             reason = (
-                f"where a clamp is active, nothing pulls back to the reference (its promises hold {contract.condition}). "
-                "Use 'k2', whose gradient has no bound"
+                f"it is clamped: where a clamp is active, nothing pulls back to the reference (it is right only "
+                f"{contract.condition}). Use 'k2', whose gradient has no bound"
             )
     if reason is not None:
         warnings.warn(

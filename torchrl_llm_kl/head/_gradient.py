@@ -42,7 +42,7 @@ def backward_sweep(
     kls: Sequence[Tensor | None] = statistics[4:] or [result.kl if i == plan.weighing else None for i in range(2)]
     per_position = (targets, result.entropy, *kls, *grads)
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
-        for rows, cols, columns, logits, (out, scratch, *spare) in tiles(plan.chunk, heads, 2 * len(heads) + 2):
+        for rows, cols, columns, logits, (*spare, out, scratch) in tiles(plan.chunk, heads, 2 * len(heads) + 2):
             sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
             for i, head in enumerate(heads):
                 sides[i].normalise(head, statistics[2 * i : 2 * i + 2], rows)

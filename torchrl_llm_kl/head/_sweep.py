@@ -32,7 +32,7 @@ def forward_sweep(plan: Plan, targets: Tensor | None, heads: list[Head]) -> tupl
     states = [_Softmax(head) for head in heads]
     moment, kls = heads[0].per_position(0.0), [head.per_position(0.0) for head in heads]
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
-        for rows, cols, _, logits, (scratch, *probs) in tiles(plan.forward_chunk(heads[0]), heads, count + 1):
+        for rows, cols, _, logits, (*probs, scratch) in tiles(plan.forward_chunk(heads[0]), heads, count + 1):
             joints = []
             for state, tile, prob in zip(states, logits, probs, strict=True):
                 if targets is not None:
