@@ -1,10 +1,11 @@
-"""Time the linear head against the matrix product alone, torch's fused head and the plain path.
+"""Time the linear head beside the bare matrix product, torch's own fused head and the plain computation.
 
     python benchmarks/head.py --threads 1 --dtype float32 --vocab 32000 --hidden 512 --positions 1024
 
-Runs of all candidates are interleaved and the fastest of each is kept, so that other load affects the ratios less. With
-several threads on a shared machine, set OMP_WAIT_POLICY=passive: otherwise threads that spin at the end of a kernel
-keep the threads they wait for off the cores, which multiplies the time of everything but a single large product.
+Runs of all candidates are interleaved and the fastest of each is reported, so that other load on the machine affects the
+ratios less. With several threads on a shared machine, set OMP_WAIT_POLICY=passive: by default, threads spin at the end of
+each kernel and keep the threads that they wait for off the cores, which multiplies the time of everything but one large
+product.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--positions", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunks", action="store_true", help="compare tile sizes instead")
+    parser.add_argument("--chunks", action="store_true", help="compare tile sizes only")
     parser.add_argument("--forward-only", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -1,4 +1,4 @@
-"""The errors of log-probs and KL in bfloat16, on real text: ``python -m benchmarks.precision``."""
+"""Errors of log-probs and KL in bfloat16, on real text: ``python -m benchmarks.precision``."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PLOT = "precision.md", "precision.png"
 START, END = "<!-- measured: `python -m benchmarks.precision --write` -->", "<!-- end of measured -->"
 
-Document = tuple[str, list[str], str]  # a prompt, answers to learn from, and one to hold out or to tune on
+Document = tuple[str, list[str], str]  # a prompt, answers for training, and one answer for tuning or held out
 
 MODEL = ModelSize(vocab=2000, hidden=256, layers=4)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the study; the KL is measured after each number of tuning steps."""
+    """Sizes of the experiment; the KL is measured after each number of ``tuning_steps``."""
 
     model: ModelSize = MODEL
     training_steps: int = 250
@@ -71,7 +71,7 @@ SMALLEST = Sizes(
 
 
 def documents() -> tuple[list[Document], str]:
-    """GSM8K if it is available, else docstrings of the standard library; shuffled with a fixed seed."""
+    """GSM8K if available, else docstrings of Python's standard library; in a fixed random order."""
     if REAL_ANSWERS.exists():
         rows = [json.loads(line) for line in REAL_ANSWERS.read_text(encoding="utf-8").splitlines()]
         models = [name for name, value in rows[0].items() if isinstance(value, dict)]
@@ -92,7 +92,7 @@ def _docstrings() -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids: two streams to crop batches from, and ``S`` sequences to score; the mask is True at answer tokens."""
+    """Token ids: two streams to crop batches from, and ``S`` sequences to score with the mask of their answers."""
 
     training: Tensor
     tuning: Tensor
@@ -102,7 +102,7 @@ class Corpus:
 
 
 def corpus(sizes: Sizes) -> Corpus:
-    """Split the questions between the training stream, the tuning stream and the held-out answers."""
+    """Split the documents: training stream, tuning stream and held-out answers have different questions."""
     found, source = documents()
     found = found[: sizes.documents]
     held_out, rest = found[: sizes.held_out], found[sizes.held_out :]
@@ -132,7 +132,7 @@ def corpus(sizes: Sizes) -> Corpus:
 def train(
     model: Any, stream: Tensor, batch: tuple[int, int], rates: list[float], optimizers: list[Any]
 ) -> Iterator[float]:
-    """Take one mixed-precision step per learning rate on random crops of the stream; yield the losses."""
+    """Take one step per learning rate, in mixed precision on random crops of the stream; yield the losses."""
     rows, length = batch
     model.train()
     for rate in rates:
@@ -150,7 +150,7 @@ def train(
 
 
 def muon_and_adam(model: Any) -> list[Any]:
-    """Muon for the layers' matrices, which needs half the steps of AdamW; AdamW for the rest."""
+    """Muon for the layers' matrices, which needs half the steps of AdamW, and AdamW for all other parameters."""
     layers = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
     muon = torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
@@ -158,13 +158,13 @@ def muon_and_adam(model: Any) -> list[Any]:
 
 
 def one_cycle(steps: int, peak: float) -> list[float]:
-    """Learning rates: linear warm-up over a tenth of the steps, times a cosine decay."""
+    """Learning rates: linear warm-up over a tenth of the steps, then a cosine decay."""
     warm_up = max(1, steps // 10)
     return [peak * min(1.0, (i + 1) / warm_up) * (0.5 + 0.5 * math.cos(math.pi * i / steps)) for i in range(steps)]
 
 
 def in_double(model: Any) -> Any:
-    """Return a float64 copy, with torch's norms: those of transformers compute in float32 whatever their input."""
+    """A float64 copy with torch's norms: those of transformers always compute in float32."""
     model = copy.deepcopy(model).double()
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
@@ -175,7 +175,7 @@ def in_double(model: Any) -> Any:
 
 
 def in_bfloat16(model: Any) -> Any:
-    """Return a copy like ``from_pretrained(dtype=torch.bfloat16)``: buffers (rotary frequencies) stay float32."""
+    """A copy as ``from_pretrained(dtype=torch.bfloat16)`` loads it: buffers, such as rotary frequencies, stay float32."""
     narrow = copy.deepcopy(model).bfloat16()
     for buffer, wide in zip(narrow.buffers(), model.buffers(), strict=True):
         buffer.data = wide.clone()
@@ -207,7 +207,7 @@ class Reading:
 
 
 def read(policy: LogProbScorer, reference: LogProbScorer, text: Corpus) -> Reading:
-    """Score the held-out answers; estimators get the float32 log-probs, as in training."""
+    """Score the text under both models; estimators get the float32 log-probs, as in use."""
     scores = policy.evaluate(text.held_out, text.mask, reference=reference)
     assert scores.ref_log_prob is not None
     assert scores.kl is not None
@@ -220,13 +220,13 @@ def read(policy: LogProbScorer, reference: LogProbScorer, text: Corpus) -> Readi
 
 @dataclass(frozen=True)
 class Measured:
-    """All measurements.
+    """All measured numbers.
 
     Args:
-        readings: by tuning steps of the policy, then by setting, including the truth.
+        readings: by tuning steps of the policy, then by setting, including the float64 truth.
         against_float32: by setting: the last policy in that setting, with itself in float32 as the reference.
         seconds: by setting: time to score the last policy.
-        rows: index of each token's sequence.
+        rows: the sequence of each token.
         source: of the text.
     """
 
@@ -238,12 +238,12 @@ class Measured:
 
     @property
     def last(self) -> dict[str, Reading]:
-        """Readings of the policy after all tuning steps."""
+        """The readings of the policy after all tuning steps."""
         return self.readings[max(self.readings)]
 
 
 def measure(sizes: Sizes, progress: Progress) -> Measured:
-    """Train the reference, tune policies from it, and score the held-out answers with all of them."""
+    """Train the reference, tune policies from it, and score the held-out answers under all of them."""
     text = corpus(sizes)
     reference = qwen2(sizes.model)
     rates = one_cycle(sizes.training_steps, sizes.training_rate)
@@ -272,7 +272,7 @@ def measure(sizes: Sizes, progress: Progress) -> Measured:
     for name, scorer in scorers.items():
         against[name] = read(scorer, LogProbScorer(last), text)
         progress.advance(task)
-    progress.update(task, description="score by the clock")
+    progress.update(task, description="measure the time of scoring")
     timed = {name: Contender(lambda _, s=s: s.score(text.held_out, text.mask)) for name, s in scorers.items()}
     seconds = {name: m.seconds for name, m in alternate(timed, HostMeter(), repeats=sizes.repeats).items()}
     progress.update(task, advance=len(SETTINGS))
@@ -285,7 +285,7 @@ def by_sequence(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
-    """Mean over tokens and its standard error, which takes the tokens of one sequence as dependent."""
+    """The mean over tokens and its standard error, where tokens of one sequence are not independent."""
     mean = values.mean()
     spread = by_sequence(values - mean, rows)
     return mean.item(), (spread.square().sum() * len(spread) / (len(spread) - 1)).sqrt().item() / len(values)
@@ -345,7 +345,7 @@ def of_last_policy(found: Measured) -> list[Row]:
 
 
 def of_all_policies(found: Measured) -> list[Row]:
-    """Errors relative to the true KL, and to the standard deviation of k1 itself."""
+    """Relative errors per policy: of the mean KL, and of k1 beside its own standard deviation."""
     table = []
     for step, readings in found.readings.items():
         true = readings[TRUTH].kl
@@ -372,7 +372,7 @@ def _rms(errors: Tensor) -> Tensor:
 
 
 def described(found: Measured) -> str:
-    """Describe the data and the machine."""
+    """A description of the data and the machine."""
     truth, answers = found.last[TRUTH], int(found.rows.max()) + 1
     kl = truth.kl["exact"]
     return (
@@ -386,7 +386,7 @@ _TITLES = ("nats, against float64", "relative, as the policy leaves the referenc
 
 
 def markdown(found: Measured) -> str:
-    """Render both tables."""
+    """The description and both tables as Markdown."""
     lines = [described(found)]
     for title, table in zip(_TITLES, (of_last_policy(found), of_all_policies(found)), strict=True):
         lines += ["", f"| {title} | {' | '.join(SETTINGS)} |", "| --- |" + " ---: |" * len(SETTINGS)]
@@ -395,7 +395,7 @@ def markdown(found: Measured) -> str:
 
 
 def print_tables(found: Measured, console: Console) -> None:
-    """Print both tables on the terminal."""
+    """Print the description and both tables."""
     console.print(described(found))
     for title, rows in zip(_TITLES, (of_last_policy(found), of_all_policies(found)), strict=True):
         table = Table(title, *SETTINGS)
@@ -405,7 +405,7 @@ def print_tables(found: Measured, console: Console) -> None:
 
 
 def write_page(found: Measured, page: Path) -> None:
-    """Write the tables between the page's markers."""
+    """Write the tables between the markers of the page."""
     before, rest = page.read_text(encoding="utf-8").split(START)
     _, after = rest.split(END)
     page.write_text(f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}", encoding="utf-8")
@@ -415,7 +415,7 @@ _COLORS = {"float32": "tab:gray", "bf16 body": "tab:blue", "bf16 model": "tab:or
 
 
 def save_plot(found: Measured, path: Path) -> None:
-    """Plot errors of log-probs, of the KL of each answer, and of the mean KL as the policy moves from the reference."""
+    """Plot the errors of log-probs, of the KL of each answer, and of the mean KL by distance from the reference."""
     figure, (errors, answers, means) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     truth, kinds = found.last[TRUTH], ("bf16 body", "bf16 model")
     off = {name: (found.last[name].log_prob - truth.log_prob).numpy() for name in kinds}
@@ -447,9 +447,9 @@ def save_plot(found: Measured, path: Path) -> None:
 
 def main(
     write: Annotated[bool, typer.Option("--write", help="Write the tables and the plot to the docs.")] = False,
-    quick: Annotated[bool, typer.Option(help="Smallest sizes: a smoke test.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
-    docs: Annotated[Path, typer.Option(help="Folder of the page.")] = DOCS,
+    quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Number of torch threads.")] = 1,
+    docs: Annotated[Path, typer.Option(help="The folder of the page.")] = DOCS,
 ) -> None:
     """Measure the errors of log-probs and KL in bfloat16, on real text."""
     torch.set_num_threads(threads)

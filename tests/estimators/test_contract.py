@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from torchrl_llm_kl._registry import UnknownNameError
 from torchrl_llm_kl.estimators import (
     CONTRACTS,
     QUANTITIES,
+    EstimatorName,
     KLPlacementWarning,
+    UnknownEstimatorError,
     available_estimators,
     check_placement,
     get_estimator,
@@ -75,6 +79,13 @@ FIXED = Setting(torch.tensor([0.5, -0.4, 0.1]), torch.tensor([-0.5, 0.3, 0.55]),
 def test_the_table_has_every_name_once():
     assert tuple(CONTRACT) == available_estimators()
     assert len(CONTRACT) == len(CONTRACTS)
+
+
+def test_the_type_lists_every_name():
+    """So that a type checker reports ``get_estimator("k9")``."""
+    assert get_args(EstimatorName) == available_estimators()
+    assert get_type_hints(get_estimator)["name"] == EstimatorName
+    assert issubclass(UnknownEstimatorError, UnknownNameError)
 
 
 @each_estimator

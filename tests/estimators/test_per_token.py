@@ -3,20 +3,12 @@
 import copy
 import math
 import pickle
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_llm_kl._registry import UnknownNameError
-from torchrl_llm_kl.estimators import (
-    EstimatorName,
-    StraightThrough,
-    UnknownEstimatorError,
-    available_estimators,
-    get_estimator,
-)
+from torchrl_llm_kl.estimators import StraightThrough, UnknownEstimatorError, available_estimators, get_estimator
 from torchrl_llm_kl.estimators import corrected_k3 as corrected_k3_fn
 from torchrl_llm_kl.estimators import k3 as k3_fn
 from torchrl_llm_kl.estimators import low_var_kl as low_var_kl_fn
@@ -208,12 +200,6 @@ def test_available_names():
     assert get_estimator("k3+") == StraightThrough(k3_fn)
 
 
-def test_the_type_lists_every_name():
-    """A type checker reports an unknown name: ``get_estimator("k9")``."""
-    assert get_args(EstimatorName) == available_estimators()
-    assert get_type_hints(get_estimator)["name"] == EstimatorName
-
-
 @pytest.mark.parametrize(
     ("name", "near"), [("k4", "k3"), ("lowvar_kl", "low_var_kl"), ("none+", "none"), ("K3 +", "k3+")]
 )
@@ -223,7 +209,6 @@ def test_unknown_names_get_a_suggestion(name, near):
     message = str(error.value)
     assert message.startswith(f"unknown KL estimator {name!r}; known: none, k1, k2, k3, low_var_kl, abs, corrected_k3")
     assert message.endswith(f"Did you mean {near!r}?")
-    assert isinstance(error.value, UnknownNameError)
     assert isinstance(error.value, ValueError)
 
 
