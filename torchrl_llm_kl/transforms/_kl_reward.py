@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_llm_kl.estimators import as_coefficient, get_estimator
+from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged
 from torchrl_llm_kl.rollouts import TokenisingOptions
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot
@@ -93,7 +93,7 @@ class KLRewardTransform(RayVariant, StepTransform):
         assistant_only: bool = True,
         padding_side: str = "left",
         use_ray_service: bool = False,
-        estimator: Any = "k1",
+        estimator: EstimatorName | Callable[..., Tensor] = "k1",
         temperature: float = 1.0,
         reward_placement: RewardPlacement = "last",
         scope: Scope = "turn",
