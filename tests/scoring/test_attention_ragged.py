@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.scoring import _attention, _attention_ragged
-from torchrl_llm_kl.scoring._mode import Mode
+from torchrl_llm_kl.scoring import _attention
 from torchrl_llm_kl.scoring._packed import PackedPass
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._states import Wanted, read
+from torchrl_llm_kl.scoring._scores import Wanted, read
+from torchrl_llm_kl.scoring._setup import Route, Setup
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import tiny_model
 from toy_rollouts import plain_log_probs
@@ -55,8 +55,8 @@ def slow_kernel(
 
 @pytest.fixture
 def _with_slow_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention, "can_be_ragged", lambda query: True)
-    monkeypatch.setattr(_attention_ragged, "varlen_attn", slow_kernel)
+    monkeypatch.setattr(_attention, "takes_varlen", lambda query: True)
+    monkeypatch.setattr(_attention, "varlen_attn", slow_kernel)
 
 
 @pytest.mark.usefixtures("_with_slow_kernel")
@@ -73,7 +73,7 @@ def test_every_query_sees_its_own_keys(family: str, tokens_per_batch: int) -> No
 
 
 def test_never_on_the_cpu() -> None:
-    assert not _attention_ragged.can_be_ragged(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
+    assert not _attention.takes_varlen(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -118,7 +118,7 @@ def test_no_forward_waits_for_the_device(dtype: torch.dtype) -> None:
     scorer.score(batch)  # whatever is made once
     request = Request.build(batch, None)
     tree = PrefixTree.build(request.tokens, request.forward_lengths)
-    packed = PackedPass(model, Mode(), request, tree, tokens_per_batch=40, temperature=1.0, device=torch.device("cuda"))
+    packed = PackedPass(Setup(model, Route("head"), torch.device("cuda")), request, tree, 40)
     targets = [request.tokens.values[some].cuda() for some in packed.elements]
     torch.cuda.set_sync_debug_mode("error")
     try:

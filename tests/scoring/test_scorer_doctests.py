@@ -4,10 +4,10 @@ import doctest
 
 import pytest
 
-from torchrl_llm_kl.scoring import _pack_plan, _plan, _scorer
+from torchrl_llm_kl.scoring import _critic, _packs, _padded, _scorer
 
 
-@pytest.mark.parametrize("module", [_pack_plan, _plan, _scorer], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [_critic, _packs, _padded, _scorer], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -233,9 +233,9 @@ def test_other_temperatures_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": -1}, "top_k must not be negative, got -1"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_k": VOCAB_SIZE + 1}, "98.*97"),
-        ({"direction": "sideways"}, "unknown direction 'sideways'; expected 'reverse' or 'forward'"),
+        ({"direction": "sideways"}, "direction must be one of 'reverse', 'forward', got 'sideways'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")

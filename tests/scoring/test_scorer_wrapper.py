@@ -165,7 +165,7 @@ def test_non_finite_log_probs_of_a_backend_name_the_sequence():
     backend = engine(tiny_model())
     backend.score = lambda ids: torch.full((len(ids),), float("-inf"))
     scorer = LogProbScorer(FakeBackend(backend, **SETTINGS))
-    with pytest.raises(ValueError, match="sequence 1, position 3 the log-prob -inf"):
+    with pytest.raises(ValueError, match="log-prob is -inf at sequence 1, position 3"):
         scorer.score(random_sequences(6, 4), torch.arange(10) == 9)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import _tree
-from torchrl_llm_kl.scoring._tree import PrefixTree, forward_tokens
+from torchrl_llm_kl.scoring._tree import PrefixTree
 
 # Few different tokens, so that sequences meet and part often; ids whose bytes and values are in different orders.
 TOKENS = st.sampled_from([1, 256, 2**40 + 3])
@@ -122,7 +122,7 @@ def test_a_branch_that_saves_too_little_is_not_shared():
         "leaf": [4, 1, 5, 2, 6, 3],
         "forward_lengths": [6, 3, 5, 5, 7, 3],
     }
-    assert forward_tokens(tree) == 29 - 2 * 4
+    assert tree.num_tokens == 29 - 2 * 4
     assert has_children(tree).tolist() == [True] + [False] * 6
 
 
@@ -156,7 +156,7 @@ def test_turns_of_a_conversation_are_one_node():
         tree = build(turns, min_shared=min_shared)
         assert tree.num_nodes == 1
         assert tree.leaf.tolist() == [0, 0, 0]
-        assert forward_tokens(tree) == 5
+        assert tree.num_tokens == 5
 
 
 # ---------------------------------------------------------------------- against the oracle
@@ -205,7 +205,7 @@ def test_without_a_charge_each_distinct_prefix_is_forwarded_once(batch):
     sequences, lengths = batch
     prefixes = heads(sequences, lengths)
     tree = build(sequences, lengths, min_shared=0)
-    assert forward_tokens(tree) == len({p[:i] for p in prefixes for i in range(1, len(p) + 1)})
+    assert tree.num_tokens == len({p[:i] for p in prefixes for i in range(1, len(p) + 1)})
     # No split where nothing parts.
     assert tree.num_nodes == len(maximal(prefixes)) + len(branch_points(prefixes))
 
@@ -224,7 +224,7 @@ def test_no_other_choice_of_branches_costs_less(batch, min_shared):
             costs.setdefault(cost, []).append(count)
     tree = build(sequences, lengths, min_shared)
     shared = int(has_children(tree).sum())
-    assert forward_tokens(tree) + min_shared * shared == min(costs)
+    assert tree.num_tokens + min_shared * shared == min(costs)
     assert shared == max(costs[min(costs)])
     for node in has_children(tree).nonzero().squeeze(-1).tolist():
         assert int(tree.length[node]) * (tree.parent.tolist().count(node) - 1) >= min_shared
@@ -266,7 +266,7 @@ def test_the_same_input_gives_the_same_tree_and_is_left_alone(batch, min_shared)
 @pytest.mark.parametrize("sequences", [[[]], [[], []], [[1], []]])
 def test_nothing_to_forward(sequences):
     tree = build(sequences, [0] * len(sequences))
-    assert tree.num_nodes == num_levels(tree) == forward_tokens(tree) == 0
+    assert tree.num_nodes == num_levels(tree) == tree.num_tokens == 0
     assert tree.leaf.tolist() == [-1] * len(sequences)
 
 
@@ -287,7 +287,7 @@ def test_a_chain_of_branches_deeper_than_the_recursion_limit():
     sequences = [[0] * i + [1] for i in range(1500)]
     tree = build(sequences, min_shared=0)
     assert num_levels(tree) == 1499  # the first sequence shares nothing
-    assert forward_tokens(tree) == 1500 + 1499
+    assert tree.num_tokens == 1500 + 1499
 
 
 def test_all_is_int64_on_the_cpu():
@@ -303,7 +303,7 @@ def test_all_is_int64_on_the_cpu():
         ([-1, 0], 0, "3 for sequence 0, got -1"),
         ([1], 0, r"one entry for each of the 2 sequences, got shape \(1,\)"),
         ([1.0, 1.0], 0, "of dtype torch.float32"),
-        ([1, 1], -1, "min_shared must not be negative, got -1"),
+        ([1, 1], -1, "min_shared must be at least 0, got -1"),
     ],
 )
 def test_bad_lengths(lengths, min_shared, message):

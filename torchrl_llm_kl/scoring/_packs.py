@@ -1,13 +1,20 @@
-"""How the tokens of a prefix tree are laid end to end in packs of a fixed size, each token once and nothing padded."""
+"""Packs: how the tokens of a prefix tree are laid end to end, each token once and without padding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
-__all__ = ["PackPlan", "Piece", "plan_packs"]
+#: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
+KeysValues = list[tuple[Tensor, Tensor]]
+
+# ---------------------------------------------------------------------- the plan for all packs
 
 
 @dataclass(frozen=True)
@@ -18,8 +25,8 @@ class Piece:
         node: of the tree.
         first: the place of its first token in the node.
         length: at least 1.
-        past: the piece that its first token follows, -1 at the start of a sequence.
-        known: whether it is in no pack, since keys and values of its tokens and of all before them exist already;
+        past: the piece before its first token, -1 at the start of a sequence.
+        cached: whether it is in no pack, because the keys and values of its tokens and of all before them are cached;
             ``past`` is then -1.
     """
 
@@ -27,12 +34,12 @@ class Piece:
     first: int
     length: int
     past: int
-    known: bool = False
+    cached: bool = False
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Pieces, each after the one that it follows, and which of them go through the model together.
+    """Pieces in an order in which each comes after its ``past``, and the packs that they form.
 
     Args:
         pieces: all of them.
@@ -43,7 +50,7 @@ class PackPlan:
     packs: list[list[int]]
 
     def last_use(self) -> list[int]:
-        """The last pack in which a piece follows each piece, -1 if none does."""
+        """The last pack in which another piece attends to each piece, -1 if none does."""
         out = [-1] * len(self.pieces)
         for pack, indices in enumerate(self.packs):
             for index in indices:
@@ -54,15 +61,15 @@ class PackPlan:
         return out
 
 
-def plan_packs(tree: PrefixTree, tokens_per_batch: int, known: Sequence[int] | None = None) -> PackPlan:
+def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | None = None) -> PackPlan:
     """Lay the nodes of a prefix tree end to end, depth first, and cut the row every ``tokens_per_batch`` tokens.
 
-    Depth first, so that the fewest keys and values wait for tokens that follow them.
+    Depth first holds the fewest keys and values for later packs.
 
     Args:
-        tree: whose tokens to forward.
+        tree: of the tokens to forward.
         tokens_per_batch: tokens in each pack but the last.
-        known: how many leading tokens of each node need not be forwarded; by default none.
+        cached: number of leading tokens of each node that need no forward; by default none.
 
     Returns:
         Pieces that together hold every token of the tree exactly once.
@@ -80,8 +87,7 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, known: Sequence[int] | N
         ...  for pack in plan.packs]
         [[(0, 0, 3, -1), (2, 0, 2, 0), (3, 0, 1, 0)], [(1, 0, 2, -1)]]
     """
-    if tokens_per_batch < 1:
-        raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+    check_range(1, tokens_per_batch=tokens_per_batch)
     parents, lengths = tree.parent.tolist(), tree.length.tolist()
     children: list[list[int]] = [[] for _ in lengths]
     roots: list[int] = []
@@ -97,9 +103,9 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, known: Sequence[int] | N
         node = waiting.pop()
         waiting.extend(reversed(children[node]))
         past, done = last_piece[parents[node]], 0
-        if known is not None and known[node] > 0:
-            pieces.append(Piece(node, 0, known[node], -1, known=True))
-            past, done = len(pieces) - 1, known[node]
+        if cached is not None and cached[node] > 0:
+            pieces.append(Piece(node, 0, cached[node], -1, cached=True))
+            past, done = len(pieces) - 1, cached[node]
         while done < lengths[node]:
             if room == 0:
                 packs.append([])
@@ -110,3 +116,48 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, known: Sequence[int] | N
             packs[-1].append(past)
         last_piece[node] = past
     return PackPlan(pieces, packs)
+
+
+# ---------------------------------------------------------------------- one pack, as attention sees it
+
+
+@dataclass(frozen=True, eq=False)
+class PackPiece:
+    """One piece of a pack.
+
+    Args:
+        first: its first place in the pack.
+        last: the place after its last one.
+        past: the piece of the same pack before it, -1 if there is none.
+        outside: keys and values of all tokens before it, in order, if the piece before it is not in the pack.
+        keep: whether its keys and values are needed after the forward.
+    """
+
+    first: int
+    last: int
+    past: int
+    outside: list[KeysValues]
+    keep: bool
+
+
+@dataclass(eq=False)
+class PackLayout:
+    """The pieces of a pack, and the state of its forward.
+
+    Args:
+        pieces: in the order of the pack, without gaps.
+        kept: keys and values of each piece to keep, after the forward.
+        calls: number of attention calls so far.
+        has_window: whether any layer passed a sliding window.
+        shared: tensors that every attention call of the forward uses.
+    """
+
+    pieces: list[PackPiece]
+    kept: dict[int, KeysValues] = field(default_factory=dict)
+    calls: int = 0
+    has_window: bool = False
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kept = {i: [] for i, piece in enumerate(self.pieces) if piece.keep}
+        self.followed = {piece.past for piece in self.pieces}
