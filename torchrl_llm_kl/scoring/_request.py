@@ -63,7 +63,7 @@ class Request:
             size = "" if vocab_size is None else f" (vocabulary of {vocab_size})"
             raise ValueError(
                 f"token id {int(values[element])} at {self._locate(element)} is outside the vocabulary: ids {allowed}"
-                f"{size}. Score with this model's tokenizer, and leave padding and ignore markers out of the sequences."
+                f"{size}. Score with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
             )
 
     def check_lengths(self, limit: int | None) -> None:
