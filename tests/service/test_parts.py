@@ -307,7 +307,7 @@ def test_scores_that_are_nan_are_an_error_of_their_request() -> None:
     assert isinstance(good, Reply)
     assert isinstance(other, Reply)
     assert isinstance(bad, ValueError)
-    assert "gives token 13 at sequence 0, position 1 the log-prob nan" in str(bad)
+    assert "log-prob is nan at sequence 0, position 1 (token 13)" in str(bad)
 
 
 # ---------------------------------------------------------------------- two models
