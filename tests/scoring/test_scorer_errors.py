@@ -1,4 +1,4 @@
-"""Bad input is refused in words that name the sequence and the remedy."""
+"""Bad input raises an error that names the sequence and the remedy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def forbid(model: nn.Module, token: int) -> nn.Module:
     return model
 
 
-def test_a_forbidden_token_is_an_error_where_it_is_scored_and_nothing_where_it_is_not():
+def test_a_forbidden_token_raises_only_if_it_is_scored():
     sequences = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 9, 50, 7])])
     scorer = LogProbScorer(forbid(tiny_model(), 50))
     with pytest.raises(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import fields
 from itertools import combinations
 
@@ -12,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import _tree
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
-# Few different tokens, so that sequences meet and part often; ids whose bytes and values are in different orders.
+# Few distinct tokens, so that sequences often share prefixes; ids whose bytes and values sort differently.
 TOKENS = st.sampled_from([1, 256, 2**40 + 3])
 
 
@@ -46,12 +44,12 @@ def heads(sequences, lengths):
 
 
 def maximal(prefixes):
-    """The distinct ones that are not the beginning of another one."""
+    """The distinct prefixes that no other one continues."""
     return {p for p in prefixes if p and not any(q[: len(p)] == p and q != p for q in prefixes)}
 
 
 def branch_points(prefixes):
-    """Every non-empty prefix after which sequences go on differently."""
+    """Every non-empty prefix after which sequences part."""
     tops = maximal(prefixes)
     return {a[:i] for a in tops for b in tops for i in range(1, len(a)) if a[:i] == b[:i] and a[i] != b[i]}
 
@@ -134,7 +132,7 @@ def test_the_charge_is_met_when_the_saving_equals_it(min_shared, shared):
 
 
 def test_branches_are_weighed_together():
-    """Each inner pair saves 6 alone, the outer branch 5: kept apart in pairs, all four make the outer one worth 15."""
+    """Each inner pair saves 6 alone, the outer branch 5: without them, the outer one of all four saves 15."""
     sequences = [[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)]
     tree = build(sequences, min_shared=10)
     assert tree.parent.tolist() == [-1, 0, 0, 0, 0]
@@ -144,7 +142,7 @@ def test_branches_are_weighed_together():
 
 
 def test_an_outer_branch_gives_way_to_an_inner_one_that_saves_more():
-    """The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, behind it only 3."""
+    """The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, after it only 3."""
     tree = build([[1, 1, 2], [1, 1, 3, 3, 3, 4], [1, 1, 3, 3, 3, 5]], min_shared=4)
     assert tree.parent.tolist() == [-1, -1, 1, 1]
     assert tree.length.tolist() == [3, 5, 1, 1]
@@ -206,7 +204,7 @@ def test_without_a_charge_each_distinct_prefix_is_forwarded_once(batch):
     prefixes = heads(sequences, lengths)
     tree = build(sequences, lengths, min_shared=0)
     assert tree.num_tokens == len({p[:i] for p in prefixes for i in range(1, len(p) + 1)})
-    # No split where nothing parts.
+    # Nodes end only where sequences part.
     assert tree.num_nodes == len(maximal(prefixes)) + len(branch_points(prefixes))
 
 
@@ -231,7 +229,7 @@ def test_no_other_choice_of_branches_costs_less(batch, min_shared):
 
 
 @given(batch=batches())
-def test_a_charge_that_nothing_meets_leaves_one_node_for_each_sequence_that_is_no_prefix(batch):
+def test_a_charge_too_high_to_meet_leaves_one_node_per_maximal_sequence(batch):
     sequences, lengths = batch
     tree = build(sequences, lengths, min_shared=10**6)
     tops = maximal(heads(sequences, lengths))
@@ -251,7 +249,7 @@ def test_copies_share_everything(batch, min_shared):
 
 
 @given(batch=batches(), min_shared=st.integers(0, 12))
-def test_the_same_input_gives_the_same_tree_and_is_left_alone(batch, min_shared):
+def test_deterministic_and_without_mutation(batch, min_shared):
     sequences, lengths = batch
     tokens, limits = ragged(sequences), torch.tensor(lengths)
     trees = [PrefixTree.build(tokens, limits, min_shared=min_shared) for _ in range(2)]
@@ -324,9 +322,3 @@ def test_ids_on_an_accelerator_give_the_same_tree():
     there = Ragged(tokens.values.cuda(), tokens.lengths.cuda(), tokens.container)
     tree = PrefixTree.build(there, there.lengths, min_shared=2)
     assert arrays(tree) == arrays(build(ANSWERS, min_shared=2))
-
-
-def test_examples_in_docstrings():
-    result = doctest.testmod(_tree)
-    assert result.attempted > 0
-    assert result.failed == 0

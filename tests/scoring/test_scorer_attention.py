@@ -1,4 +1,4 @@
-"""The rows that the GPU kernel is given, checked with a slow kernel of the same contract; and the kernel itself."""
+"""The index passed to the varlen GPU kernel, checked with a slow kernel of the same contract; and the kernel itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_scorer_shared import conversation, ids
+from scoring_reference import conversation, ids
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -20,7 +20,7 @@ from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import tiny_model
 from toy_rollouts import plain_log_probs
 
-FAMILIES = ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"]  # gemma2's soft-capping is not for this kernel
+FAMILIES = ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"]  # the kernel does not support gemma2's soft-capping
 
 
 def slow_kernel(
@@ -36,7 +36,7 @@ def slow_kernel(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """What torch documents of ``varlen_attn``: the last query of a sequence sees its last key."""
+    """The documented contract of ``varlen_attn``: the last query of a sequence sees its last key."""
     assert query_ends.dtype == key_ends.dtype == torch.int32
     assert (most_queries, most_keys) == (int(query_ends.diff().max()), int(key_ends.diff().max()))
     assert enable_gqa == (query.shape[1] != key.shape[1])
@@ -72,7 +72,7 @@ def test_every_query_sees_its_own_keys(family: str, tokens_per_batch: int) -> No
             assert_close(log_probs, plain_log_probs(model, row), atol=2e-5, rtol=0)
 
 
-def test_never_on_the_cpu() -> None:
+def test_the_kernel_is_never_used_on_a_cpu() -> None:
     assert not _attention.takes_varlen(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
 
 
@@ -111,11 +111,11 @@ def test_gradients_through_the_kernel() -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_forward_waits_for_the_device(dtype: torch.dtype) -> None:
+def test_no_forward_synchronises(dtype: torch.dtype) -> None:
     model = tiny_model("llama", hidden_size=64).to("cuda", dtype)
     scorer = LogProbScorer(model)
     batch = Ragged.from_list(conversation())
-    scorer.score(batch)  # whatever is made once
+    scorer.score(batch)  # builds everything that is built once
     request = Request.build(batch, None)
     tree = PrefixTree.build(request.tokens, request.forward_lengths)
     packed = PackedPass(Setup(model, Route("head"), torch.device("cuda")), request, tree, 40)

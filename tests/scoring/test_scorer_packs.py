@@ -1,4 +1,4 @@
-"""Packs: every token of a tree once, behind what it follows, and none wasted."""
+"""Packs: every token of a tree once, after its predecessor, without padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_three_answers_to_each_of_two_prompts():
     tree = build(ANSWERS)
     assert tree.length.tolist() == [4, 2, 1, 1, 1, 3, 1, 1, 2]
     assert tree.parent.tolist() == [-1, -1, 0, 1, 0, 1, 1, 2, 2]
-    # Depth first: A, its first answers and what follows on these, then B.
+    # Depth first: A, its first answers and their continuations, then B.
     assert as_tuples(plan_packs(tree, 5)) == [
         [(0, 0, 4, -1), (2, 0, 1, 0)],
         [(7, 0, 1, 1), (8, 0, 2, 1), (4, 0, 1, 0), (1, 0, 1, -1)],
@@ -38,7 +38,7 @@ def test_a_cached_token_is_in_no_pack():
 
 
 @given(batch=batches(), min_shared=st.integers(0, 12), budget=st.integers(1, 60), data=st.data())
-def test_every_token_once_behind_its_predecessor_and_full_packs(batch, min_shared, budget, data):
+def test_every_token_once_after_its_predecessor_in_full_packs(batch, min_shared, budget, data):
     tree = build(*batch, min_shared)
     cached: list[int] = []
     for parent, length in zip(tree.parent.tolist(), tree.length.tolist(), strict=True):
@@ -72,7 +72,7 @@ def test_every_token_once_behind_its_predecessor_and_full_packs(batch, min_share
             assert before is None or (before.node, before.first + before.length) == (parent, int(tree.length[parent]))
     assert all(all(row) for row in seen)
 
-    # Keys and values are held until the last pack that attends to them, through whatever follows in between.
+    # Keys and values are held until the last pack that attends to them, directly or through later pieces.
     for i, last in enumerate(plan.last_use()):
         following = {i}
         packs = []
