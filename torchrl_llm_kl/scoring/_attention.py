@@ -89,6 +89,7 @@ def _attention(
         kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
     if softcap is None and s_aux is None and dropout == 0.0 and takes_varlen(query):
         return _attend_varlen(layout, call, query, key, value, scaling, sliding_window), None
+    grouped = query.shape[1] != key.shape[1]
     keys: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
     out = []
@@ -105,14 +106,10 @@ def _attention(
         for rows, cols, mask in _blocks(layout, q, k, sliding_window):
             block = q[:, :, rows], k[:, :, cols], v[:, :, cols]
             if softcap is None and s_aux is None:
-                causal, grouped = mask is None, q.shape[1] != k.shape[1]
-                options: dict[str, Any] = {
-                    "dropout_p": dropout,
-                    "is_causal": causal,
-                    "scale": scaling,
-                    "enable_gqa": grouped,
-                }
-                out.append(F.scaled_dot_product_attention(*block, attn_mask=mask, **options))
+                attended = F.scaled_dot_product_attention(
+                    *block, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+                )
+                out.append(attended)
             else:
                 out.append(_plain(*block, mask, scale=scaling, dropout_p=dropout, softcap=softcap, sinks=s_aux))
     return torch.cat(out, 2).transpose(1, 2).contiguous(), None

@@ -23,23 +23,14 @@ _SAMPLES = 16
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive tokens of one or more conversations, after the first ``start`` tokens of the parent segment.
+    """Consecutive tokens of one or more conversations, after the first ``start`` tokens of the parent segment."""
 
-    Args:
-        tokens: ids; ``[n]``, on the CPU.
-        keys_values: of these tokens.
-        log_probs: of these tokens, NaN where not computed; ``[n]`` float32, on the CPU.
-        parent: the segment before it; None for the root.
-        start: number of the parent's tokens before it.
-        children: the segments after this one, by start and first token.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
-    log_probs: Tensor
-    parent: Segment | None = None
+    log_probs: Tensor  # [n] float32, on the CPU; NaN where not computed
+    parent: Segment | None = None  # None for the root
     start: int = 0
-    children: dict[tuple[int, int], Segment] = field(default_factory=dict)
+    children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
 
 
 @dataclass(frozen=True, eq=False)

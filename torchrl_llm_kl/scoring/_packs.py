@@ -19,35 +19,21 @@ KeysValues = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one node of a prefix tree.
-
-    Args:
-        node: of the tree.
-        first: the place of its first token in the node.
-        length: at least 1.
-        past: the piece before its first token, -1 at the start of a sequence.
-        cached: whether it is in no pack, because the keys and values of its tokens and of all before them are cached;
-            ``past`` is then -1.
-    """
+    """Consecutive tokens of one node of a prefix tree."""
 
     node: int
-    first: int
-    length: int
-    past: int
-    cached: bool = False
+    first: int  # place of its first token in the node
+    length: int  # at least 1
+    past: int  # the piece before its first token, -1 at the start of a sequence
+    cached: bool = False  # keys and values of its tokens and of all before them are cached: in no pack, `past` is -1
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Pieces in an order in which each comes after its ``past``, and the packs that they form.
-
-    Args:
-        pieces: all of them.
-        packs: indices of pieces, ascending through all packs.
-    """
+    """Pieces in an order in which each comes after its ``past``, and the packs that they form."""
 
     pieces: list[Piece]
-    packs: list[list[int]]
+    packs: list[list[int]]  # indices of pieces, ascending through all packs
 
     def last_use(self) -> list[int]:
         """The last pack in which another piece attends to each piece, -1 if none does."""
@@ -123,40 +109,24 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 
 @dataclass(frozen=True, eq=False)
 class PackPiece:
-    """One piece of a pack.
+    """One piece of a pack."""
 
-    Args:
-        first: its first place in the pack.
-        last: the place after its last one.
-        past: the piece of the same pack before it, -1 if there is none.
-        outside: keys and values of all tokens before it, in order, if the piece before it is not in the pack.
-        keep: whether its keys and values are needed after the forward.
-    """
-
-    first: int
-    last: int
-    past: int
-    outside: list[KeysValues]
-    keep: bool
+    first: int  # its first place in the pack
+    last: int  # the place after its last one
+    past: int  # the piece before it, -1 if that is not in the pack
+    outside: list[KeysValues]  # of all tokens before it, in order, if the piece before it is not in the pack
+    keep: bool  # its keys and values are needed after the forward
 
 
 @dataclass(eq=False)
 class PackLayout:
-    """The pieces of a pack, and the state of its forward.
+    """The pieces of a pack, and the state of its forward."""
 
-    Args:
-        pieces: in the order of the pack, without gaps.
-        kept: keys and values of each piece to keep, after the forward.
-        calls: number of attention calls so far.
-        has_window: whether any layer passed a sliding window.
-        shared: tensors that every attention call of the forward uses.
-    """
-
-    pieces: list[PackPiece]
-    kept: dict[int, KeysValues] = field(default_factory=dict)
-    calls: int = 0
-    has_window: bool = False
-    shared: dict[Any, Any] = field(default_factory=dict)
+    pieces: list[PackPiece]  # in the order of the pack, without gaps
+    kept: dict[int, KeysValues] = field(init=False)  # of each piece to keep
+    calls: int = 0  # attention calls so far
+    has_window: bool = False  # whether any layer passed a sliding window
+    shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
 
     def __post_init__(self) -> None:
         self.kept = {i: [] for i, piece in enumerate(self.pieces) if piece.keep}

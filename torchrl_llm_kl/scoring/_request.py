@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl import _numerics
+from torchrl_llm_kl._numerics import check_finite, check_is_mask
 from torchrl_llm_kl.ragged import Ragged
 
 
@@ -85,7 +85,7 @@ class Request:
             element = int(elements[index])
             return f"{self._locate(element)} (token {int(self.tokens.values[element])})"
 
-        _numerics.check_finite(
+        check_finite(
             {"the model's log-prob": log_probs},
             place=place,
             advice="Mask the token, or look for NaN weights or a token that the model forbids (logit -inf).",
@@ -96,7 +96,7 @@ class Request:
 
 
 def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:
-    _numerics.check_is_mask(mask=mask)
+    check_is_mask(mask=mask)
     if mask.shape != tokens.values.shape:
         raise ValueError(
             f"the mask must have one entry for each token, {tuple(tokens.values.shape)}, got {tuple(mask.shape)}."

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from torchrl_llm_kl.scoring._packed import PackedPass
 from torchrl_llm_kl.scoring._padded import PaddedPass, padded_batches, plan_micro_batches
 from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, join_states, read
+from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._setup import Route, Setup, check_adapters, check_has_adapters, evaluating, locked, send
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_rows, scoring_version, unwrap
@@ -435,7 +436,8 @@ def _attempt(
             parts.append(read(states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad))
     if held:
         targets = torch.cat([targets for targets, _ in held])
-        states = [join_states(column) for column in zip(*(states for _, states in held), strict=True)]
+        columns_of_states = zip(*(states for _, states in held), strict=True)
+        states = [replace(some[0], source=torch.cat([part.source for part in some])) for some in columns_of_states]
         parts.append(read(states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad))
     columns = join_columns(parts) if parts else wanted.nowhere(device)
     element = torch.cat(elements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -63,16 +63,10 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The scores to compute besides the log-prob.
-
-    Args:
-        entropy: of the whole distribution.
-        kl: direction of the exact KL to a reference; None for none.
-        top_k: number of most probable tokens.
-    """
+    """The scores to compute besides the log-prob."""
 
     entropy: bool = False
-    kl: Literal["reverse", "forward"] | None = None
+    kl: Literal["reverse", "forward"] | None = None  # direction of the exact KL to a reference
     top_k: int = 0
 
     def nowhere(self, device: torch.device) -> Columns:
@@ -91,20 +85,12 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """The distributions at ``n`` positions.
+    """The distributions at ``n`` positions."""
 
-    Args:
-        source: hidden states ``[n, H]``; or ``[n]``, the places of the positions in logits that exist already.
-        logits: the model's logits for some rows of the source; ``[k, V]``.
-        temperature: divides the logits.
-        head: the linear layer that computes the logits, if nothing but ``map`` is added to it.
-        map: applied to its output.
-    """
-
-    source: Tensor
-    logits: Callable[[Tensor], Tensor]
+    source: Tensor  # hidden states [n, H]; or [n], the places of the positions in logits that exist already
+    logits: Callable[[Tensor], Tensor]  # the model's logits [k, V] for some rows of the source
     temperature: float
-    head: nn.Linear | None = None
+    head: nn.Linear | None = None  # computes the logits, followed by `map`; None if that is not all
     map: LogitMap = field(default_factory=LogitMap)
 
     def tempered(self, rows: Tensor) -> Tensor:
@@ -130,11 +116,6 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
 
     plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
     return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped)
-
-
-def join_states(parts: Sequence[States]) -> States:
-    """Concatenate states of one model with a linear head."""
-    return replace(parts[0], source=torch.cat([part.source for part in parts]))
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:

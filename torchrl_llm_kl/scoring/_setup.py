@@ -17,43 +17,26 @@ from torchrl_llm_kl.scoring._model import find_body
 
 @dataclass(frozen=True)
 class Route:
-    """How to get logits out of a model.
-
-    Args:
-        path: ``"head"`` runs the body, then the head at scored positions only; ``"full"`` runs the model's own forward.
-        mask: whether to pass ``attention_mask``. A causal model never attends to padding on its right; the mask spares
-            flash attention the work.
-        positions: whether to pass ``position_ids``.
-        packed: whether the body can attend within a pack of several sequences.
-    """
+    """How to get logits out of a model: body, then head at scored positions only; or the model's own full forward."""
 
     path: Literal["head", "full"]
+    # Pass attention_mask: a causal model never attends to padding on its right, but flash attention saves the work.
     mask: bool = True
-    positions: bool = True
-    packed: bool = False
+    positions: bool = True  # pass position_ids
+    packed: bool = False  # the body can attend within a pack of several sequences
 
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A model and the settings of one call.
-
-    Args:
-        model: a causal language model.
-        route: how to get its logits.
-        device: where it expects token ids.
-        temperature: divides the logits.
-        adapters: False disables PEFT adapters.
-        dtype: autocast dtype of the body; None for no autocast.
-        grad: keep the graph, and the model's own mode; False runs it in evaluation mode without a graph.
-    """
+    """A model and the settings of one call; those without a comment are :class:`LogProbScorer`'s."""
 
     model: nn.Module
     route: Route
-    device: torch.device
+    device: torch.device  # where the model expects token ids
     temperature: float = 1.0
     adapters: bool = True
     dtype: torch.dtype | None = None
-    grad: bool = False
+    grad: bool = False  # keep the graph and the model's own mode; otherwise evaluation mode without a graph
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -22,16 +22,6 @@ class PrefixTree:
 
     Nodes are numbered level by level, within a level by ``source``: parents come before children.
 
-    Args:
-        parent: the node before each, -1 at the first level; ``[M]``, int64 like all others.
-        level: number of nodes before each; ``[M]``.
-        start: number of tokens before each; ``[M]``.
-        length: number of tokens of each, at least 1; ``[M]``.
-        source: the first sequence that holds the whole node and is no prefix of a longer one; ``[M]``.
-        element: the node's tokens are ``values[element : element + length]`` of the flat sequences; ``[M]``.
-        leaf: the node with the last forwarded token of each sequence, -1 if there is nothing to forward; ``[S]``.
-        forward_lengths: number of leading tokens of each sequence in the tree; ``[S]``.
-
     Example:
         >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 3]]
         >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
@@ -42,14 +32,16 @@ class PrefixTree:
         (6, 12)
     """
 
-    parent: Tensor
-    level: Tensor
-    start: Tensor
-    length: Tensor
-    source: Tensor
-    element: Tensor
-    leaf: Tensor
-    forward_lengths: Tensor
+    # Of each node, int64 [M]:
+    parent: Tensor  # the node before it, -1 at the first level
+    level: Tensor  # number of nodes before it
+    start: Tensor  # number of tokens before it
+    length: Tensor  # number of its tokens, at least 1
+    source: Tensor  # the first sequence that holds the whole node and is no prefix of a longer one
+    element: Tensor  # its tokens are values[element : element + length] of the flat sequences
+    # Of each sequence, int64 [S]:
+    leaf: Tensor  # the node with its last forwarded token, -1 if there is nothing to forward
+    forward_lengths: Tensor  # number of its leading tokens in the tree
 
     @classmethod
     def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16) -> PrefixTree:
