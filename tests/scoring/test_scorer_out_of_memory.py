@@ -57,3 +57,10 @@ def test_a_single_sequence_that_does_not_fit_raises_the_devices_error() -> None:
         with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
             scorer.score(Ragged.from_list([row]))
         assert scorer.tokens_per_batch == left
+
+
+def test_a_call_that_fits_leaves_the_budget_to_the_device() -> None:
+    """A model that moves to another device later gets that device's default."""
+    scorer = LogProbScorer(tiny_model("qwen2"))
+    scorer.score(Ragged.from_list([torch.arange(9)]))
+    assert scorer.tokens_per_batch is None
