@@ -33,7 +33,9 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     RetrieveLogProb(model, detach=False, memory=0)
     KLRewardTransform(model, coef=0.1, reward_placement="broadcast")
     Advantage("grpo", group_size=4, std="batch")
-    PolicyLoss(model, "ppo", clip_range=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)])
+    PolicyLoss(
+        model, "ppo", clip_range=0.1, aggregation="token-mean", terms=[KLToReference(0.1, "k2"), EntropyBonus(0.1)]
+    )
     get_objective("gspo"), get_advantage("gae"), get_estimator("low_var_kl"), get_algorithm("dapo")
     out = PolicyLoss(model, "gpg")(batch)
     return out

@@ -84,7 +84,9 @@ def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> Non
     assert len(logged.loss.terms) == 0
     assert made("grpo", advantage="gae", critic=TabularCritic(TASK)).critic_loss is not None
     assert made("ppo", advantage="rloo").critic_loss is None
-    assert made("mix", sample_strategy="mix", use_rollout=True).algorithm == ALGORITHMS["mix"]  # Trinity's facts, restated
+    assert (
+        made("mix", sample_strategy="mix", use_rollout=True).algorithm == ALGORITHMS["mix"]
+    )  # Trinity's facts, restated
 
 
 def test_a_preset_of_ones_own() -> None:
@@ -268,7 +270,10 @@ def test_unknown_algorithms() -> None:
         ({"policy_loss_fn_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
         ({"advantage_fn_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
         ({"entropy_loss_fn_args": {"entropy_coeff": 0.5}}, r"has no argument 'entropy_coeff'; it has entropy_coef"),
-        ({"sample_strategy_args": {"ratio": 0.5}}, r"has no argument 'ratio'; it has expert_data_ratio, sft_dataset_name"),
+        (
+            {"sample_strategy_args": {"ratio": 0.5}},
+            r"has no argument 'ratio'; it has expert_data_ratio, sft_dataset_name",
+        ),
         ({"kl_loss": "k2", "kl_loss_fn": "k3"}, r"'kl_loss_fn' and 'kl_loss' are the same setting"),
         ({"kl_loss_coeff": None}, r"kl_loss_coeff must be a number, a tensor or a coefficient module, got None"),
         ({"entropy_coeff": "0.1"}, r"entropy_coeff must be a number, a tensor or a coefficient module, got '0.1'"),

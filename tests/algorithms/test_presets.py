@@ -144,7 +144,9 @@ def test_flags_follow_from_the_other_fields() -> None:
     assert Algorithm("mine", "ppo", advantage="grpo", use_reference=True).use_reference  # to log the KL alone
     assert Algorithm("mine", "ppo", advantage="gae").use_critic
     assert not Algorithm("mine", "ppo", advantage="rloo").use_critic
-    facts = {name: (a.sample_strategy, a.use_rollout, a.can_balance_batch, a.on_policy) for name, a in ALGORITHMS.items()}
+    facts = {
+        name: (a.sample_strategy, a.use_rollout, a.can_balance_batch, a.on_policy) for name, a in ALGORITHMS.items()
+    }
     assert facts["mix"] == ("mix", True, True, True)
     assert facts["dpo"] == ("default", False, False, False)
     assert facts["sft"] == ("default", False, True, False)
@@ -157,7 +159,11 @@ def test_every_name_is_in_its_literal() -> None:
 
 
 def test_overrides_name_every_field_and_every_hyper_parameter() -> None:
-    known = set(AlgorithmOverrides.__annotations__) | set(ObjectiveArgs.__annotations__) | set(AdvantageArgs.__annotations__)
+    known = (
+        set(AlgorithmOverrides.__annotations__)
+        | set(ObjectiveArgs.__annotations__)
+        | set(AdvantageArgs.__annotations__)
+    )
     assert {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"} <= known
     assert set(get_type_hints(AlgorithmOverrides)) == known
 

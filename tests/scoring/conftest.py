@@ -1,4 +1,4 @@
-"""Tiny models do not pay for threads."""
+"""One thread: tiny models are slower with more."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The truth that the scorer is held to: one sequence at a time through the plain model, nothing padded or trimmed."""
+"""The reference for the scorer, one sequence at a time through the plain model without padding; and sample data."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,3 +36,38 @@ def plain_log_probs(
         rows.append(row)
     flat = torch.cat(rows)
     return flat if mask is None else torch.where(mask, flat, 0.0)
+
+
+def ids(length: int, seed: int) -> Tensor:
+    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def conversation() -> list[Tensor]:
+    """Two groups of answers, one of which goes on for a second turn with two answers, and a stranger."""
+    prompt, other = ids(20, 0), ids(18, 1)
+    second = torch.cat([prompt, ids(17, 2)])
+    return [
+        torch.cat([prompt, ids(6, 3)]),
+        torch.cat([prompt, ids(3, 4)]),
+        torch.cat([second, ids(4, 5)]),
+        torch.cat([second, ids(7, 6)]),
+        torch.cat([other, ids(5, 7)]),
+        torch.cat([other, ids(9, 8)]),
+        ids(11, 9),
+        ids(1, 10),
+    ]
+
+
+def body_tokens(model: Any, run: Any) -> int:
+    """Real tokens that go through the first layer while ``run`` runs."""
+    seen = 0
+
+    def count(_: Any, args: Any, kwargs: Any) -> None:
+        nonlocal seen
+        mask = kwargs.get("attention_mask")
+        seen += kwargs["input_ids"].numel() if mask is None else int(mask.sum())
+
+    handle = model.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
+    run()
+    handle.remove()
+    return seen

@@ -1,4 +1,4 @@
-"""Models that a short probe could mistake for ones that may be packed: windows too wide to show, states too small to show."""
+"""Models that a short probe could wrongly pack: windows too wide and states too small to show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_scorer_shared import body_tokens, ids
+from scoring_reference import body_tokens, ids
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -41,8 +41,8 @@ def assert_exact(model: nn.Module, **options: Any) -> LogProbScorer:
 
 
 @pytest.mark.parametrize("window", [15, 20])
-def test_a_window_that_is_in_the_mask_alone(window: int) -> None:
-    """Phimoe's attention is never told of its window; the probe's sequences are shorter than it."""
+def test_a_window_that_is_only_in_the_mask(window: int) -> None:
+    """Phimoe passes no window to its attention, and the probe's sequences are shorter than the window."""
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
     torch.manual_seed(0)
@@ -54,14 +54,14 @@ def test_a_window_that_is_in_the_mask_alone(window: int) -> None:
 
 @pytest.mark.parametrize("window", [15, 20])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen2"])
-def test_a_window_that_layers_are_told_of(family: str, window: int) -> None:
+def test_a_window_that_is_passed_to_the_attention(family: str, window: int) -> None:
     own: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {}
     model = tiny_model(family, sliding_window=window, max_position_embeddings=128, **own)
     assert assert_exact(model).shares_prefixes
 
 
 class Leaking(nn.Module):
-    """A decoder layer that lets a little of each position into the next, whatever sequence that is of."""
+    """A decoder layer that leaks a little of each position into the next, also into another sequence."""
 
     def __init__(self, layer: nn.Module, share: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Leaking(nn.Module):
 
 @pytest.mark.parametrize("head", ["as it is", "zero"])
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.02), (torch.float32, 0.02), (torch.float32, 1.0)])
-def test_a_state_that_leaks_less_than_half_precision_shows(dtype: torch.dtype, share: float, head: str) -> None:
+def test_a_leak_below_half_precision_is_detected(dtype: torch.dtype, share: float, head: str) -> None:
     model = tiny_model("llama", initializer_range=0.02)
     model.model.layers[0] = Leaking(model.model.layers[0], share)
     if head == "zero":
@@ -87,7 +87,7 @@ def test_a_state_that_leaks_less_than_half_precision_shows(dtype: torch.dtype, s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "gemma2", "gpt2", "opt"])
 @pytest.mark.parametrize("width", [0.02, 0.4])
-def test_no_model_is_accused_in_any_precision(family: str, dtype: torch.dtype, width: float) -> None:
+def test_no_false_alarm_in_any_precision(family: str, dtype: torch.dtype, width: float) -> None:
     assert LogProbScorer(tiny_model(family, initializer_range=width).to(dtype)).shares_prefixes
 
 
@@ -97,7 +97,7 @@ def test_zeros_prove_nothing() -> None:
     assert not LogProbScorer(model).shares_prefixes
 
 
-def test_a_model_that_says_it_has_a_state() -> None:
+def test_a_model_that_declares_a_state() -> None:
     model = tiny_model("llama")
     model._is_stateful = True
     assert not assert_exact(model).shares_prefixes
@@ -105,7 +105,7 @@ def test_a_model_that_says_it_has_a_state() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
-    """Whole sequences decide: a mask that asks for the first tokens alone gives the same numbers as one for all."""
+    """The length of the whole sequence decides: a mask of the first tokens alone gives the same numbers as a full one."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     rope: dict[str, Any] = {
         "rope_type": "longrope",
@@ -133,7 +133,7 @@ def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
             assert_close(log_probs, torch.where(asked, plain_log_probs(model, row), 0.0), atol=2e-5, rtol=1e-5)
 
 
-def test_layers_left_out_at_random_are_scored_apart() -> None:
+def test_layerdrop_is_scored_without_packs() -> None:
     model = tiny_model("opt", layerdrop=0.5).train()
     scorer, batch = LogProbScorer(model, tokens_per_batch=16), Ragged.from_list(group(20))
     assert scorer.shares_prefixes
@@ -141,7 +141,7 @@ def test_layers_left_out_at_random_are_scored_apart() -> None:
 
 
 def test_more_embedded_than_predicted() -> None:
-    """As models with a token of their own for padding or audio."""
+    """Like models with an extra token for padding or audio."""
     model = tiny_model("llama")
     wide = nn.Embedding(VOCAB_SIZE + 40, 32)
     with torch.no_grad():

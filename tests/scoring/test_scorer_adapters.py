@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveLogProb
+from torchrl_llm_kl.scoring import ScorerSlot
 from toy_models import tiny_model
 from toy_rollouts import plain_log_probs
 
@@ -67,3 +69,26 @@ def test_no_adapters_merged_adapters_and_gradient_are_errors() -> None:
     model.merge_adapter()
     with pytest.raises(ValueError, match=r"merged into its weights.*unmerge_adapter"):
         LogProbScorer(model, adapters=False)
+
+
+@pytest.mark.parametrize("adapters", ["default", None, 1, 0, ["default"]])
+def test_adapters_is_true_or_false(adapters: Any) -> None:
+    """A name would score the active adapter, whichever that is."""
+    model, message = (
+        with_adapters()[0],
+        rf"adapters must be True or False, got {re.escape(repr(adapters))}.*set_adapter",
+    )
+    with pytest.raises(TypeError, match=message):
+        LogProbScorer(model, adapters=adapters)
+    with pytest.raises(TypeError, match=message):
+        RetrieveLogProb(model, adapters=adapters)
+
+
+def test_adapters_of_a_model_in_another_process() -> None:
+    class Remote:
+        def make_scorer(self, **settings: Any) -> dict[str, Any]:
+            return settings
+
+    assert ScorerSlot().get(Remote(), adapters=False) == {"adapters": False}
+    with pytest.raises(TypeError, match="adapters must be True or False, got 'default'"):
+        ScorerSlot().get(Remote(), adapters="default")

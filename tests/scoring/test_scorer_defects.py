@@ -1,4 +1,4 @@
-"""One test for each defect of the scoring path that this package replaces, named after its number."""
+"""One test for each defect of the scoring path that this package replaces, named by its number."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_defect_02_first_tokens_are_never_scored_from_the_sequence_before():
 
 
 class Spy(nn.Module):
-    """A model that scores nothing but its positions: the logit of token ``p`` is high at position ``p``."""
+    """A model whose logits depend on the position alone: that of token ``p`` is high at position ``p``."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Spy(nn.Module):
 
     def forward(self, input_ids, *, attention_mask=None, position_ids=None):
         self.seen.append({"attention_mask": attention_mask, "position_ids": position_ids})
-        if position_ids is None:  # what a plain call of one sequence means
+        if position_ids is None:  # the default for one sequence
             position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
         return (8.0 * nn.functional.one_hot(position_ids, 97).float(),)
 
@@ -103,7 +103,7 @@ def test_defect_32_the_first_generated_token_has_a_log_prob():
 
 
 def test_defect_33_temperature_divides_the_logits():
-    """As the sampler did; after soft-capping, where the model has one."""
+    """As in the sampler; after soft-capping, if the model has one."""
     sequences = random_sequences(8)
     for family in ("qwen2", "gemma2"):
         model = tiny_model(family)
@@ -140,7 +140,7 @@ def test_defect_35_exactly_zero_outside_the_mask():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "opt"])
 def test_defect_36_log_sum_exp_is_float32_in_a_bfloat16_model(family):
-    """No more error than the model's own logits, upcast, give; far less than a bfloat16 log-softmax."""
+    """No more error than the model's own logits, upcast; far less than a bfloat16 log-softmax."""
     model = tiny_model(family).to(torch.bfloat16)
     sequences = random_sequences(*[30] * 12)
     truth_model = copy.deepcopy(model).double()
@@ -162,8 +162,8 @@ def test_defect_36_log_sum_exp_is_float32_in_a_bfloat16_model(family):
     assert rounding < 0.5 * (torch.cat(narrow) - torch.cat(upcast)).abs().mean().item()
 
 
-def test_defect_37_minus_infinity_is_masked_away_or_named():
-    """-inf minus -inf would be NaN: a scored one is refused, a masked one is 0."""
+def test_defect_37_minus_infinity_is_masked_or_raises():
+    """-inf minus -inf would be NaN: a scored -inf raises, a masked one is 0."""
     model = tiny_model()
     model.lm_head = nn.Linear(32, 97)
     model.lm_head.bias.data.zero_()[50] = float("-inf")

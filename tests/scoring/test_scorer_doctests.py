@@ -1,13 +1,15 @@
+"""The examples in docstrings run."""
+
 from __future__ import annotations
 
 import doctest
 
 import pytest
 
-from torchrl_llm_kl.scoring import _pack_plan, _plan, _scorer
+from torchrl_llm_kl.scoring import _critic, _packs, _padded, _scorer, _tree
 
 
-@pytest.mark.parametrize("module", [_pack_plan, _plan, _scorer], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [_critic, _packs, _padded, _scorer, _tree], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -1,10 +1,10 @@
-"""A body in half precision under float32 weights: close, and the head's own numbers in float32."""
+"""A body in half precision with float32 weights: log-probs are close, and the head stays in float32."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_scorer_shared import conversation
+from scoring_reference import conversation
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
@@ -24,7 +24,7 @@ def test_equals_the_plain_model_under_autocast(family: str) -> None:
     for row, log_probs in zip(rows, found.to_list(), strict=True):
         assert_close(log_probs, plain_log_probs(model, row), atol=0.08, rtol=0)
     exact = LogProbScorer(model).score(Ragged.from_list(rows)).values
-    assert not torch.equal(found.values, exact), "nothing was computed in bfloat16"
+    assert not torch.equal(found.values, exact), "no part ran in bfloat16"
 
 
 def test_the_head_stays_in_float32() -> None:
@@ -48,6 +48,6 @@ def test_gradients_flow_through_half_precision() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_a_dtype_that_is_no_float(dtype: torch.dtype) -> None:
+def test_a_dtype_that_is_not_floating_point(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"dtype must be a floating-point type such as torch\.bfloat16, got"):
         LogProbScorer(tiny_model(), dtype=dtype)

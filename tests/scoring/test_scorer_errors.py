@@ -1,4 +1,4 @@
-"""Bad input is refused in words that name the sequence and the remedy."""
+"""Bad input raises an error that names the sequence and the remedy."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def scorer():
         ({"temperature": float("inf")}, "temperature must be a positive number, got inf"),
         ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1, got 0"),
         ({"head_chunk": 0}, "head_chunk must be at least 1, got 0"),
+        ({"memory": -1}, "memory must be at least 0, got -1"),
     ],
 )
 def test_numbers_out_of_range(arguments, message):
@@ -46,14 +47,16 @@ def test_not_a_model(model):
 def test_first_token(scorer):
     mask = torch.zeros(9, dtype=torch.bool)
     mask[5] = True
-    with pytest.raises(ValueError, match=r"first token of sequence 2: it has no prefix.*Set the mask to False"):
+    with pytest.raises(
+        ValueError, match=r"mask selects the first token of sequence 2: it has no prefix.*Set the mask to False"
+    ):
         scorer.score(random_sequences(5, 0, 4), mask)
 
 
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
-        (torch.ones(5), TypeError, "must be a bool tensor, got torch.float32"),
+        (torch.ones(5), TypeError, "mask must be boolean, got torch.float32: pass mask.bool()."),
         (torch.zeros(4, dtype=torch.bool), ValueError, "one entry for each token, (5,), got (4,)"),
         (torch.zeros(1, 5, dtype=torch.bool), ValueError, "one entry for each token, (5,), got (1, 5)"),
     ],
@@ -106,10 +109,13 @@ def forbid(model: nn.Module, token: int) -> nn.Module:
     return model
 
 
-def test_a_forbidden_token_is_an_error_where_it_is_scored_and_nothing_where_it_is_not():
+def test_a_forbidden_token_raises_only_if_it_is_scored():
     sequences = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 9, 50, 7])])
     scorer = LogProbScorer(forbid(tiny_model(), 50))
-    with pytest.raises(ValueError, match=r"gives token 50 at sequence 1, position 2 the log-prob -inf.*Mask the token"):
+    with pytest.raises(
+        ValueError,
+        match=r"log-prob is -inf at sequence 1, position 2 \(token 50\): expected a finite number\. Mask the token",
+    ):
         scorer.score(sequences)
     mask = torch.tensor([0, 1, 1, 0, 1, 0, 1]).bool()
     got = scorer.score(sequences, mask).values
@@ -121,5 +127,5 @@ def test_nan_weights_name_the_sequence():
     model = tiny_model()
     model.get_input_embeddings().weight.data[50] = float("nan")
     sequences = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 9, 50, 7])])
-    with pytest.raises(ValueError, match=r"at sequence 1, position \d the log-prob nan"):
+    with pytest.raises(ValueError, match=r"log-prob is nan at sequence 1, position \d"):
         LogProbScorer(model, probe=False).score(sequences, grad=True)

@@ -1,4 +1,4 @@
-"""Several answers from one pass: entropy, top-k and the exact KL beside the log-prob."""
+"""Several scores from one pass: log-prob, entropy, top-k and the exact KL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_scorer_shared import body_tokens, conversation
+from scoring_reference import body_tokens, conversation
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -65,7 +65,7 @@ def test_temperature_small_packs_and_two_families(direction: Any) -> None:
 
 
 class Tuples(nn.Module):
-    """Not transformers': logits in a tuple, no parts with known names."""
+    """Not from transformers: logits in a tuple, no parts with known names."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_models_that_return_whole_logits(policy: Any, reference: Any, direction:
     )
 
 
-def test_one_scored_apart_and_one_in_packs() -> None:
+def test_one_model_padded_and_one_in_packs() -> None:
     model, ref = tiny_model("llama"), tiny_model("qwen2")
     assert_exact(LogProbScorer(model, share_prefixes=False, tokens_per_batch=30), LogProbScorer(ref))
     assert_exact(LogProbScorer(model), LogProbScorer(ref, share_prefixes=False))
@@ -106,7 +106,7 @@ def test_one_scored_apart_and_one_in_packs() -> None:
 
 @pytest.mark.parametrize("target", ["all-linear", ["lm_head", "q_proj"]])
 def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
-    """One set of weights, seen with and without adapters in turn, also where the head itself has one."""
+    """One set of weights with and without adapters, also with an adapter on the head."""
     peft = pytest.importorskip("peft")
     before = tiny_model("llama")
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=target)
@@ -149,7 +149,7 @@ def test_gradients_reach_the_policy_alone(tokens_per_batch: int) -> None:
         assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
-def test_conversations_that_go_on_remember_keys_and_values() -> None:
+def test_conversations_that_go_on_use_both_caches() -> None:
     model, ref = tiny_model("llama"), tiny_model("llama", seed=1)
     scorer, reference = LogProbScorer(model), LogProbScorer(ref)
     row = torch.arange(30)
@@ -164,7 +164,7 @@ def test_conversations_that_go_on_remember_keys_and_values() -> None:
         assert_close(got.kl.values[22:], want[21:], **CLOSE)
 
     assert body_tokens(ref, turn) == 29 - 19
-    scorer.forget()  # one memory shorter than the other: both go back to where both know
+    scorer.forget()  # one cache is empty: both models use only the hits that both caches have
     assert body_tokens(ref, turn) == 29
 
 
@@ -182,7 +182,7 @@ def sequences_and_probabilities(model: Any, prompt: Tensor, length: int, vocab: 
 
 
 def test_rao_blackwell_by_enumeration() -> None:
-    """Over every answer of three tokens: the same mean as k1, the KL of the two distributions, and no more variance."""
+    """Over every answer of three tokens: same mean as k1, the KL of the two distributions, and no more variance."""
     vocab, prompt = 4, torch.tensor([1, 3])
     model, ref = (tiny_model("llama", seed=s, vocab_size=vocab, initializer_range=0.6) for s in (0, 1))
     rows, weight = sequences_and_probabilities(model, prompt, 3, vocab)
@@ -233,9 +233,9 @@ def test_other_temperatures_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": -1}, "top_k must not be negative, got -1"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_k": VOCAB_SIZE + 1}, "98.*97"),
-        ({"direction": "sideways"}, "unknown direction 'sideways'; expected 'reverse' or 'forward'"),
+        ({"direction": "sideways"}, "direction must be one of 'reverse', 'forward', got 'sideways'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")

@@ -37,7 +37,7 @@ def test_equals_one_sequence_at_a_time(model, tokens_per_batch, keep, temperatur
 
     with torch.no_grad():
         want = plain_log_probs(model, sequences, mask, temperature=temperature)
-    # A product with one row sums in another order than one with many.
+    # A matrix product with one row sums in another order than one with many.
     assert_close(got.values, want, rtol=0, atol=1e-5 if tokens_per_batch > 1 else 3e-5)
     assert got.values.dtype == torch.float32
     assert not got.values.requires_grad
@@ -66,7 +66,7 @@ def test_gradient_equals_the_plain_models(model):
 
 
 def test_sliding_window_shorter_than_the_sequence_matters():
-    """Else the case above says nothing about it."""
+    """Otherwise the case above does not test the window."""
     sequences = random_sequences(30)
     windowed, unlimited = tiny_model("mistral"), tiny_model("mistral", sliding_window=None)
     a, b = (LogProbScorer(model).score(sequences).values for model in (windowed, unlimited))
@@ -141,7 +141,7 @@ def test_a_copy_scores_the_same(clone):
     assert_close(twin.score(sequences).values, scorer.score(sequences).values)
 
 
-def test_new_weights_count_at_once():
+def test_new_weights_take_effect_at_once():
     model = tiny_model()
     scorer = LogProbScorer(model)
     model.load_state_dict(tiny_model(seed=1).state_dict())
@@ -156,7 +156,7 @@ def test_without_grad_no_graph_is_kept_even_where_grad_is_on():
 
 
 def test_with_grad_the_logits_are_not_held(monkeypatch):
-    """What the graph saves never has the size of the vocabulary."""
+    """No tensor saved by the graph has the size of the vocabulary."""
     model = tiny_model()
     sequences = random_sequences(30, 30)
     shapes = []
@@ -168,7 +168,7 @@ def test_with_grad_the_logits_are_not_held(monkeypatch):
 
 
 def test_the_gradient_of_an_exact_kl_on_the_full_path() -> None:
-    """Where logits are computed again in the backward, what was saved may be looked at once only."""
+    """Recomputed logits: each saved tensor may be unpacked only once."""
 
     class Table(torch.nn.Module):
         def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""A forward that runs out of memory is tried again on half the tokens."""
+"""A forward that runs out of memory is retried with half the tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from toy_rollouts import plain_log_probs
 
 
 def scorer_with_room_for(tokens: int, **options: Any) -> LogProbScorer:
-    """A scorer whose model's body fails, as a full device does, on more than ``tokens`` tokens, padding included."""
+    """A scorer whose model's body raises an out-of-memory error on more than ``tokens`` tokens, including padding."""
     model = tiny_model("qwen2")
     scorer = LogProbScorer(model, **options)
 
     def check(_: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].numel() > tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory (as told by a test)")
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
 
     model.model.register_forward_pre_hook(check, with_kwargs=True)
     return scorer
@@ -50,10 +50,17 @@ def test_a_sequence_that_does_not_fit_at_once_is_cut() -> None:
     assert scorer.tokens_per_batch == 32
 
 
-def test_what_does_not_fit_alone_is_the_devices_error() -> None:
+def test_a_single_sequence_that_does_not_fit_raises_the_devices_error() -> None:
     row = torch.arange(50)
     for share, room, left in ((False, 40, 32), (True, 12, 16)):
         scorer = scorer_with_room_for(room, tokens_per_batch=64, share_prefixes=share)
         with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
             scorer.score(Ragged.from_list([row]))
         assert scorer.tokens_per_batch == left
+
+
+def test_a_call_that_fits_leaves_the_budget_to_the_device() -> None:
+    """A model that moves to another device later gets that device's default."""
+    scorer = LogProbScorer(tiny_model("qwen2"))
+    scorer.score(Ragged.from_list([torch.arange(9)]))
+    assert scorer.tokens_per_batch is None

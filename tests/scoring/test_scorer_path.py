@@ -1,4 +1,4 @@
-"""The fast path proves itself; where it cannot, the model's own forward is taken, and said so."""
+"""The fast path proves itself; otherwise the scorer warns and uses the model's own forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toy_models import VOCAB_SIZE, tiny_model
 
 
 def scaling_its_logits(factor: float) -> nn.Module:
-    """A Qwen2 whose forward scales the logits by a factor that no configuration tells of."""
+    """A Qwen2 whose forward scales the logits by a factor that is not in its configuration."""
     model = tiny_model()
 
     class Scaled(type(model)):
@@ -32,7 +32,7 @@ def scaling_its_logits(factor: float) -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """A language model that is not transformers': no configuration, no named parts, logits in ``form``."""
+    """A language model from another library: no configuration, no named parts, logits in ``form``."""
 
     def __init__(self, form=lambda logits: (logits, None)):
         super().__init__()
@@ -47,7 +47,7 @@ class Recurrent(nn.Module):
         return self.form(self.head(self.body(self.embedding(input_ids))[0]))
 
 
-def test_a_wrong_head_path_is_found_out():
+def test_a_wrong_head_path_is_detected():
     model = scaling_its_logits(1.05)
     with pytest.warns(
         UserWarning, match=r"full forward.*head of Scaled.*largest difference 0\.\d+, tolerance"
@@ -130,8 +130,8 @@ def test_a_model_that_returns_no_logits():
         scorer.score(random_sequences(4))
 
 
-def test_a_model_that_numbers_positions_in_its_own_way_is_left_to_do_so():
-    """As RoBERTa does, where position 0 is not the first: what we would pass is wrong, the model knows better."""
+def test_a_model_that_numbers_positions_in_its_own_way():
+    """Like RoBERTa, whose first position is not 0: the scorer must not pass position_ids."""
     model = tiny_model("gpt2")
     body = model.get_decoder()
 
@@ -199,7 +199,7 @@ def test_without_gradient_dropout_is_off_and_the_mode_is_restored():
     assert torch.equal(scorer.score(sequences).values, calm)
     assert model.training
     assert not model.transformer.h[0].training
-    assert not torch.equal(scorer.score(sequences, grad=True).values, calm), "with gradient the mode is the user's"
+    assert not torch.equal(scorer.score(sequences, grad=True).values, calm), "with gradient the model keeps its mode"
 
 
 def test_weights_on_the_meta_device_are_probed_at_the_first_score():
@@ -234,7 +234,7 @@ def test_other_dtypes_prove_themselves_too(family, dtype):
     [("gemma2", "final_logit_softcapping"), ("granite", "logits_scaling"), ("cohere", "logit_scale")],
 )
 def test_the_probe_misses_no_logit_processing(family, name, dtype, monkeypatch):
-    """Blind the fast path to one entry of the configuration: the probe must notice, in bfloat16 as well."""
+    """Hide one entry of the configuration from the fast path: the probe must notice, also in bfloat16."""
     from torchrl_llm_kl.scoring import _model
 
     monkeypatch.setattr(_model, "_FACTORS", {k: v for k, v in _model._FACTORS.items() if k != name})

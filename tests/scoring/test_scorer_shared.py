@@ -1,4 +1,4 @@
-"""Sequences that share prefixes: every shared stretch goes through the body once, and the numbers stay the same."""
+"""Shared prefixes: every shared stretch goes through the body once, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -7,47 +7,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from scoring_reference import body_tokens, conversation, ids
 from torch import Tensor
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from toy_models import FAMILIES, VOCAB_SIZE, tiny_model
 from toy_rollouts import plain_log_probs
-
-
-def ids(length: int, seed: int) -> Tensor:
-    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def conversation() -> list[Tensor]:
-    """Two groups of answers, one of which goes on for a second turn with two answers, and a stranger."""
-    prompt, other = ids(20, 0), ids(18, 1)
-    second = torch.cat([prompt, ids(17, 2)])
-    return [
-        torch.cat([prompt, ids(6, 3)]),
-        torch.cat([prompt, ids(3, 4)]),
-        torch.cat([second, ids(4, 5)]),
-        torch.cat([second, ids(7, 6)]),
-        torch.cat([other, ids(5, 7)]),
-        torch.cat([other, ids(9, 8)]),
-        ids(11, 9),
-        ids(1, 10),
-    ]
-
-
-def body_tokens(model: Any, run: Any) -> int:
-    """Real tokens that go through the first layer while ``run`` runs."""
-    seen = 0
-
-    def count(_: Any, args: Any, kwargs: Any) -> None:
-        nonlocal seen
-        mask = kwargs.get("attention_mask")
-        seen += kwargs["input_ids"].numel() if mask is None else int(mask.sum())
-
-    handle = model.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
-    run()
-    handle.remove()
-    return seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,7 +31,7 @@ def test_exact_for_every_family(family: str, tokens_per_batch: int) -> None:
 def test_each_shared_stretch_goes_through_the_body_once() -> None:
     model, rows = tiny_model("llama"), conversation()
     batch = Ragged.from_list(rows)
-    # By hand, without each sequence's last token: 20 + 17 shared, 5 + 2 + 3 + 6 behind; 18 shared, 4 + 8; 10; 0.
+    # By hand, without each sequence's last token: 20 + 17 shared, 5 + 2 + 3 + 6 after it; 18 shared, 4 + 8; 10; 0.
     scorer = LogProbScorer(model)
     for grad in (False, True):
         assert body_tokens(model, lambda grad=grad: scorer.score(batch, grad=grad)) == 37 + 16 + 18 + 12 + 10
@@ -89,7 +55,7 @@ def test_mask_and_temperature_hold() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12)), min_size=2, max_size=7))
 def test_any_tree_of_prefixes(shape: list[tuple[int, int, int]]) -> None:
-    """Sequences cut out of four trunks at any length, with tails of their own, exact copies included."""
+    """Sequences cut from four trunks at any length, with their own tails, including exact copies."""
     model = tiny_model("mistral")  # a sliding window shorter than most sequences
     rows = [torch.cat([ids(40, trunk)[:cut], ids(tail, 50 + trunk)]) for trunk, cut, tail in shape]
     rows = [row if len(row) else ids(2, 99) for row in rows]
@@ -123,8 +89,8 @@ def _plain_with_grad(model: Any, row: Tensor) -> Tensor:
     return log_probs[:-1].gather(-1, row[1:, None])[:, 0]
 
 
-def test_checkpointed_layers_are_scored_apart_with_gradient() -> None:
-    """They run again in the backward, when the pack is gone: a wrong mask there would be a silently wrong gradient."""
+def test_checkpointed_layers_are_padded_with_gradient() -> None:
+    """They run again in the backward, when the pack is gone: a wrong mask would give a wrong gradient without an error."""
     model, rows = tiny_model("llama").train(), conversation()[:4]
     batch = Ragged.from_list(rows)
     scorer, parameters = LogProbScorer(model), list(model.parameters())
@@ -137,8 +103,8 @@ def test_checkpointed_layers_are_scored_apart_with_gradient() -> None:
     assert body_tokens(model, lambda: scorer.score(batch)) < sum(len(row) - 1 for row in rows)
 
 
-def test_a_body_with_a_mask_of_its_own_is_scored_apart() -> None:
-    """The probe finds out: this one lets every layer see what it likes."""
+def test_a_body_with_its_own_mask_is_padded() -> None:
+    """The probe detects a body that passes its own mask to every layer."""
     model = tiny_model("llama")
     forward = model.model.forward
 
@@ -156,8 +122,8 @@ def test_a_body_with_a_mask_of_its_own_is_scored_apart() -> None:
         assert_close(log_probs, plain_log_probs(tiny_model("llama"), row), atol=1e-5, rtol=0)
 
 
-def test_a_layer_that_carries_a_state_along_the_row_is_found_out() -> None:
-    """Convolutions and recurrences would see the sequence before: the probe must notice."""
+def test_a_layer_with_a_state_along_the_row_is_detected() -> None:
+    """Convolutions and recurrences would see the previous sequence: the probe must notice."""
     model = tiny_model("llama")
     layer = model.model.layers[0]
 
@@ -173,7 +139,7 @@ def test_a_layer_that_carries_a_state_along_the_row_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_way_of_attending_is_the_models_own_again(fails: bool) -> None:
+def test_the_models_own_attention_is_restored(fails: bool) -> None:
     model, batch = tiny_model("gemma2"), Ragged.from_list(conversation())
     scorer = LogProbScorer(model)
     before = model.config._attn_implementation
@@ -191,7 +157,7 @@ def test_the_way_of_attending_is_the_models_own_again(fails: bool) -> None:
 )
 def test_soft_capped_scores_and_short_windows(own: dict[str, Any]) -> None:
     model, rows = tiny_model("gemma2", **own), conversation()
-    model.set_attn_implementation("eager")  # the only one of transformers' that knows soft-capping
+    model.set_attn_implementation("eager")  # the only attention of transformers with soft-capping
     scorer = LogProbScorer(model, tokens_per_batch=11)
     assert scorer.shares_prefixes
     for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):

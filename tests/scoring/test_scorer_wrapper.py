@@ -1,4 +1,4 @@
-"""TorchRL wrappers: unwrapped where the weights are in reach, else scored through their own forward."""
+"""TorchRL wrappers: unwrapped if the weights are in this process, otherwise scored through their own forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toy_models import tiny_model
 
 
 class FakeBackend(LLMWrapperBase):
-    """A wrapper whose engine is no module: it answers in vLLM's form, and drops padding as vLLM's wrapper does."""
+    """A wrapper whose engine is not a module: its output has vLLM's form, and it drops padding like vLLM's wrapper."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class FakeBackend(LLMWrapperBase):
 
 
 def engine(module: nn.Module) -> SimpleNamespace:
-    """Something that scores token ids, and is not a module."""
+    """Scores token ids, and is not a module."""
 
     def score(ids):
         return plain_log_probs(module, Ragged.from_list([ids])).double()
@@ -125,12 +125,12 @@ def test_defect_34_tokens_equal_to_the_backends_padding_are_scored():
     assert_close(got.values, plain_log_probs(module, sequences).detach(), rtol=0, atol=1e-5)
 
 
-def test_temperature_is_the_backends_business():
+def test_a_temperature_must_be_set_in_the_backend():
     with pytest.raises(ValueError, match=r"temperature=0.7 cannot be applied by FakeBackend.*in the backend"):
         LogProbScorer(FakeBackend(engine(tiny_model()), **SETTINGS), temperature=0.7)
 
 
-def test_gradients_flow_where_the_backend_keeps_a_graph():
+def test_gradients_flow_if_the_backend_keeps_a_graph():
     module = tiny_model()
     scorer = LogProbScorer(FakeBackend(engine(module), **SETTINGS))
     scorer.score(random_sequences(6), grad=True).values.sum().backward()
@@ -165,12 +165,12 @@ def test_non_finite_log_probs_of_a_backend_name_the_sequence():
     backend = engine(tiny_model())
     backend.score = lambda ids: torch.full((len(ids),), float("-inf"))
     scorer = LogProbScorer(FakeBackend(backend, **SETTINGS))
-    with pytest.raises(ValueError, match="sequence 1, position 3 the log-prob -inf"):
+    with pytest.raises(ValueError, match="log-prob is -inf at sequence 1, position 3"):
         scorer.score(random_sequences(6, 4), torch.arange(10) == 9)
 
 
 def test_a_remote_wrapper_is_used_as_it_is():
-    """A new version of it would bring the weights over."""
+    """A new version of it would transfer the weights."""
 
     class Remote:
         def __init__(self, local):

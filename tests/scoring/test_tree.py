@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import fields
 from itertools import combinations
 
@@ -11,10 +10,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import _tree
-from torchrl_llm_kl.scoring._tree import PrefixTree, forward_tokens
+from torchrl_llm_kl.scoring._tree import PrefixTree
 
-# Few different tokens, so that sequences meet and part often; ids whose bytes and values are in different orders.
+# Few distinct tokens, so that sequences often share prefixes; ids whose bytes and values sort differently.
 TOKENS = st.sampled_from([1, 256, 2**40 + 3])
 
 
@@ -45,12 +43,12 @@ def heads(sequences, lengths):
 
 
 def maximal(prefixes):
-    """The distinct ones that are not the beginning of another one."""
+    """The distinct prefixes that no other one continues."""
     return {p for p in prefixes if p and not any(q[: len(p)] == p and q != p for q in prefixes)}
 
 
 def branch_points(prefixes):
-    """Every non-empty prefix after which sequences go on differently."""
+    """Every non-empty prefix after which sequences part."""
     tops = maximal(prefixes)
     return {a[:i] for a in tops for b in tops for i in range(1, len(a)) if a[:i] == b[:i] and a[i] != b[i]}
 
@@ -121,7 +119,7 @@ def test_a_branch_that_saves_too_little_is_not_shared():
         "leaf": [4, 1, 5, 2, 6, 3],
         "forward_lengths": [6, 3, 5, 5, 7, 3],
     }
-    assert forward_tokens(tree) == 29 - 2 * 4
+    assert tree.num_tokens == 29 - 2 * 4
     assert has_children(tree).tolist() == [True] + [False] * 6
 
 
@@ -133,7 +131,7 @@ def test_the_charge_is_met_when_the_saving_equals_it(min_shared, shared):
 
 
 def test_branches_are_weighed_together():
-    """Each inner pair saves 6 alone, the outer branch 5: kept apart in pairs, all four make the outer one worth 15."""
+    """Each inner pair saves 6 alone, the outer branch 5: without them, the outer one of all four saves 15."""
     sequences = [[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)]
     tree = build(sequences, min_shared=10)
     assert tree.parent.tolist() == [-1, 0, 0, 0, 0]
@@ -143,7 +141,7 @@ def test_branches_are_weighed_together():
 
 
 def test_an_outer_branch_gives_way_to_an_inner_one_that_saves_more():
-    """The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, behind it only 3."""
+    """The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, after it only 3."""
     tree = build([[1, 1, 2], [1, 1, 3, 3, 3, 4], [1, 1, 3, 3, 3, 5]], min_shared=4)
     assert tree.parent.tolist() == [-1, -1, 1, 1]
     assert tree.length.tolist() == [3, 5, 1, 1]
@@ -155,7 +153,7 @@ def test_turns_of_a_conversation_are_one_node():
         tree = build(turns, min_shared=min_shared)
         assert tree.num_nodes == 1
         assert tree.leaf.tolist() == [0, 0, 0]
-        assert forward_tokens(tree) == 5
+        assert tree.num_tokens == 5
 
 
 # ---------------------------------------------------------------------- against the oracle
@@ -204,8 +202,8 @@ def test_without_a_charge_each_distinct_prefix_is_forwarded_once(batch):
     sequences, lengths = batch
     prefixes = heads(sequences, lengths)
     tree = build(sequences, lengths, min_shared=0)
-    assert forward_tokens(tree) == len({p[:i] for p in prefixes for i in range(1, len(p) + 1)})
-    # No split where nothing parts.
+    assert tree.num_tokens == len({p[:i] for p in prefixes for i in range(1, len(p) + 1)})
+    # Nodes end only where sequences part.
     assert tree.num_nodes == len(maximal(prefixes)) + len(branch_points(prefixes))
 
 
@@ -223,14 +221,14 @@ def test_no_other_choice_of_branches_costs_less(batch, min_shared):
             costs.setdefault(cost, []).append(count)
     tree = build(sequences, lengths, min_shared)
     shared = int(has_children(tree).sum())
-    assert forward_tokens(tree) + min_shared * shared == min(costs)
+    assert tree.num_tokens + min_shared * shared == min(costs)
     assert shared == max(costs[min(costs)])
     for node in has_children(tree).nonzero().squeeze(-1).tolist():
         assert int(tree.length[node]) * (tree.parent.tolist().count(node) - 1) >= min_shared
 
 
 @given(batch=batches())
-def test_a_charge_that_nothing_meets_leaves_one_node_for_each_sequence_that_is_no_prefix(batch):
+def test_a_charge_too_high_to_meet_leaves_one_node_per_maximal_sequence(batch):
     sequences, lengths = batch
     tree = build(sequences, lengths, min_shared=10**6)
     tops = maximal(heads(sequences, lengths))
@@ -250,7 +248,7 @@ def test_copies_share_everything(batch, min_shared):
 
 
 @given(batch=batches(), min_shared=st.integers(0, 12))
-def test_the_same_input_gives_the_same_tree_and_is_left_alone(batch, min_shared):
+def test_deterministic_and_without_mutation(batch, min_shared):
     sequences, lengths = batch
     tokens, limits = ragged(sequences), torch.tensor(lengths)
     trees = [PrefixTree.build(tokens, limits, min_shared=min_shared) for _ in range(2)]
@@ -265,7 +263,7 @@ def test_the_same_input_gives_the_same_tree_and_is_left_alone(batch, min_shared)
 @pytest.mark.parametrize("sequences", [[[]], [[], []], [[1], []]])
 def test_nothing_to_forward(sequences):
     tree = build(sequences, [0] * len(sequences))
-    assert tree.num_nodes == num_levels(tree) == forward_tokens(tree) == 0
+    assert tree.num_nodes == num_levels(tree) == tree.num_tokens == 0
     assert tree.leaf.tolist() == [-1] * len(sequences)
 
 
@@ -286,7 +284,7 @@ def test_a_chain_of_branches_deeper_than_the_recursion_limit():
     sequences = [[0] * i + [1] for i in range(1500)]
     tree = build(sequences, min_shared=0)
     assert num_levels(tree) == 1499  # the first sequence shares nothing
-    assert forward_tokens(tree) == 1500 + 1499
+    assert tree.num_tokens == 1500 + 1499
 
 
 def test_all_is_int64_on_the_cpu():
@@ -302,7 +300,7 @@ def test_all_is_int64_on_the_cpu():
         ([-1, 0], 0, "3 for sequence 0, got -1"),
         ([1], 0, r"one entry for each of the 2 sequences, got shape \(1,\)"),
         ([1.0, 1.0], 0, "of dtype torch.float32"),
-        ([1, 1], -1, "min_shared must not be negative, got -1"),
+        ([1, 1], -1, "min_shared must be at least 0, got -1"),
     ],
 )
 def test_bad_lengths(lengths, min_shared, message):
@@ -323,9 +321,3 @@ def test_ids_on_an_accelerator_give_the_same_tree():
     there = Ragged(tokens.values.cuda(), tokens.lengths.cuda(), tokens.container)
     tree = PrefixTree.build(there, there.lengths, min_shared=2)
     assert arrays(tree) == arrays(build(ANSWERS, min_shared=2))
-
-
-def test_examples_in_docstrings():
-    result = doctest.testmod(_tree)
-    assert result.attempted > 0
-    assert result.failed == 0

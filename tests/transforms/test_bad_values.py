@@ -111,10 +111,10 @@ def test_models_that_give_no_finite_log_prob(models: Models, name: str, form: st
             return (out.logits + bias,)
 
     data = build(form, columns_of(form))
-    where = f"token {forbidden} at sequence 1, position 4 the log-prob -inf"
+    where = f"log-prob is -inf at sequence 1, position 4 (token {forbidden})"
     with pytest.warns(UserWarning, match="full forward"):
         transform = models.make(name, ref=Forbids())
-    with assert_refused(ValueError, data, where, "Mask the token away"):
+    with assert_refused(ValueError, data, where, "Mask the token"):
         transform(data)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
@@ -117,7 +116,9 @@ class Algorithm:
             value = getattr(self, f.name)
             if f.name not in ("name", "sources", *self.derived) and value != getattr(plain, f.name):
                 given[f.name] = value
-        return given | {name: getattr(self, name) for name, value in self.derived.items() if getattr(self, name) != value}
+        return given | {
+            name: getattr(self, name) for name, value in self.derived.items() if getattr(self, name) != value
+        }
 
     # Facts that trainers ask for, as in Trinity-RFT.
 

@@ -157,9 +157,7 @@ def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
 _TOKENS = (
     Entry(("tokens", "full"), "[*B, T]", "integer", "prompt and response, as they were sampled", "token"),
     Entry(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone, which tells the response", "token", False),
-    Entry(
-        ("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding; needed if padded", "token", False
-    ),
+    Entry(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding; needed if padded", "token", False),
     Entry(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True where the assistant spoke", "token", False),
     Entry("loss_mask", "[*B] or [*B, T]", "boolean", "False takes a sequence or a token away", "either", False),
 )

@@ -1,6 +1,7 @@
-"""Attention inside a pack: each piece attends to the pieces it follows and to itself, and to no other.
+"""Attention within a pack: each piece attends to the pieces before it in its sequences and to itself, to no other.
 
-Transformers' models look up how to attend by a name in their configuration. While a pack is scored that name is ours.
+transformers' models look up their attention by a name in their configuration. While a pack is scored, that name is the
+one registered here.
 """
 
 from __future__ import annotations
@@ -14,59 +15,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrl_llm_kl.scoring._attention_ragged import attend_ragged, can_be_ragged
-from torchrl_llm_kl.scoring._pack_layout import PackLayout
+from torchrl_llm_kl.scoring._packs import KeysValues, PackLayout
+from torchrl_llm_kl.scoring._setup import send
 
-__all__ = ["attend", "pack_attention"]
+varlen_attn: Any
+try:  # torch 2.10 and later
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
 
 NAME = "torchrl_llm_kl_pack"
-# Queries at a time where keys come from elsewhere or are limited by a window: bounds the mask.
+# Queries at a time where keys come from other packs or a window limits them: bounds the size of the mask.
 _ROWS = 512
 
 _ACTIVE = threading.local()
 
 
 @contextmanager
-def pack_attention(body: nn.Module) -> Iterator[None]:
-    """Let ``body`` attend within packs inside, and as its configuration says afterwards, also after an error.
+def pack_attention(body: nn.Module, layout: PackLayout) -> Iterator[None]:
+    """Attend within a pack inside, in this thread; restore the configuration afterwards, also after an error.
 
     Raises:
-        NotImplementedError: if how the body attends cannot be exchanged, or means more than a causal mask and a window.
+        NotImplementedError: if the body's attention cannot be exchanged, or is more than a causal mask and a window.
     """
-    configs = _configs(body)
+    found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
+    configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
     if not configs or not getattr(body, "_supports_flash_attn", False):
-        # What a model can do with flash attention is what arguments tell about its mask: causal, window, soft-cap, sinks.
-        raise NotImplementedError(f"{type(body).__name__} has an attention of its own kind")
-    _register()
+        # Models that support flash attention describe their mask by arguments: causal, window, soft-cap, sinks.
+        raise NotImplementedError(f"{type(body).__name__} has an attention of its own kind.")
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
     before = [config._attn_implementation_internal for config in configs]
     try:
         for config in configs:
             config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
-
-
-@contextmanager
-def attend(layout: PackLayout) -> Iterator[None]:
-    """The layout of the forward inside, in this thread."""
-    _ACTIVE.layout = layout
-    try:
+        _ACTIVE.layout = layout
         yield
     finally:
         _ACTIVE.layout = None
-
-
-def _configs(body: nn.Module) -> list[Any]:
-    found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
-    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, _attention)
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
 
 
 def _attention(
@@ -83,24 +72,24 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
+    """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     layout: PackLayout | None = getattr(_ACTIVE, "layout", None)
     if layout is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called while a LogProbScorer was scoring its model in another thread: let the two "
-            "take turns, or give the scorer a copy of the model"
+            f"{type(module).__name__} was called while a LogProbScorer was scoring its model in another thread: run one "
+            "after the other, or give the scorer a copy of the model."
         )
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__} has an attention mask of its own")
+        raise NotImplementedError(f"{type(module).__name__} has an attention mask of its own.")
     call, layout.calls = layout.calls, layout.calls + 1
     layout.has_window |= sliding_window is not None
     for i, kept in layout.kept.items():
         k, v = (t[:, :, layout.pieces[i].first : layout.pieces[i].last] for t in (key, value))
         # A copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
         kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
-    if softcap is None and s_aux is None and dropout == 0.0 and can_be_ragged(query):
-        return attend_ragged(layout, call, query, key, value, scaling, sliding_window), None
-    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout}
+    if softcap is None and s_aux is None and dropout == 0.0 and takes_varlen(query):
+        return _attend_varlen(layout, call, query, key, value, scaling, sliding_window), None
+    grouped = query.shape[1] != key.shape[1]
     keys: dict[int, Tensor] = {}
     values: dict[int, Tensor] = {}
     out = []
@@ -109,7 +98,7 @@ def _attention(
         if piece.past >= 0:
             k, v = torch.cat([keys[piece.past], k], 2), torch.cat([values[piece.past], v], 2)
         elif piece.outside:
-            past = [cache[call] for cache in piece.outside]
+            past = [kept[call] for kept in piece.outside]
             k, v = torch.cat([*(p[0] for p in past), k], 2), torch.cat([*(p[1] for p in past), v], 2)
         if i in layout.followed:
             keys[i], values[i] = k, v
@@ -117,21 +106,19 @@ def _attention(
         for rows, cols, mask in _blocks(layout, q, k, sliding_window):
             block = q[:, :, rows], k[:, :, cols], v[:, :, cols]
             if softcap is None and s_aux is None:
-                causal = mask is None
-                out.append(
-                    F.scaled_dot_product_attention(
-                        *block, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], **options
-                    )
+                attended = F.scaled_dot_product_attention(
+                    *block, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
                 )
+                out.append(attended)
             else:
-                out.append(_plain(*block, mask, softcap=softcap, sinks=s_aux, **options))
+                out.append(_plain(*block, mask, scale=scaling, dropout_p=dropout, softcap=softcap, sinks=s_aux))
     return torch.cat(out, 2).transpose(1, 2).contiguous(), None
 
 
 def _blocks(
     layout: PackLayout, query: Tensor, key: Tensor, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, the keys that they see, and which of these: None if each sees those up to its own place."""
+    """Blocks of queries, the keys that they may see, and the mask; None for a causal mask on equal lengths."""
     length, width = query.shape[2], key.shape[2]
     past = width - length
     if past == 0 and (window is None or length <= window):
@@ -145,9 +132,9 @@ def _blocks(
 
 
 def _mask(layout: PackLayout, query: Tensor, shape: tuple[int, int, int, int | None]) -> Tensor:
-    """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``. The same for every layer."""
+    """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``, shared by all layers."""
     at = (*shape, query.device, query.dtype)
-    if at not in layout.cache:
+    if at not in layout.shared:
         rows, offset, width, window = shape
         distance = (
             torch.arange(rows, device=query.device).unsqueeze(-1) + offset - torch.arange(width, device=query.device)
@@ -155,10 +142,9 @@ def _mask(layout: PackLayout, query: Tensor, shape: tuple[int, int, int, int | N
         hidden = distance < 0
         if window is not None:
             hidden |= distance >= window
-        layout.cache[at] = torch.zeros(rows, width, device=query.device, dtype=query.dtype).masked_fill_(
-            hidden, -torch.inf
-        )
-    return layout.cache[at]
+        mask = torch.zeros(rows, width, device=query.device, dtype=query.dtype)
+        layout.shared[at] = mask.masked_fill_(hidden, -torch.inf)
+    return layout.shared[at]
 
 
 def _plain(
@@ -172,7 +158,7 @@ def _plain(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with soft-capped scores or sinks, which torch's own does not know."""
+    """Attention with soft-capped scores or sinks, which torch's own does not support."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -187,3 +173,72 @@ def _plain(
     if sinks is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, dropout_p) @ value
+
+
+# ---------------------------------------------------------------------- one flash-attention call for all pieces
+
+
+def takes_varlen(query: Tensor) -> bool:
+    """Whether the GPU kernel supports these queries: half precision, heads of at most 256, Ampere or later."""
+    return (
+        varlen_attn is not None
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _attend_varlen(
+    layout: PackLayout, call: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
+    if "varlen" not in layout.shared:
+        layout.shared["varlen"] = _varlen_index(layout, query.device)
+    outside, index, spans = layout.shared["varlen"]
+    past = [kept[call] for kept in outside]
+    keys = torch.cat([*(k for k, _ in past), key], 2)[0].transpose(0, 1)[index]
+    values = torch.cat([*(v for _, v in past), value], 2)[0].transpose(0, 1)[index]
+    out: Tensor = varlen_attn(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        *spans,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.unsqueeze(0)
+
+
+def _varlen_index(
+    layout: PackLayout, device: torch.device
+) -> tuple[list[KeysValues], Tensor, tuple[Tensor, Tensor, int, int]]:
+    """The keys of each piece, for every layer.
+
+    Returns:
+        The keys and values from outside the pack, each once; the index that lays these and the pack's own out piece
+        after piece; and the kernel's spans: ends of the queries and of the keys of each piece (int32, from 0 on), the
+        most queries and the most keys of a piece.
+    """
+    outside: dict[int, tuple[int, KeysValues]] = {}  # and the place of each in the row of all keys
+    width = 0
+    for piece in layout.pieces:
+        for kept in piece.outside:
+            if id(kept) not in outside:
+                outside[id(kept)] = (width, kept)
+                width += kept[0][0].shape[2]
+    seen: list[list[Tensor]] = []
+    for piece in layout.pieces:
+        before = seen[piece.past] if piece.past >= 0 else [_span(*outside[id(kept)]) for kept in piece.outside]
+        seen.append([*before, torch.arange(width + piece.first, width + piece.last)])
+    lengths = [piece.last - piece.first for piece in layout.pieces]
+    key_lengths = [sum(len(part) for part in parts) for parts in seen]
+    index = send(torch.cat([part for parts in seen for part in parts]), device)
+    ends = [send(torch.tensor([0, *some]).cumsum(0).int(), device) for some in (lengths, key_lengths)]
+    return [kept for _, kept in outside.values()], index, (ends[0], ends[1], max(lengths), max(key_lengths))
+
+
+def _span(start: int, kept: KeysValues) -> Tensor:
+    return torch.arange(start, start + kept[0][0].shape[2])

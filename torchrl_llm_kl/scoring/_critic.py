@@ -7,28 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import find_head, position_limit, vocab_size
-from torchrl_llm_kl.scoring._plan import plan_micro_batches
+from torchrl_llm_kl.scoring._padded import plan_micro_batches
 from torchrl_llm_kl.scoring._request import Request
-
-__all__ = ["TokenCritic"]
 
 
 class TokenCritic(nn.Module):
-    r"""The value of each token's prefix: what a critic expects of the rest of the episode before the token is drawn.
+    r"""The value of each token's prefix: the expected rest of the return before the token is drawn.
 
     Args:
-        model: a transformers model, also with PEFT's adapters in it; its body is used as it is, in place, not copied. Give a
-            critic a model of its own: a body shared with the policy would be trained by both losses.
+        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. Give the critic a
+            model of its own: a body shared with the policy would be trained by both losses.
 
     Keyword Args:
-        hidden_size: width of what the body returns; by default what the model's own head reads, or its configuration says.
-        tokens_per_batch: the most tokens, with padding, in one forward.
+        hidden_size: width of the body's output; by default that of the model's own head or of its configuration.
+        tokens_per_batch: the most tokens, including padding, in one forward.
 
     Attributes:
         body: the model without its head.
-        head: a linear map to one number, 0 at first: an untrained critic expects nothing.
+        head: a linear map to one number, initialised to 0.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2Model
@@ -44,8 +43,7 @@ class TokenCritic(nn.Module):
         model = _without_peft(model)
         body: Any = getattr(model, "base_model", model)
         hidden_size = _width(model) if hidden_size is None else hidden_size
-        if tokens_per_batch < 1:
-            raise ValueError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}")
+        check_range(1, tokens_per_batch=tokens_per_batch)
         self.body = body
         parameter = next(body.parameters(), torch.zeros(0))
         self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
@@ -64,7 +62,8 @@ class TokenCritic(nn.Module):
             ``tokens.like(values)``: float32 ``[N]``, in the unit of the reward; 0 where the mask is False.
 
         Raises:
-            ValueError: if a token id is outside the vocabulary, or a sequence too long for the model; names the sequence.
+            ValueError: if a token id is outside the vocabulary or a sequence is too long for the model; the message
+                names the sequence.
         """
         after_first = tokens.positions > 0
         mask = after_first if mask is None else mask & after_first
@@ -74,8 +73,7 @@ class TokenCritic(nn.Module):
             request.check_lengths(position_limit(self.body))
         device = self.head.weight.device
         out = torch.zeros(tokens.values.shape[0], device=device)
-        rows = tokens.to_list()
-        wanted = tokens.like(mask).to_list()
+        rows, wanted = tokens.to_list(), tokens.like(mask).to_list()
         starts = tokens.offsets[:-1].tolist()
         busy = [i for i, row in enumerate(wanted) if bool(row.any())]
         lengths = torch.tensor([len(rows[i]) for i in busy], dtype=torch.long)
@@ -92,20 +90,20 @@ class TokenCritic(nn.Module):
 
 
 def _without_peft(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PEFT model, in which the adapters' layers stay."""
+    """The transformers model inside a PEFT model; it keeps the adapters' layers."""
     inner = getattr(model, "get_base_model", None)
     if not callable(inner):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
-            f"{type(model).__name__} learns a prompt, which is not in the body of the model: a critic can train LoRA's "
-            "adapters, or all weights"
+            f"{type(model).__name__} learns a prompt, which is not in the body of the model: train a critic with LoRA "
+            "adapters, or train all weights."
         )
     return inner()
 
 
 def _width(model: nn.Module) -> int:
-    """What the head reads: bodies such as OPT-350m's project their hidden states before they return them."""
+    """The input width of the head: bodies such as OPT-350m's project their hidden states before they return them."""
     weight = getattr(find_head(model), "weight", None)
     if isinstance(weight, Tensor) and weight.ndim == 2:
         return weight.shape[1]
@@ -117,5 +115,5 @@ def _width(model: nn.Module) -> int:
         if isinstance(width, int):
             return width
     raise ValueError(
-        f"cannot tell the width of {type(model).__name__}: it has no head and no config.hidden_size; pass hidden_size="
+        f"cannot tell the width of {type(model).__name__}: it has no head and no config.hidden_size; pass hidden_size=."
     )

@@ -1,41 +1,25 @@
-"""Talk to a causal language model: find its parts, call them by keyword, read what they return."""
+"""A causal language model's parts, configuration, inputs and outputs, whichever library it comes from."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "LogitMap",
-    "call",
-    "evaluating",
-    "find_body",
-    "find_head",
-    "frequency_switches",
-    "has_window",
-    "is_on_meta",
-    "is_stateful",
-    "logit_map",
-    "logits_of",
-    "model_device",
-    "position_limit",
-    "vocab_size",
-]
-
-# A configuration's name for a factor on the logits, and whether it multiplies (1) or divides (-1).
+# Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
+# ---------------------------------------------------------------------- forward
+
 
 def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
-    """Call ``module``, everything by keyword, leaving out the options that its ``forward`` does not name."""
+    """Call ``module`` by keyword, without the options that its ``forward`` does not name."""
     parameters = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         options = {name: value for name, value in options.items() if name in parameters}
@@ -45,16 +29,16 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits ``[b, T, V]`` in what a language model returned."""
-    return _read(output, "logits")
+    """The logits ``[b, T, V]`` in the output of a language model."""
+    return _tensor(output, "logits")
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The last hidden states ``[b, T, H]`` in what a body returned."""
-    return _read(output, "last_hidden_state")
+    """The last hidden states ``[b, T, H]`` in the output of a body."""
+    return _tensor(output, "last_hidden_state")
 
 
-def _read(output: Any, name: str) -> Tensor:
+def _tensor(output: Any, name: str) -> Tensor:
     found = getattr(output, name, None)
     if found is None and isinstance(output, Mapping):
         found = output.get(name)
@@ -65,9 +49,12 @@ def _read(output: Any, name: str) -> Tensor:
     if not isinstance(found, Tensor):
         raise TypeError(
             f"expected the model to return an object or mapping with {name!r}, or a tuple that starts with it, got "
-            f"{type(output).__name__}"
+            f"{type(output).__name__}."
         )
     return found
+
+
+# ---------------------------------------------------------------------- body and head
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
@@ -84,9 +71,17 @@ def find_body(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Both parts; a TypeError if the model does not expose them."""
+    body, head = find_body(model), find_head(model)
+    if body is None or head is None:
+        raise TypeError(f"{type(model).__name__} has no separate body and head.")
+    return body, head
+
+
 @dataclass(frozen=True)
 class LogitMap:
-    """What is done to the head's output: a factor, then soft-capping ``c * tanh(logits / c)``."""
+    """Turns the head's output into logits: a factor, then soft-capping ``c * tanh(logits / c)``."""
 
     scale: float = 1.0
     soft_cap: float | None = None
@@ -98,7 +93,7 @@ class LogitMap:
 
 
 def logit_map(model: nn.Module) -> LogitMap:
-    """What the model's configuration says is done to the head's output."""
+    """The factor and soft-cap in the model's configuration."""
     config = _text_config(model)
     scale = 1.0
     for name, power in _FACTORS.items():
@@ -109,16 +104,32 @@ def logit_map(model: nn.Module) -> LogitMap:
     return LogitMap(scale, float(caps[0]) if caps else None)
 
 
-def frequency_switches(model: nn.Module) -> set[int]:
-    """The lengths beyond which the model turns its positions by other frequencies (longrope); empty if it never does.
+# ---------------------------------------------------------------------- configuration and weights
 
-    Sequences on both sides of one must not share a forward: the longest decides for all.
+
+def vocab_size(model: nn.Module) -> int | None:
+    """Number of token ids that the model can embed; None if unknown."""
+    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Number of positions that the configuration allows; None without a limit."""
+    config = _text_config(model)
+    limits = [getattr(config, name, None) for name in _POSITION_LIMITS]
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def frequency_switches(model: nn.Module) -> set[int]:
+    """Lengths beyond which the model uses other rotary frequencies (longrope); usually empty.
+
+    The longest sequence of a forward decides for all, so sequences on either side of a switch must not share one.
     """
     config = _text_config(model)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return set()
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]  # one for all layers, or by kind
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]  # for all layers, or by kind
     limits = [
         kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         for kind in kinds
@@ -128,7 +139,7 @@ def frequency_switches(model: nn.Module) -> set[int]:
 
 
 def has_window(model: nn.Module) -> bool:
-    """Whether the configuration says that some layers do not see the whole past."""
+    """Whether the configuration limits some layers to a window of the past."""
     config = _text_config(model)
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -138,29 +149,16 @@ def has_window(model: nn.Module) -> bool:
 
 
 def is_stateful(model: nn.Module) -> bool:
-    """Whether the model says that it carries a state along a sequence (recurrence, convolution)."""
+    """Whether the model declares a state along the sequence (recurrence, convolution)."""
     return any(getattr(module, "_is_stateful", False) for module in model.modules())
 
 
-def position_limit(model: nn.Module) -> int | None:
-    """How many positions the model's configuration allows; None where it states no limit."""
-    config = _text_config(model)
-    limits = [getattr(config, name, None) for name in _POSITION_LIMITS]
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
-
-
-def vocab_size(model: nn.Module) -> int | None:
-    """How many token ids the model can embed; None where it does not say."""
-    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
-    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
-
-
-def model_device(model: nn.Module, default: torch.device) -> torch.device:
-    """Where the model expects token ids."""
-    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
-    if isinstance(weight, Tensor):
-        return weight.device
-    return next((parameter.device for parameter in model.parameters()), default)
+def layers_vary(model: nn.Module) -> bool:
+    """Whether layers run again in the backward (checkpointing) or are dropped at random."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) or (module.training and getattr(module, "layerdrop", 0))
+        for module in model.modules()
+    )
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -168,21 +166,16 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each submodule's own mode again afterwards, also after an error."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def model_device(model: nn.Module, default: torch.device) -> torch.device:
+    """The device on which the model expects token ids."""
+    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.device
+    return next((parameter.device for parameter in model.parameters()), default)
 
 
 def _ask(model: nn.Module, method: str) -> Any:
-    """``model.method()``; None where there is no such method, or the model refuses."""
+    """``model.method()``; None if there is no such method or the model does not implement it."""
     function = getattr(model, method, None)
     try:
         return function() if callable(function) else None

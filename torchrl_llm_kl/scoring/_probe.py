@@ -1,83 +1,83 @@
-"""The proof, on a few short sequences, that a fast route gives the model's own numbers."""
+"""The proof, on a few short sequences, that a fast route reproduces the model's own numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._mode import Mode
 from torchrl_llm_kl.scoring._model import (
     call,
     find_body,
     find_head,
+    has_window,
+    is_stateful,
     logits_of,
     model_device,
     position_limit,
     vocab_size,
 )
-from torchrl_llm_kl.scoring._padded import PaddedPass, Route
-from torchrl_llm_kl.scoring._probe_packs import can_pack, relative_precision
+from torchrl_llm_kl.scoring._packed import PackedPass
+from torchrl_llm_kl.scoring._padded import PaddedPass
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._states import Wanted, log_prob_at, read
-
-__all__ = ["Verdict", "choose_route"]
+from torchrl_llm_kl.scoring._scores import Wanted, log_prob_at, read
+from torchrl_llm_kl.scoring._setup import Route, Setup
+from torchrl_llm_kl.scoring._tree import PrefixTree
 
 _PROBE_LENGTHS = (12, 7, 3)
 
 # In order of preference. Padding without a key to attend to is NaN in some attention (eager, sliding window, float64),
-# so that a mask may hurt; and a model may number its positions in its own way.
+# so a mask may hurt; and a model may number its positions in its own way.
 _HEAD_ROUTES = (Route("head"), Route("head", mask=False), Route("head", positions=False))
 _FULL_ROUTES = (Route("full"), Route("full", mask=False), Route("full", positions=False))
 
+# The packed probe has two levels, a cut inside a node, and a past from an earlier pack.
+_TRUNK, _BRANCH, _TAILS, _OTHER = 5, 4, (2, 3), 6
+_TOKENS_PER_BATCH = 8
 
-@dataclass(frozen=True)
-class Verdict:
-    """The chosen route, and why it is not the fast one."""
-
-    route: Route
-    complaint: str | None = None
+# ---------------------------------------------------------------------- log-probs
 
 
-def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> Verdict:
-    """The first route that reproduces the model's plain forward, one sequence at a time and nothing padded."""
+def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> tuple[Route, str | None]:
+    """The first route that reproduces the model's plain forward of one sequence at a time, without padding.
+
+    Returns:
+        The route, and the reason if it is not the fast one.
+    """
     has_head = find_body(model) is not None and find_head(model) is not None
     vocab = _vocab(model)
     name = type(model).__name__
-    if not has_head:
-        complaint = f"{name} does not say what its body and head are (get_decoder, get_output_embeddings)"
-        if vocab is None or not probe:
-            return Verdict(Route("full"), complaint)
-    elif vocab is None or not probe:
-        return Verdict(Route("head"))
-    else:
-        complaint = ""
+    complaint = (
+        "" if has_head else f"{name} does not say what its body and head are (get_decoder, get_output_embeddings)"
+    )
+    if vocab is None or not probe:
+        return Route("head" if has_head else "full"), complaint or None
 
-    mode = Mode(dtype=dtype)
-    with mode.of(model):
+    setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), dtype=dtype)
+    with setup.active():
         request = _probe_request(vocab, position_limit(model))
         plain, tolerance = _plain(model, request)
         for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_head else _FULL_ROUTES:
-            difference = _difference(model, mode, request, route, plain)
+            setup = replace(setup, route=route)
+            difference = _difference(setup, request, plain)
             if isinstance(difference, float) and difference <= tolerance:
-                packed = route.path == "head" and route.positions and can_pack(model, mode, route, vocab)
-                return Verdict(replace(route, packed=packed), complaint if route.path == "full" else None)
-            if not complaint:
-                complaint = (
-                    f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: "
-                    f"{_say(difference)}, tolerance {tolerance:.1g}"
-                )
-    return Verdict(
-        Route("full"),
-        f"{complaint}; nor does its forward on padded sequences ({_say(difference)}): scores may be wrong, is the "
-        "model causal and deterministic?",
+                packed = route.path == "head" and route.positions and _can_pack(setup, vocab)
+                return replace(route, packed=packed), complaint if route.path == "full" else None
+            found = difference if isinstance(difference, str) else f"largest difference {difference:.3g}"
+            complaint = complaint or (
+                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}, "
+                f"tolerance {tolerance:.1g}"
+            )
+    return Route("full"), (
+        f"{complaint}; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
+        "deterministic?"
     )
 
 
 def _vocab(model: nn.Module) -> int | None:
-    """Tokens that are embedded and predicted: some models embed more than they predict."""
+    """Number of tokens that are embedded and predicted: some models embed more than they predict."""
     weight = getattr(find_head(model), "weight", None)
     embedded = vocab_size(model)
     predicted = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else embedded
@@ -87,41 +87,96 @@ def _vocab(model: nn.Module) -> int | None:
 def _probe_request(vocab: int, limit: int | None) -> Request:
     lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
     generator = torch.Generator().manual_seed(0)
-    return Request.build(
-        Ragged.from_list([torch.randint(vocab, (length,), generator=generator) for length in lengths]), None
-    )
+    rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
+    return Request.build(Ragged.from_list(rows), None)
 
 
 def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
-    """The model's own log-probs, and how far from them rounding alone may lead."""
+    """The model's own log-probs, and the largest difference that rounding can explain."""
     parts, spread, precision = [], 0.0, 0.0
     for ids in request.tokens.to_list():
         ids = ids.to(model_device(model, ids.device))
         logits = logits_of(call(model, ids[:-1].unsqueeze(0))).squeeze(0)[-(len(ids) - 1) :]
-        precision = relative_precision(logits.dtype, logits.device)
+        precision = _relative_precision(logits.dtype, logits.device)
         spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
         parts.append(log_prob_at(logits, ids[1:].to(logits.device)))
     return torch.cat(parts), precision * spread + 1e-6
 
 
-def _difference(model: nn.Module, mode: Mode, request: Request, route: Route, plain: Tensor) -> float | str:
-    """The largest difference from the plain forward, or what went wrong."""
-    rows = torch.arange(request.tokens.num_sequences)
-    device = model_device(model, plain.device)
+def _difference(setup: Setup, request: Request, plain: Tensor) -> float | str:
+    """The largest difference from the plain forward, or the error that was raised."""
     try:
-        padded = PaddedPass(model, mode, route, request, [rows], temperature=1.0, device=device)
-        got = _read(padded, 0, request)
+        padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
+        targets = request.tokens.values[padded.elements[0]].to(setup.device)
+        found = read(padded.run(0), targets, Wanted(), chunk=8, recompute=False)["log_prob"]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return float((got.to(plain.device) - plain).abs().max())
+    return float((found.to(plain.device) - plain).abs().max())
 
 
-def _read(forwards: PaddedPass, index: int, request: Request) -> Tensor:
-    """Log-probs of the tokens that one forward predicts."""
-    states = forwards.run(index)
-    targets = request.tokens.values[forwards.elements[index]].to(forwards.device)
-    return read(states, targets, Wanted(), chunk=8, recompute=False).log_prob
+# ---------------------------------------------------------------------- packs
 
 
-def _say(difference: float | str) -> str:
-    return difference if isinstance(difference, str) else f"largest difference {difference:.3g}"
+def _can_pack(setup: Setup, vocab: int) -> bool:
+    """Whether packs reproduce the hidden states of one sequence at a time, and no sequence sees another.
+
+    Compares hidden states, not log-probs, since a head of zeros would hide any difference. A state that leaks from one
+    sequence into the next may be smaller than half precision resolves, so other tokens in one sequence must change
+    nothing in another.
+    """
+    model, limit = setup.model, position_limit(setup.model)
+    if is_stateful(model) or (limit is not None and limit < _TRUNK + _OTHER + 1):
+        return False
+    rows, others = _probe_rows(vocab)
+    try:
+        found, told_of_window = _packed(setup, rows)
+        if has_window(model) and not told_of_window:
+            return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
+        one_by_one = list(torch.arange(rows.num_sequences).split(1))
+        apart = _hidden(PaddedPass(setup, Request.build(rows, None), one_by_one), rows)
+        precision = _relative_precision(setup.dtype or apart.dtype, setup.device)
+        largest = float(apart.abs().max())
+        if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
+            return False  # zeros prove nothing
+        moved = _packed(setup, others)[0] - found
+    except Exception:  # an attention of its own kind
+        return False
+    untouched = rows.sequence_ids == 2
+    half = precision >= 1e-2  # half precision: any change comes from another sequence
+    return float(moved[untouched].abs().max()) <= (0.0 if half else 1e-5 * largest)
+
+
+def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
+    """The difference of two orders of summation after many layers, relative to the largest value."""
+    if dtype == torch.bfloat16:
+        return 5e-2
+    if dtype == torch.float16:
+        return 1e-2
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return 1e-2 if tf32 else 1e-4
+
+
+def _probe_rows(vocab: int) -> tuple[Ragged, Ragged]:
+    """Two answers to one question and one to another; and these with other tokens at the end of the first two."""
+    generator = torch.Generator().manual_seed(1)
+    trunk, branch, *tails, other = (
+        torch.randint(vocab, (n,), generator=generator) for n in (_TRUNK, _BRANCH, *_TAILS, _OTHER)
+    )
+    rows = [[torch.cat([trunk, branch, (tail + shift) % vocab]) for tail in tails] for shift in (0, 1)]
+    first, second = (Ragged.from_list([*some, torch.cat([trunk, other])]) for some in rows)
+    return first, second
+
+
+def _packed(setup: Setup, rows: Ragged) -> tuple[Tensor, bool]:
+    """Hidden states in packs, and whether any layer passed a window."""
+    request = Request.build(rows, None)
+    tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
+    packs = PackedPass(setup, request, tree, _TOKENS_PER_BATCH)
+    return _hidden(packs, rows), packs.has_window
+
+
+def _hidden(forwards: PackedPass | PaddedPass, rows: Ragged) -> Tensor:
+    """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
+    sources = [forwards.run(index).source.cpu() for index in range(len(forwards.elements))]
+    out = sources[0].new_zeros(rows.values.shape[0], sources[0].shape[-1])
+    return out.index_copy(0, torch.cat(forwards.elements), torch.cat(sources))

@@ -4,45 +4,53 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._adapters import check_has_adapters
-from torchrl_llm_kl.scoring._locks import one_at_a_time
-from torchrl_llm_kl.scoring._memory import ConversationMemory
-from torchrl_llm_kl.scoring._mode import Mode
-from torchrl_llm_kl.scoring._model import is_on_meta, model_device, position_limit, vocab_size
-from torchrl_llm_kl.scoring._padded import Route
-from torchrl_llm_kl.scoring._plan import plan_micro_batches
+from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
+from torchrl_llm_kl.scoring._model import (
+    frequency_switches,
+    is_on_meta,
+    layers_vary,
+    model_device,
+    position_limit,
+    vocab_size,
+)
+from torchrl_llm_kl.scoring._packed import PackedPass
+from torchrl_llm_kl.scoring._padded import PaddedPass, padded_batches, plan_micro_batches
 from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._run import Runner, run
-from torchrl_llm_kl.scoring._scores import Scores
-from torchrl_llm_kl.scoring._states import Readings, Wanted
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, prepare_wrapper, score_rows, unwrap
-
-__all__ = ["DEFAULT_MEMORY", "LogProbScorer"]
+from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
+from torchrl_llm_kl.scoring._setup import Route, Setup, check_adapters, check_has_adapters, evaluating, locked, send
+from torchrl_llm_kl.scoring._tree import PrefixTree
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_rows, scoring_version, unwrap
 
 DEFAULT_MEMORY = 256 * 2**20
+_SMALLEST_PACK = 16
 
 
 class LogProbScorer:
     r"""Per-token :math:`\log \pi(\text{token} \mid \text{prefix})` of given token ids under a language model.
 
-    Sequences are laid end to end without padding, what they have in common from the start (the prompt of a group of
-    answers, the earlier turns of a conversation) goes through the model once, the head runs only at positions that predict
-    a token to score, and the softmax is taken in float32, a tile of positions and tokens at a time: ``[B, T, V]`` never
-    exists. That fast path proves itself on a short probe when the scorer is built; where it does not reproduce the model's
-    own log-probs, the scorer warns and takes the model's own forward. :attr:`path` says which.
+    Sequences are laid end to end without padding. A prefix that several of them share (the prompt of a group of
+    answers, the earlier turns of a conversation) goes through the model once, the head runs only at positions that
+    predict a scored token, and the softmax is computed in float32, a tile of positions and tokens at a time:
+    ``[B, T, V]`` never exists. This fast path proves itself on a short probe when the scorer is built. If it does not
+    reproduce the model's own log-probs, the scorer warns and uses the model's own forward; see :attr:`path`.
 
-    Without gradient the model is scored in evaluation mode, and its mode restored: dropout would make the KL of a model
-    with itself noise. Scorers of one model take turns; do not run the model yourself in another thread meanwhile.
+    Without gradient the model is scored in evaluation mode and its mode restored: dropout would make the KL of a model
+    with itself noise. Scorers of one model wait for each other; do not run the model yourself in another thread
+    meanwhile.
 
     Args:
-        model: a transformers causal LM; a TorchRL wrapper around one (its weights are what counts: ``generate=True`` is
+        model: a transformers causal LM; a TorchRL wrapper around one (only its weights matter: ``generate=True`` is
             fine); a wrapper of another backend, scored through its own forward; or any module that takes ``input_ids``
             and returns logits (as an attribute, under a key, or first in a tuple).
 
@@ -50,25 +58,25 @@ class LogProbScorer:
         temperature: divides the logits, as the sampler's temperature did.
         tokens_per_batch: the most tokens in one forward. By default 1024 on a CPU, where more is slower, and 16384
             elsewhere. Halved, with a warning, whenever a forward runs out of memory.
-        head_chunk: the most positions whose whole logits are held at once, where the head is no plain linear map.
+        head_chunk: the most positions whose whole logits are held at once, if the head is no plain linear map.
         probe: False trusts the fast path without proof.
-        adapters: False switches the model's PEFT adapters off while it is scored, and on again afterwards: the base model
-            as a reference that needs no second copy of the weights.
-        share_prefixes: False scores every sequence apart, in padded micro-batches of similar length. That is also what is
-            done for models that cannot attend within a pack (see :attr:`shares_prefixes`), and with gradient for
-            those whose layers are checkpointed.
-        dtype: of the body, by autocast; for instance ``torch.bfloat16`` on float32 weights. The head stays in its own.
-        memory: bytes of keys and values that ``score(..., remember=True)`` may hold; the least recently used go first. 0
-            remembers nothing.
+        adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
+            second copy of the weights.
+        share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. So are models
+            that cannot attend within a pack (see :attr:`shares_prefixes`) and, with gradient, those with checkpointed
+            layers.
+        dtype: autocast dtype of the body; for instance ``torch.bfloat16`` on float32 weights. The head keeps its own.
+        memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
+            are evicted first. 0 disables the cache.
 
     Attributes:
         model: the module that is scored, or the wrapper of another backend.
-        path: ``"head"``, ``"full"`` or ``"wrapper"``; None until the first score where the weights are still on the
-            meta device.
+        path: ``"head"``, ``"full"`` or ``"wrapper"``; None until the first score if the weights are still on the meta
+            device.
 
     Raises:
-        TypeError: if ``model`` is none of the above.
-        ValueError: if a number is out of range, or a temperature is asked of another backend.
+        TypeError: if ``model`` is none of the above, or ``adapters`` is not True or False.
+        ValueError: if a number is out of range, or a temperature is requested of another backend.
 
     Example:
         >>> class Uniform(torch.nn.Module):
@@ -94,15 +102,13 @@ class LogProbScorer:
     ) -> None:
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(
-                f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob"
+                f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob."
             )
-        for name, value in (("tokens_per_batch", tokens_per_batch), ("head_chunk", head_chunk)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_range(1, tokens_per_batch=tokens_per_batch, head_chunk=head_chunk)
+        check_range(0, memory=memory)
+        check_adapters(adapters)
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}")
-        if memory < 0:
-            raise ValueError(f"memory must be a number of bytes, got {memory}")
+            raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}.")
         self.temperature = float(temperature)
         self.tokens_per_batch = tokens_per_batch
         self.head_chunk = head_chunk
@@ -110,39 +116,51 @@ class LogProbScorer:
         self.adapters = adapters
         self.share_prefixes = share_prefixes
         self.dtype = dtype
-        self.memory = ConversationMemory(memory)
+        self.memory = PrefixKVCache(memory)
         inner = unwrap(model) if is_wrapper(model) else None
         self.model = model if inner is None else inner
         self._route: Route | None = None
-        self._version: Any = None
+        self._wrapper: Any = None  # scores in place of the model
+        name = type(self.model).__name__
         if is_wrapper(self.model):
-            self._version = self._adopt_wrapper()
-        elif not isinstance(self.model, nn.Module):
+            if self.temperature != 1.0:
+                raise ValueError(
+                    f"temperature={self.temperature} cannot be applied by {name}: its backend returns log-probs, not "
+                    "logits. Set the temperature in the backend and leave it 1.0 here."
+                )
+            self._wrapper = scoring_version(self.model)
+            if not adapters:
+                raise ValueError(
+                    f"adapters=False, but the adapters of {name} are not in this process: build the scorer on the "
+                    "transformers model, or give the backend a reference model of its own."
+                )
+            return
+        if not isinstance(self.model, nn.Module):
             raise TypeError(
                 "model must be a transformers causal LM, a TorchRL wrapper or another torch module that returns "
-                f"logits, got {type(model).__name__}"
+                f"logits, got {name}."
             )
-        elif not is_on_meta(self.model):
+        if not is_on_meta(self.model):
             self._route = self._choose_route()
         if not adapters:
-            self._check_adapters()
+            check_has_adapters(self.model)
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether shared prefixes are forwarded once; False also for a model that failed the probe of it."""
+        """Whether shared prefixes are forwarded once; False also for a model that cannot attend within a pack."""
         return self.share_prefixes and self._route is not None and self._route.packed
 
     @property
     def path(self) -> Literal["head", "full", "wrapper"] | None:
         """How log-probs are computed."""
-        if self._version is not None:
+        if self._wrapper is not None:
             return "wrapper"
         return None if self._route is None else self._route.path
 
     def score(
         self, sequences: Ragged, mask: Tensor | None = None, *, grad: bool = False, remember: bool = False
     ) -> Ragged:
-        """Log-probs of the tokens that ``mask`` asks for.
+        """Log-probs of the masked-in tokens.
 
         Args:
             sequences: token ids without padding; ``values [N]`` of an integer dtype. Rows may be empty.
@@ -150,20 +168,19 @@ class LogProbScorer:
                 but the first of each sequence, which has no prefix.
 
         Keyword Args:
-            grad: keep the graph, so that the result is differentiable to the model's parameters; logits are computed
-                again in the backward instead of held. By default nothing of the graph is kept.
-            remember: keep keys, values and log-probs for calls to come, so that a conversation that goes on costs its new
-                tokens only. What was remembered is never used for other weights: a change forgets it. No effect with
-                ``grad``, nor where :attr:`shares_prefixes` is False.
+            grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits
+                are computed again in the backward instead of held. By default no part of the graph is kept.
+            remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs
+                its new tokens only. A change of weights or settings clears the cache. No effect with ``grad``, nor
+                where :attr:`shares_prefixes` is False.
 
         Returns:
             ``sequences.like(log_probs)``: nats, ``[N]`` float32 on the device of ``sequences``; exactly 0 where the
             mask is False.
 
         Raises:
-            ValueError: if there is no sequence, the mask asks for a first token, a sequence is too long for the model,
-                a token id is outside its vocabulary, or a log-prob that is asked for is not finite. Each message names
-                the sequence.
+            ValueError: if there is no sequence, the mask selects a first token, a sequence is too long for the model,
+                a token id is outside its vocabulary, or a log-prob is not finite. Each message names the sequence.
         """
         return self._scores(sequences, mask, Wanted(), None, grad=grad, remember=remember).log_prob
 
@@ -179,7 +196,7 @@ class LogProbScorer:
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
-        """Log-probs, and whatever else is asked for, from one forward of the body.
+        """Log-probs, and other scores on request, from one forward of the body.
 
         Args:
             sequences: as for :meth:`score`.
@@ -187,19 +204,19 @@ class LogProbScorer:
 
         Keyword Args:
             entropy: of the distribution over the whole vocabulary that each token was drawn from.
-            top_k: how many of the most probable tokens to return, and the log-probability of all others together. These
+            top_k: number of most probable tokens to return, with the log of the total probability of all others. These
                 carry no gradient.
-            reference: the scorer of a model with the same vocabulary: its log-probs, and the exact KL to it. It is run
-                without gradient.
+            reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It
+                runs without gradient.
             direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``.
             grad: as for :meth:`score`.
-            remember: as for :meth:`score`, in the memories of both.
+            remember: as for :meth:`score`, in the caches of both.
 
         Returns:
-            One entry for each thing asked for, None for the others; nats, exactly 0 where the mask is False.
+            The requested scores, None for the others; nats, exactly 0 where the mask is False.
 
         Raises:
-            ValueError: as :meth:`score`; if the vocabularies or the temperatures differ; or if one of the models is of
+            ValueError: as :meth:`score`; or if the vocabularies or the temperatures differ, or one of the models is of
                 another backend.
 
         Example:
@@ -211,27 +228,24 @@ class LogProbScorer:
             >>> scores.entropy.to_list(), scores.kl.to_list()
             ([tensor([0.0000, 1.3863])], [tensor([0., 0.])])
         """
-        if top_k < 0:
-            raise ValueError(f"top_k must not be negative, got {top_k}")
-        if direction not in ("reverse", "forward"):
-            raise ValueError(f"unknown direction {direction!r}; expected 'reverse' or 'forward'")
+        check_range(0, top_k=top_k)
+        check_choice(("reverse", "forward"), direction=direction)
         if reference is not None and reference.temperature != self.temperature:
             raise ValueError(
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
-                "compares the two at one temperature, that of the sampler"
+                "compares the two at one temperature, that of the sampler."
             )
         wanted = Wanted(entropy=entropy, kl=None if reference is None else direction, top_k=top_k)
-        if wanted != Wanted():
-            for scorer in (self, reference):
-                if scorer is not None and scorer._version is not None:
-                    raise ValueError(
-                        f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
-                        "transformers model itself"
-                    )
+        for scorer in (self, reference):
+            if wanted != Wanted() and scorer is not None and scorer._wrapper is not None:
+                raise ValueError(
+                    f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
+                    "transformers model itself."
+                )
         return self._scores(sequences, mask, wanted, reference, grad=grad, remember=remember)
 
     def forget(self) -> None:
-        """Drop what ``remember=True`` has kept. Needed only after a change of a few weights through ``.data``."""
+        """Clear the cache of ``remember=True``. Needed only after a change of a few weights through ``.data``."""
         self.memory.clear()
 
     def _scores(
@@ -245,84 +259,191 @@ class LogProbScorer:
         remember: bool,
     ) -> Scores:
         if grad and not self.adapters:
-            raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False")
+            raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False.")
         request = Request.build(sequences, mask)
         scorers = [self] if reference is None else [self, reference]
-        with one_at_a_time(*(scorer.model for scorer in scorers)):
-            if self._version is not None:
-                elements, found = self._score_wrapper(request, sequences, grad)
+        with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
+            if self._wrapper is None:
+                elements, columns = _run(scorers, request, wanted, grad=grad, remember=remember)
             else:
-                runners = [scorer._runner(request) for scorer in scorers]
-                try:
-                    elements, found = run(runners, request, wanted, grad=grad, remember=remember)
-                finally:
-                    for scorer, runner in zip(scorers, runners, strict=True):
-                        scorer.tokens_per_batch = runner.tokens_per_batch
-            request.check_finite(elements, found.log_prob)
-        return Scores.spread(sequences, elements, found)
+                elements, columns = self._score_wrapper(request, sequences.values.device, grad)
+            request.check_finite(elements, columns["log_prob"])
+        return Scores.spread(sequences, elements, **columns)
 
-    def _runner(self, request: Request) -> Runner:
-        """Check a request and this model against each other."""
+    def _setup(self, request: Request, grad: bool) -> Setup:
+        """Check a request against this model; the settings of the call."""
         if is_on_meta(self.model):
             raise ValueError(
-                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them before scoring"
+                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them before "
+                "scoring."
             )
         request.check_ids(vocab_size(self.model))
         request.check_lengths(position_limit(self.model))
         if self._route is None:
             self._route = self._choose_route()
         device = model_device(self.model, request.tokens.values.device)
-        return Runner(
-            model=self.model,
-            route=self._route,
-            device=device,
-            temperature=self.temperature,
-            adapters=self.adapters,
-            dtype=self.dtype,
-            packs=self.shares_prefixes,
-            tokens_per_batch=self.tokens_per_batch or (1024 if device.type == "cpu" else 16384),
-            head_chunk=self.head_chunk,
-            memory=self.memory,
-        )
+        return Setup(self.model, self._route, device, self.temperature, self.adapters, self.dtype, grad)
 
-    def _score_wrapper(self, request: Request, sequences: Ragged, grad: bool) -> tuple[Tensor, Readings]:
+    def _choose_route(self) -> Route:
+        with locked(self.model):
+            route, complaint = choose_route(self.model, probe=self.probe, dtype=self.dtype)
+        if complaint:
+            warnings.warn(
+                f"LogProbScorer takes the model's full forward, which needs more time and memory: {complaint}.",
+                stacklevel=3,
+            )
+        return route
+
+    def _score_wrapper(self, request: Request, device: torch.device, grad: bool) -> tuple[Tensor, Columns]:
         request.check_ids(None)
-        device = sequences.values.device
-        elements, parts = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, device=device)]
-        with Mode(grad).of(self.model):
+        parts = [(torch.zeros(0, dtype=torch.long), torch.zeros(0, device=device))]
+        evaluation = evaluating(self.model) if isinstance(self.model, nn.Module) and not grad else nullcontext()
+        with evaluation:
             for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch or 8192):
-                elements.append(request.elements(rows))
-                parts.append(score_rows(self._version, request, rows, device).to(device))
-        log_probs = torch.cat(parts)
+                element, found = score_rows(self._wrapper, request, rows, device)
+                parts.append((element, found.to(device)))
+        elements, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
         if grad and log_probs.numel() and not log_probs.requires_grad:
             raise ValueError(
                 f"grad=True, but the backend of {type(self.model).__name__} returns log-probs without a graph: "
-                "build the scorer on the transformers model that is trained, or pass grad=False"
+                "build the scorer on the transformers model that is trained, or pass grad=False."
             )
-        return torch.cat(elements), Readings(log_probs)
+        return elements, {"log_prob": log_probs}
 
-    def _check_adapters(self) -> None:
-        if self._version is not None:
-            raise ValueError(
-                f"adapters=False, but the adapters of {type(self.model).__name__} are not in this process: build the scorer "
-                "on the transformers model, or give the backend a reference model of its own"
-            )
-        check_has_adapters(self.model)
 
-    def _choose_route(self) -> Route:
-        with one_at_a_time(self.model):
-            verdict = choose_route(self.model, probe=self.probe, dtype=self.dtype)
-        if verdict.complaint:
-            warnings.warn(
-                f"LogProbScorer takes the model's full forward, which needs more time and memory: {verdict.complaint}.",
-                stacklevel=3,
-            )
-        return verdict.route
+class ScorerSlot:
+    """The scorer of a model, built on first use and again when the model or its settings change.
 
-    def _adopt_wrapper(self) -> Any:
-        if self.temperature != 1.0:
-            raise ValueError(
-                f"temperature={self.temperature} cannot be applied by {type(self.model).__name__}: its backend returns "
-                "log-probs, not logits. Set the temperature in the backend and leave it 1.0 here"
-            )
-        return prepare_wrapper(self.model)
+    Copies and pickles start empty, so that they never score the original's model.
+    """
+
+    def __init__(self) -> None:
+        self._sources: tuple[Any, Any] | None = None
+        self._settings: dict[str, Any] = {}
+        self._scorer: LogProbScorer | None = None
+
+    def get(self, model: Any, **settings: Any) -> LogProbScorer:
+        """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
+        sources = (model, getattr(model, "model", None))
+        same = self._sources is not None and all(a is b for a, b in zip(self._sources, sources, strict=True))
+        if self._scorer is None or not same or settings != self._settings:
+            check_adapters(settings.get("adapters", True))
+            make = getattr(model, "make_scorer", None)  # a model in another process
+            self._scorer = LogProbScorer(model, **settings) if make is None else make(**settings)
+            self._sources, self._settings = sources, settings
+        return self._scorer
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
+# ---------------------------------------------------------------------- one model, or two side by side, over a request
+
+
+def _run(
+    scorers: list[LogProbScorer], request: Request, wanted: Wanted, *, grad: bool, remember: bool
+) -> tuple[Tensor, Columns]:
+    """Score every masked-in token.
+
+    Args:
+        scorers: of the model, and of a reference if a KL is wanted, which never has gradient.
+        request: the tokens to score.
+        wanted: what to compute.
+        grad: keep the graph.
+        remember: use and fill the caches.
+
+    Returns:
+        Flat elements ``[K]`` on the CPU, and their scores on the model's device.
+    """
+    setups = [scorer._setup(request, grad and i == 0) for i, scorer in enumerate(scorers)]
+    if any(frequency_switches(setup.model) for setup in setups):
+        request = request.uncut()
+    tree = None
+    if all(map(_can_pack, scorers, setups)):
+        tree = PrefixTree.build(request.tokens, request.forward_lengths)
+    caches = [scorer.memory for scorer in scorers] if tree is not None and remember and not grad else []
+    if not all(cache.limit for cache in caches):
+        caches = []
+    budget = min(
+        scorer.tokens_per_batch or (1024 if setup.device.type == "cpu" else 16384)
+        for scorer, setup in zip(scorers, setups, strict=True)
+    )
+    while True:
+        try:
+            return _attempt(setups, request, tree, caches, wanted, budget, scorers[0].head_chunk)
+        except torch.OutOfMemoryError:
+            if budget <= (int(request.forward_lengths.max()) if tree is None else _SMALLEST_PACK):
+                raise  # nothing smaller would fit
+        budget //= 2
+        for scorer in scorers:
+            scorer.tokens_per_batch = budget
+        warnings.warn(
+            f"out of memory: LogProbScorer goes on with tokens_per_batch={budget}. Set it to that or less to spare the "
+            "attempt.",
+            stacklevel=4,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _can_pack(scorer: LogProbScorer, setup: Setup) -> bool:
+    """Whether this call may share prefixes. Checkpointed layers run again in the backward, when the pack is gone."""
+    model = setup.model
+    return scorer.shares_prefixes and not frequency_switches(model) and not (setup.grad and layers_vary(model))
+
+
+def _attempt(
+    setups: list[Setup],
+    request: Request,
+    tree: PrefixTree | None,
+    caches: list[PrefixKVCache],
+    wanted: Wanted,
+    budget: int,
+    chunk: int,
+) -> tuple[Tensor, Columns]:
+    """Forward and read the whole request, ``budget`` tokens at a time; arguments and result as for :func:`_run`."""
+    lookups: list[CacheLookup] = []
+    passes: Sequence[PackedPass | PaddedPass]
+    if tree is None:
+        batches = padded_batches(request.forward_lengths, budget, *(setup.model for setup in setups))
+        passes = [PaddedPass(setup, request, batches) for setup in setups]
+    else:
+        for setup, cache in zip(setups, caches, strict=False):
+            cache.bind(setup)
+            lookups.append(CacheLookup(cache, request, tree, values=wanted == Wanted()))
+        # Both models run side by side: use the hits that both caches have.
+        cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]
+        for lookup in lookups:
+            lookup.cached = cached
+        passes = [
+            PackedPass(setup, request, tree, budget, lookups[i] if lookups else None) for i, setup in enumerate(setups)
+        ]
+
+    grad, device = setups[0].grad, setups[0].device
+    elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
+    parts: list[Columns] = []
+    held: list[tuple[Tensor, list[States]]] = []
+    for index, some in enumerate(passes[0].elements):
+        states = [each.run(index) for each in passes]
+        if some.numel() == 0:
+            continue
+        elements.append(some)
+        targets = send(request.tokens.values[some], device)
+        if grad and all(each.head is not None for each in states):
+            # The graph holds hidden states anyway: one head call for all makes one gradient of its weight, not many.
+            held.append((targets, states))
+        else:
+            parts.append(read(states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad))
+    if held:
+        targets = torch.cat([targets for targets, _ in held])
+        columns_of_states = zip(*(states for _, states in held), strict=True)
+        states = [replace(some[0], source=torch.cat([part.source for part in some])) for some in columns_of_states]
+        parts.append(read(states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad))
+    columns = join_columns(parts) if parts else wanted.nowhere(device)
+    element = torch.cat(elements)
+    for lookup, name in zip(lookups, ("log_prob", "ref_log_prob"), strict=False):
+        lookup.finish(request, element, columns[name].cpu())
+    if lookups and lookups[0].element.numel():  # only if nothing but log-probs is wanted
+        element = torch.cat([element, lookups[0].element])
+        columns["log_prob"] = torch.cat([columns["log_prob"], lookups[0].values.to(device)])
+    return element, columns

@@ -1,28 +1,36 @@
-"""What a scorer returns when more than log-probs is asked for."""
+"""Scores, and how they are read from what a body hands to its head."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._states import Readings
+from torchrl_llm_kl.scoring._model import LogitMap, body_and_head, logit_map
+from torchrl_llm_kl.scoring._setup import Setup
 
-__all__ = ["Scores"]
+#: Fields of :class:`Scores` at some tokens: ``[n]`` float32, ``[n, k]`` for the top k.
+Columns = dict[str, Tensor]
 
 
 class Scores(NamedTuple):
-    """Per-token results in the form of the sequences; nats; exactly 0 where the mask was False.
+    """Per-token scores in the layout of the sequences; nats; exactly 0 where the mask is False.
 
     Args:
         log_prob: of the tokens; ``[N]``.
-        entropy: of the distribution that each was drawn from; ``[N]``.
+        entropy: of the distribution that each token was drawn from; ``[N]``.
         ref_log_prob: of the tokens under the reference; ``[N]``.
         kl: the exact KL over the whole vocabulary; ``[N]``.
         top_indices: the most probable tokens, in order; ``[N, k]``.
         top_log_probs: their log-probs; ``[N, k]``.
-        tail_log_prob: log of the probability of all other tokens together; ``[N]``, ``-inf`` if there are none.
+        tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
     """
 
     log_prob: Ragged
@@ -34,17 +42,183 @@ class Scores(NamedTuple):
     tail_log_prob: Ragged | None = None
 
     @classmethod
-    def spread(cls, sequences: Ragged, elements: Tensor, found: Readings) -> Scores:
-        """Put what was read at flat ``elements [K]`` into the form of ``sequences``."""
+    def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:
+        """Scatter scores at flat ``elements [K]`` into the layout of ``sequences``.
 
-        def place(values: Tensor | None) -> Ragged | None:
-            if values is None:
-                return None
+        Args:
+            sequences: ``[N]`` tokens.
+            elements: flat indices of the scored tokens; ``[K]``.
+            log_prob: ``[K]``.
+            others: other fields by name, ``[K]`` or ``[K, k]``; None for those not computed.
+        """
+
+        def place(values: Tensor) -> Ragged:
             out = values.new_zeros((sequences.values.shape[0], *values.shape[1:]))
             if elements.numel():
                 out = out.index_copy(0, elements.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
-        log_prob = place(found.log_prob)
-        assert log_prob is not None
-        return cls(log_prob, *map(place, found[1:]))
+        return cls(place(log_prob), **{name: place(x) for name, x in others.items() if x is not None})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The scores to compute besides the log-prob."""
+
+    entropy: bool = False
+    kl: Literal["reverse", "forward"] | None = None  # direction of the exact KL to a reference
+    top_k: int = 0
+
+    def nowhere(self, device: torch.device) -> Columns:
+        """The columns of no token."""
+        none = torch.zeros(0, device=device)
+        columns = {"log_prob": none}
+        if self.entropy:
+            columns["entropy"] = none
+        if self.kl:
+            columns |= {"ref_log_prob": none, "kl": none}
+        if self.top_k:
+            top = torch.zeros(0, self.top_k, device=device)
+            columns |= {"top_indices": top.long(), "top_log_probs": top, "tail_log_prob": none}
+        return columns
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """The distributions at ``n`` positions."""
+
+    source: Tensor  # hidden states [n, H]; or [n], the places of the positions in logits that exist already
+    logits: Callable[[Tensor], Tensor]  # the model's logits [k, V] for some rows of the source
+    temperature: float
+    head: nn.Linear | None = None  # computes the logits, followed by `map`; None if that is not all
+    map: LogitMap = field(default_factory=LogitMap)
+
+    def tempered(self, rows: Tensor) -> Tensor:
+        """Logits in float32 or wider, divided by the temperature; indices ``[k]`` to ``[k, V]``."""
+        (logits,) = widen(self.logits(self.source[rows.to(self.source.device)]))
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+
+def head_states(setup: Setup, hidden: Tensor) -> States:
+    """The states of hidden states ``[n, H]``.
+
+    A head that is more than a linear layer (wrapped by an adapter, quantised, hooked) is called as it is.
+    """
+    head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor):
+        # Under autocast the body's output is narrower than the head.
+        hidden = hidden.to(weight.device, weight.dtype if weight.is_floating_point() else None)
+
+    def logits(some: Tensor) -> Tensor:
+        with setup.active(), torch.autocast(some.device.type, enabled=False):
+            return mapped(widen(head(some))[0])
+
+    plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+    return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped)
+
+
+def join_columns(parts: Sequence[Columns]) -> Columns:
+    """Concatenate columns."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def read(
+    states: States, targets: Tensor, wanted: Wanted, ref: States | None = None, *, chunk: int, recompute: bool
+) -> Columns:
+    """Compute everything wanted in one sweep.
+
+    Args:
+        states: of the model.
+        targets: token ids; ``[n]``.
+        wanted: what to compute; a KL needs ``ref``.
+        ref: states of the reference at the same positions; it gets no gradient.
+        chunk: positions whose whole logits are held at once.
+        recompute: drop a chunk's logits and compute them again in the backward.
+    """
+    if states.head is not None and (ref is None or ref.head is not None):
+        return _read_linear(states, targets, wanted, ref)
+    parts: list[Columns] = []
+    for rows in torch.arange(states.source.shape[0], device=targets.device).split(chunk):
+        if recompute:
+            parts.append(checkpoint(_read_chunk, states, targets, wanted, ref, rows, use_reentrant=False))
+        else:
+            parts.append(_read_chunk(states, targets, wanted, ref, rows))
+    return join_columns(parts)
+
+
+def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
+    """``log softmax(logits)`` at ``targets``, computed in float32 or wider; ``[n, V], [n] -> [n]`` float32."""
+    (logits,) = widen(logits)
+    return (logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)).float()
+
+
+def _read_linear(states: States, targets: Tensor, wanted: Wanted, ref: States | None) -> Columns:
+    assert states.head is not None
+    hidden, weight = states.source, states.head.weight
+    targets = targets.to(hidden.device)
+    own: dict[str, Any] = {
+        "bias": states.head.bias,
+        "scale": states.map.scale,
+        "soft_cap": states.map.soft_cap,
+        "temperature": states.temperature,
+    }
+    found: dict[str, Tensor | None]
+    if ref is None:
+        single = linear_log_prob(hidden, weight, targets, entropy=wanted.entropy, **own)
+        found = {"log_prob": single.log_prob, "entropy": single.entropy}
+    else:
+        assert ref.head is not None
+        pair = linear_pair(
+            hidden,
+            weight,
+            ref.source.to(hidden.device),
+            ref.head.weight.detach().to(hidden.device),
+            targets,
+            direction=wanted.kl or "reverse",
+            ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(hidden.device),
+            ref_scale=ref.map.scale,
+            ref_soft_cap=ref.map.soft_cap,
+            entropy=wanted.entropy,
+            **own,
+        )
+        assert pair.ref_log_prob is not None
+        found = {"log_prob": pair.log_prob, "entropy": pair.entropy, "kl": pair.kl}
+        found["ref_log_prob"] = pair.ref_log_prob.detach()
+    columns = {name: values.float() for name, values in found.items() if values is not None}
+    if wanted.top_k:
+        top = linear_top_k(hidden, weight, wanted.top_k, **own)
+        columns["top_indices"] = top.indices
+        columns |= {"top_log_probs": top.log_probs.float(), "tail_log_prob": top.tail_log_prob.float()}
+    return columns
+
+
+def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | None, rows: Tensor) -> Columns:
+    logits = states.tempered(rows)
+    targets = targets[rows].to(logits.device)
+    log_probs = logits.log_softmax(-1)
+    columns = {"log_prob": log_prob_at(logits, targets)}
+    if wanted.entropy:
+        # 0 log 0 is 0: replace -inf before it meets its probability.
+        finite = log_probs.masked_fill(log_probs.isneginf(), 0.0)
+        columns["entropy"] = -(log_probs.exp() * finite).sum(-1).float()
+    if ref is not None:
+        with torch.no_grad():
+            ref_logits = ref.tempered(rows).to(logits.device)
+        if ref_logits.shape != logits.shape:
+            raise ValueError(
+                f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
+                f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
+            )
+        columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
+        columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse").float()
+    if wanted.top_k:
+        if wanted.top_k > logits.shape[-1]:
+            raise ValueError(
+                f"top_k is {wanted.top_k}; expected at most {logits.shape[-1]}, the size of the vocabulary."
+            )
+        with torch.no_grad():
+            top, indices = log_probs.topk(wanted.top_k, -1)
+            tail = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)
+        columns |= {"top_indices": indices, "top_log_probs": top.float(), "tail_log_prob": tail.float()}
+    return columns

@@ -1,4 +1,4 @@
-"""The prefix tree of a batch: stretches of tokens that several sequences begin with are forwarded once."""
+"""The prefix tree of a batch: a stretch of tokens that several sequences begin with is forwarded once."""
 
 from __future__ import annotations
 
@@ -8,30 +8,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import Ragged
-
-__all__ = ["PrefixTree", "forward_tokens"]
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
     """``M`` stretches of tokens (nodes) that spell out ``S`` sequences, each stretch held once. All on the CPU.
 
-    The tokens before a node are those of its ancestors, so its keys and values can be computed from theirs. A node ends
-    where sequences go different ways, or where the longest of them ends. A sequence that is a prefix of another one
-    (or equal to it) ends somewhere inside a node and costs nothing: no node ends because of it.
+    The tokens before a node are those of its ancestors, so its keys and values follow from theirs. A node ends where
+    sequences part, or where the longest of them ends. A sequence that is a prefix of another one (or equal to it) ends
+    inside a node and costs nothing.
 
     Nodes are numbered level by level, within a level by ``source``: parents come before children.
-
-    Args:
-        parent: the node that comes before each, -1 at the first level; ``[M]``, int64, as are all others.
-        level: how many nodes come before each; ``[M]``.
-        start: how many tokens come before each; ``[M]``.
-        length: tokens of each, at least 1; ``[M]``.
-        source: the first sequence that holds the whole node and is no prefix of a longer one; ``[M]``.
-        element: the node's tokens are ``values[element : element + length]`` of the flat sequences; ``[M]``.
-        leaf: the node that holds the last forwarded token of each sequence, -1 for one with nothing to forward; ``[S]``.
-        forward_lengths: how many leading tokens of each sequence the tree holds; ``[S]``.
 
     Example:
         >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 3]]
@@ -39,28 +28,30 @@ class PrefixTree:
         >>> tree = PrefixTree.build(tokens, tokens.lengths, min_shared=3)
         >>> tree.parent.tolist(), tree.start.tolist(), tree.length.tolist(), tree.leaf.tolist()
         ([-1, 0, 0], [0, 3, 3], [3, 2, 1], [1, 2, 0])
-        >>> forward_tokens(tree), int(tokens.lengths.sum())
+        >>> tree.num_tokens, int(tokens.lengths.sum())
         (6, 12)
     """
 
-    parent: Tensor
-    level: Tensor
-    start: Tensor
-    length: Tensor
-    source: Tensor
-    element: Tensor
-    leaf: Tensor
-    forward_lengths: Tensor
+    # Of each node, int64 [M]:
+    parent: Tensor  # the node before it, -1 at the first level
+    level: Tensor  # number of nodes before it
+    start: Tensor  # number of tokens before it
+    length: Tensor  # number of its tokens, at least 1
+    source: Tensor  # the first sequence that holds the whole node and is no prefix of a longer one
+    element: Tensor  # its tokens are values[element : element + length] of the flat sequences
+    # Of each sequence, int64 [S]:
+    leaf: Tensor  # the node with its last forwarded token, -1 if there is nothing to forward
+    forward_lengths: Tensor  # number of its leading tokens in the tree
 
     @classmethod
     def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16) -> PrefixTree:
         """The tree of the first ``forward_lengths`` tokens of each sequence.
 
-        Sharing takes one more step of the model, so that not every common token is worth it. A node with children is
-        charged ``min_shared`` tokens, and of all trees the one with the smallest sum of forwarded tokens and charges is
-        built, the one that shares more on a tie. It follows that each node with children saves at least ``min_shared``
-        tokens: its length times the number of its children but one. Sequences that part elsewhere are held apart from
-        the last such node on. Equal sequences and prefixes of others are shared at any ``min_shared``.
+        Splitting a pack has a cost, so a short common prefix is not worth sharing. A node with children is charged
+        ``min_shared`` tokens, and the tree minimises forwarded tokens plus charges; a tie goes to the tree that shares
+        more. Hence each node with children saves at least ``min_shared`` tokens: its length times the number of its
+        children minus one. Sequences that part elsewhere are separate after the last such node. Equal sequences and
+        prefixes of others are shared at any ``min_shared``.
 
         Args:
             tokens: ids ``[N]`` of ``S`` sequences, on any device.
@@ -72,12 +63,13 @@ class PrefixTree:
         """
         values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
         forward_lengths = forward_lengths.detach().cpu()
-        _check(values, lengths, forward_lengths, min_shared)
+        _check(values, lengths, forward_lengths)
+        check_range(0, min_shared=min_shared)
         offsets = lengths.cumsum(0) - lengths
         order, ends = _sorted_sequences(values, offsets, forward_lengths)
         shared = _common_prefixes(values, offsets[order], ends)
 
-        # In this order a sequence is a prefix of its successor or of none; `held` names the one that holds each.
+        # In this order a sequence is a prefix of its successor or of none; `held` is the one that contains each.
         longest = torch.ones(len(order), dtype=torch.bool)
         longest[:-1] = shared < ends[:-1]
         held = longest.cumsum(0) - longest.long()
@@ -105,24 +97,26 @@ class PrefixTree:
         return self.parent.numel()
 
     @cached_property
+    def num_tokens(self) -> int:
+        """Number of tokens that a model forwards; ``forward_lengths.sum()`` without sharing."""
+        return int(self.length.sum())
+
+    @cached_property
     def first(self) -> Tensor:
         """Where each node begins when all nodes are laid end to end; ``[M]``."""
         return self.length.cumsum(0) - self.length
 
     def place(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Where tokens are when all nodes are laid end to end; ``[K]``. Arguments as for :meth:`locate`."""
+        """Where tokens are when all nodes are laid end to end; ``[K]``, arguments as for :meth:`locate`."""
         node, offset = self.locate(sequence, position)
         return self.first[node] + offset
 
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The node that holds a token, and the token's place in it.
+        """The node of each token, and the token's place in it; ``[K]`` each.
 
         Args:
-            sequence: which sequence; ``[K]``, int64, on the CPU.
-            position: which of its tokens, at least 0 and below its forward length (not checked); ``[K]``.
-
-        Returns:
-            Node and offset, each ``[K]``.
+            sequence: index of the sequence; ``[K]``, int64, on the CPU.
+            position: of the token, at least 0 and below the forward length (not checked); ``[K]``.
         """
         sequences, nodes = self._paths
         stride = int(self.forward_lengths.max())  # more than any position
@@ -146,41 +140,34 @@ class PrefixTree:
         return sequences, torch.cat([node for _, node in reversed(steps)])[order]
 
 
-def forward_tokens(tree: PrefixTree) -> int:
-    """How many tokens a model has to forward: compare with ``tree.forward_lengths.sum()``, the cost without sharing."""
-    return int(tree.length.sum())
-
-
 # ---------------------------------------------------------------------- the order of the sequences
 
 
-def _check(values: Tensor, lengths: Tensor, forward_lengths: Tensor, min_shared: int) -> None:
+def _check(values: Tensor, lengths: Tensor, forward_lengths: Tensor) -> None:
     if values.ndim != 1 or values.dtype != torch.long:
-        raise ValueError(f"token ids must be int64 [N], got shape {tuple(values.shape)} of dtype {values.dtype}")
+        raise ValueError(f"token ids must be int64 [N], got shape {tuple(values.shape)} of dtype {values.dtype}.")
     if forward_lengths.shape != lengths.shape or forward_lengths.dtype != torch.long:
         raise ValueError(
             f"forward_lengths must be int64 with one entry for each of the {lengths.numel()} sequences, got shape "
-            f"{tuple(forward_lengths.shape)} of dtype {forward_lengths.dtype}"
+            f"{tuple(forward_lengths.shape)} of dtype {forward_lengths.dtype}."
         )
     bad = ((forward_lengths < 0) | (forward_lengths > lengths)).nonzero()
     if bad.numel():
         row = int(bad[0])
         raise ValueError(
             f"forward_lengths must lie between 0 and the length of the sequence, {int(lengths[row])} for sequence "
-            f"{row}, got {int(forward_lengths[row])}"
+            f"{row}, got {int(forward_lengths[row])}."
         )
-    if min_shared < 0:
-        raise ValueError(f"min_shared must not be negative, got {min_shared}")
 
 
 def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences of at least one token such that those of a common prefix are neighbours, and their lengths; ``[R]``.
+    """Non-empty sequences in an order that makes those with a common prefix neighbours, and their lengths; ``[R]``.
 
-    A prefix comes before what it is a prefix of; of equal sequences the first comes last.
+    A prefix comes before the sequences that continue it; of equal sequences the first comes last.
     """
     raw, width = values.numpy().tobytes(), values.element_size()
     firsts, stops = (offsets * width).tolist(), ((offsets + lengths) * width).tolist()
-    # Any order of the tokens will do, hence also that of their bytes: one memory comparison for a pair of sequences.
+    # Any order of the tokens will do, so compare bytes: one memory comparison per pair of sequences.
     rows = [row for row in reversed(range(len(firsts))) if firsts[row] < stops[row]]
     rows.sort(key=lambda row: raw[firsts[row] : stops[row]])
     order = torch.tensor(rows, dtype=torch.long)
@@ -188,7 +175,7 @@ def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple
 
 
 def _common_prefixes(values: Tensor, offsets: Tensor, lengths: Tensor) -> Tensor:
-    """How many leading tokens each sequence has in common with the next; ``[max(R - 1, 0)]``."""
+    """Number of leading tokens that each sequence shares with the next; ``[max(R - 1, 0)]``."""
     both = torch.minimum(lengths[:-1], lengths[1:])
     pair = torch.repeat_interleave(torch.arange(both.numel()), both)
     position = torch.arange(pair.numel()) - (both.cumsum(0) - both)[pair]
@@ -211,10 +198,10 @@ def _holders(parent: Tensor, start: Tensor, node: Tensor, position: Tensor) -> T
 
 @dataclass(eq=False)
 class _Branch:
-    """Consecutive sequences ``first .. last`` that have ``depth`` leading tokens in common and part there.
+    """Consecutive sequences ``first .. last`` that share ``depth`` leading tokens and part there.
 
     ``starts`` are the depths at which its node may begin, ``savings`` the tokens that sharing saves in and below the
-    branch for each of them, and ``latest_start`` the deepest of them at which the branch is worth a node.
+    branch for each of them, ``latest_start`` the deepest of them at which the branch is worth a node.
     """
 
     depth: int
@@ -227,7 +214,7 @@ class _Branch:
 
 
 def _branches(shared: list[int]) -> list[_Branch]:
-    """Every branch of ``len(shared) + 1`` sorted sequences, children before parents; at the end the root, of depth 0."""
+    """Every branch of ``len(shared) + 1`` sorted sequences, children before parents; the root, of depth 0, is last."""
     done: list[_Branch] = []
     stack = [_Branch(depth=0, first=0)]
     for row, depth in enumerate([*shared, 0]):
@@ -244,10 +231,10 @@ def _branches(shared: list[int]) -> list[_Branch]:
 
 
 def _choose(branches: list[_Branch], min_shared: int) -> None:
-    """Set ``latest_start`` such that forwarded tokens and ``min_shared`` for each node with children are least.
+    """Set ``latest_start`` to minimise forwarded tokens plus ``min_shared`` for each node with children.
 
-    The nearer the start, the less a branch saves, and that by more tokens than all branches below it together gain: a
-    branch is worth a node at every start up to the latest one.
+    A later start costs a branch more savings than all branches below it can gain together: a branch is worth a node at
+    every start up to the latest one.
     """
     for branch in reversed(branches):
         for child in branch.children:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import Readings, Scores
+from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
 from torchrl_llm_kl.service._lifecycle import ServiceSpec, client_name
 from torchrl_llm_kl.service._replicas import Patience, Replicas, Router, failures
@@ -204,7 +204,7 @@ class RemoteScorer:
 
         def finish() -> Scores:
             elements = torch.cat([torch.zeros(0, dtype=torch.long), *(part.elements for part in parts)])
-            return Scores.spread(sequences, elements, _joined(exchange.replies(), entropy))
+            return Scores.spread(sequences, elements, **_joined(exchange.replies(), entropy))
 
         return finish
 
@@ -248,14 +248,14 @@ class RemoteScorer:
         """Does nothing: the service clears its cache when its weights change."""
 
 
-def _joined(replies: Sequence[Reply], entropy: bool) -> Readings:
+def _joined(replies: Sequence[Reply], entropy: bool) -> dict[str, Tensor]:
     def join(arrays: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
 
-    log_prob = join([reply.log_prob for reply in replies])
-    return Readings(
-        log_prob, join([reply.entropy for reply in replies if reply.entropy is not None]) if entropy else None
-    )
+    columns = {"log_prob": join([reply.log_prob for reply in replies])}
+    if entropy:
+        columns["entropy"] = join([reply.entropy for reply in replies if reply.entropy is not None])
+    return columns
 
 
 # ------------------------------------------------------------------ requests out, replies in

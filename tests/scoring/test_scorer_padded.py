@@ -1,3 +1,5 @@
+"""Micro-batches of similar length under a token budget."""
+
 from __future__ import annotations
 
 import pytest
@@ -25,7 +27,7 @@ def test_budget_counts_padding_and_yields_only_to_a_single_sequence(lengths, bud
 
 @given(lengths=LENGTHS, budget=st.integers(1, 300))
 def test_no_micro_batch_is_smaller_than_it_needs_to_be(lengths, budget):
-    """The next sequence is shorter: had it fit, it would be in."""
+    """The next sequence is shorter: it would be in the batch if it fitted."""
     batches = plan_micro_batches(torch.tensor(lengths, dtype=torch.long), budget)
     for batch in batches[:-1]:
         assert (len(batch) + 1) * max(lengths[index] for index in batch.tolist()) > budget

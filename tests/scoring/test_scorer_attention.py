@@ -1,4 +1,4 @@
-"""The rows that the GPU kernel is given, checked with a slow kernel of the same contract; and the kernel itself."""
+"""The index passed to the varlen GPU kernel, checked with a slow kernel of the same contract; and the kernel itself."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_scorer_shared import conversation, ids
+from scoring_reference import conversation, ids
 from torch import Tensor
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.scoring import _attention, _attention_ragged
-from torchrl_llm_kl.scoring._mode import Mode
+from torchrl_llm_kl.scoring import _attention
 from torchrl_llm_kl.scoring._packed import PackedPass
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._states import Wanted, read
+from torchrl_llm_kl.scoring._scores import Wanted, read
+from torchrl_llm_kl.scoring._setup import Route, Setup
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import tiny_model
 from toy_rollouts import plain_log_probs
 
-FAMILIES = ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"]  # gemma2's soft-capping is not for this kernel
+FAMILIES = ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"]  # the kernel does not support gemma2's soft-capping
 
 
 def slow_kernel(
@@ -36,7 +36,7 @@ def slow_kernel(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """What torch documents of ``varlen_attn``: the last query of a sequence sees its last key."""
+    """The documented contract of ``varlen_attn``: the last query of a sequence sees its last key."""
     assert query_ends.dtype == key_ends.dtype == torch.int32
     assert (most_queries, most_keys) == (int(query_ends.diff().max()), int(key_ends.diff().max()))
     assert enable_gqa == (query.shape[1] != key.shape[1])
@@ -55,8 +55,8 @@ def slow_kernel(
 
 @pytest.fixture
 def _with_slow_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention, "can_be_ragged", lambda query: True)
-    monkeypatch.setattr(_attention_ragged, "varlen_attn", slow_kernel)
+    monkeypatch.setattr(_attention, "takes_varlen", lambda query: True)
+    monkeypatch.setattr(_attention, "varlen_attn", slow_kernel)
 
 
 @pytest.mark.usefixtures("_with_slow_kernel")
@@ -72,8 +72,8 @@ def test_every_query_sees_its_own_keys(family: str, tokens_per_batch: int) -> No
             assert_close(log_probs, plain_log_probs(model, row), atol=2e-5, rtol=0)
 
 
-def test_never_on_the_cpu() -> None:
-    assert not _attention_ragged.can_be_ragged(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
+def test_the_kernel_is_never_used_on_a_cpu() -> None:
+    assert not _attention.takes_varlen(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -111,14 +111,14 @@ def test_gradients_through_the_kernel() -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_forward_waits_for_the_device(dtype: torch.dtype) -> None:
+def test_no_forward_synchronises(dtype: torch.dtype) -> None:
     model = tiny_model("llama", hidden_size=64).to("cuda", dtype)
     scorer = LogProbScorer(model)
     batch = Ragged.from_list(conversation())
-    scorer.score(batch)  # whatever is made once
+    scorer.score(batch)  # builds everything that is built once
     request = Request.build(batch, None)
     tree = PrefixTree.build(request.tokens, request.forward_lengths)
-    packed = PackedPass(model, Mode(), request, tree, tokens_per_batch=40, temperature=1.0, device=torch.device("cuda"))
+    packed = PackedPass(Setup(model, Route("head"), torch.device("cuda")), request, tree, 40)
     targets = [request.tokens.values[some].cuda() for some in packed.elements]
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Packs: every token of a tree once, behind what it follows, and none wasted."""
+"""Packs: every token of a tree once, after its predecessor, without padding."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from test_tree import ANSWERS, batches, build
 
-from torchrl_llm_kl.scoring._pack_plan import plan_packs
-from torchrl_llm_kl.scoring._tree import forward_tokens
+from torchrl_llm_kl.scoring._packs import plan_packs
 
 
 def as_tuples(plan):
@@ -20,7 +19,7 @@ def test_three_answers_to_each_of_two_prompts():
     tree = build(ANSWERS)
     assert tree.length.tolist() == [4, 2, 1, 1, 1, 3, 1, 1, 2]
     assert tree.parent.tolist() == [-1, -1, 0, 1, 0, 1, 1, 2, 2]
-    # Depth first: A, its first answers and what follows on these, then B.
+    # Depth first: A, its first answers and their continuations, then B.
     assert as_tuples(plan_packs(tree, 5)) == [
         [(0, 0, 4, -1), (2, 0, 1, 0)],
         [(7, 0, 1, 1), (8, 0, 2, 1), (4, 0, 1, 0), (1, 0, 1, -1)],
@@ -30,28 +29,28 @@ def test_three_answers_to_each_of_two_prompts():
     assert plan_packs(tree, 5).last_use() == [1, 1, -1, -1, -1, 3, 3, -1, -1, -1]
 
 
-def test_a_token_that_is_known_is_in_no_pack():
+def test_a_cached_token_is_in_no_pack():
     tree = build([[1] * 6 + [2] * 3, [1] * 6 + [3] * 4])
     plan = plan_packs(tree, 100, [5, 3, 0])
-    assert [p.known for p in plan.pieces] == [True, False, True, False]
+    assert [p.cached for p in plan.pieces] == [True, False, True, False]
     assert as_tuples(plan) == [[(0, 5, 1, 0), (2, 0, 4, 1)]]
 
 
 @given(batch=batches(), min_shared=st.integers(0, 12), budget=st.integers(1, 60), data=st.data())
-def test_every_token_once_behind_its_predecessor_and_full_packs(batch, min_shared, budget, data):
+def test_every_token_once_after_its_predecessor_in_full_packs(batch, min_shared, budget, data):
     tree = build(*batch, min_shared)
-    known: list[int] = []
+    cached: list[int] = []
     for parent, length in zip(tree.parent.tolist(), tree.length.tolist(), strict=True):
-        whole = parent < 0 or known[parent] == int(tree.length[parent])
-        known.append(data.draw(st.integers(0, length)) if whole else 0)
-    plan = plan_packs(tree, budget, known)
+        whole = parent < 0 or cached[parent] == int(tree.length[parent])
+        cached.append(data.draw(st.integers(0, length)) if whole else 0)
+    plan = plan_packs(tree, budget, cached)
 
     forwarded = [i for pack in plan.packs for i in pack]
-    assert forwarded == sorted(i for i, piece in enumerate(plan.pieces) if not piece.known)
+    assert forwarded == sorted(i for i, piece in enumerate(plan.pieces) if not piece.cached)
     sizes = [sum(plan.pieces[i].length for i in pack) for pack in plan.packs]
     assert all(size == budget for size in sizes[:-1])
     assert all(0 < size <= budget for size in sizes)
-    assert sum(sizes) == forward_tokens(tree) - sum(known)
+    assert sum(sizes) == tree.num_tokens - sum(cached)
 
     seen = [[False] * length for length in tree.length.tolist()]
     for i, piece in enumerate(plan.pieces):
@@ -60,7 +59,7 @@ def test_every_token_once_behind_its_predecessor_and_full_packs(batch, min_share
         assert not any(seen[piece.node][t] for t in own)
         for t in own:
             seen[piece.node][t] = True
-        if piece.known:
+        if piece.cached:
             assert (piece.first, piece.past) == (0, -1)
             continue
         before = None if piece.past < 0 else plan.pieces[piece.past]
@@ -72,7 +71,7 @@ def test_every_token_once_behind_its_predecessor_and_full_packs(batch, min_share
             assert before is None or (before.node, before.first + before.length) == (parent, int(tree.length[parent]))
     assert all(all(row) for row in seen)
 
-    # Keys and values are held until the last pack that attends to them, through whatever follows in between.
+    # Keys and values are held until the last pack that attends to them, directly or through later pieces.
     for i, last in enumerate(plan.last_use()):
         following = {i}
         packs = []

@@ -1,4 +1,4 @@
-"""Conversations that go on: a turn costs its new tokens, and what is remembered is never another model's."""
+"""The prefix cache: a turn of a conversation costs its new tokens, and changed weights are never served old entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_scorer_shared import body_tokens, ids
+from scoring_reference import body_tokens, ids
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -32,7 +32,7 @@ def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Te
     found = scorer.score(batch, mask, remember=True)
     asked = batch.like(batch.positions > 0 if mask is None else mask)
     for row, log_probs, wanted in zip(rows, found.to_list(), asked.to_list(), strict=True):
-        # Packs of a few tokens are summed in another order than whole sequences.
+        # Packs of a few tokens sum in another order than whole sequences.
         assert_close(log_probs, torch.where(wanted, plain_log_probs(model, row), 0.0), atol=1e-5, rtol=3e-6)
     assert scorer.memory.num_bytes <= scorer.memory.limit
     held = [t for s in scorer.memory._by_use.values() for pair in s.keys_values for t in pair]
@@ -60,45 +60,45 @@ def test_a_turn_costs_its_new_tokens() -> None:
     assert cost == [9, 7, 7, 7]
 
 
-def test_a_turn_whose_mask_asks_for_new_tokens_only() -> None:
+def test_a_turn_whose_mask_selects_new_tokens_only() -> None:
     model = tiny_model("llama")
     scorer, cost = LogProbScorer(model), []
     for before, row in zip([4, 10, 16, 22], turns(0, 10, 6, 6, 6), strict=True):
-        mask = torch.arange(len(row)) >= before + 2  # the assistant's, behind two tokens of the user's
+        mask = torch.arange(len(row)) >= before + 2  # the assistant's, after two tokens of the user's
         cost.append(body_tokens(model, lambda m=mask, r=row: scorer.score(Ragged.from_list([r]), m, remember=True)))
         assert_exact(scorer, model, [row], mask)
     assert cost == [9, 6, 6, 6]
 
 
-def test_scoring_the_same_again_costs_one_token_and_what_was_never_asked() -> None:
+def test_scoring_again_costs_one_token_and_those_never_scored_before() -> None:
     model, (row,) = tiny_model("llama"), turns(0, 20)
     scorer, batch = LogProbScorer(model), Ragged.from_list([row])
     first = batch.positions >= 12
     scorer.score(batch, first, remember=True)
-    # The last token asked for was not forwarded, so that it has no place among the remembered: it is predicted again.
+    # The last scored token was not forwarded, so the cache has no place for its log-prob: it is predicted again.
     assert body_tokens(model, lambda: scorer.score(batch, first, remember=True)) == 1
     assert body_tokens(model, lambda: scorer.score(batch, first & (batch.positions < 19), remember=True)) == 1
-    # Token 5 was never asked: its log-prob needs the hidden state of token 4, and so all from there on.
+    # Token 5 was never scored: its log-prob needs the hidden state of token 4, so all tokens from there on are forwarded.
     earlier = first | (batch.positions == 5)
     assert body_tokens(model, lambda: scorer.score(batch, earlier, remember=True)) == 15
     assert_exact(scorer, model, [row], earlier)
     assert body_tokens(model, lambda: scorer.score(batch, earlier, remember=True)) == 1
 
 
-def test_a_group_that_goes_on_from_one_prompt() -> None:
+def test_a_group_of_answers_to_a_cached_prompt() -> None:
     model = tiny_model("qwen2")
     scorer = LogProbScorer(model)
     (prompt,) = turns(0, 15)
     assert_exact(scorer, model, [torch.cat([prompt, ids(6, 1)])])
     group = [torch.cat([prompt, ids(6, seed)]) for seed in (1, 2, 3)]
     batch = Ragged.from_list(group)
-    # The prompt is known, and the first answer; the two others need the prompt's end, and their own five tokens.
+    # The prompt and the first answer are cached; the two others need the prompt's end and their own five tokens.
     assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 1 + 5 + 5 + 1
     assert_exact(scorer, model, group)
     assert_exact(scorer, model, [torch.cat([row, ids(7, 9)]) for row in group])
 
 
-def test_environments_may_take_turns_in_any_order() -> None:
+def test_environments_may_interleave_in_any_order() -> None:
     model = tiny_model("llama")
     scorer = LogProbScorer(model)
     a, b, c = turns(1, 8, 5, 5), turns(2, 8, 5, 5), turns(1, 8, 3, 9)  # c begins as a does
@@ -116,8 +116,8 @@ def test_environments_may_take_turns_in_any_order() -> None:
     st.integers(0, 60),
     st.integers(3, 40),
 )
-def test_any_history_of_requests_at_any_bound(history: Any, room: int, budget: int) -> None:
-    """Whatever was remembered, forgotten or cut before: the numbers are the plain model's and the bound holds."""
+def test_any_history_of_requests_at_any_limit(history: Any, room: int, budget: int) -> None:
+    """Whatever was cached, evicted or cut before: the numbers equal the plain model's and the limit holds."""
     model = tiny_model("mistral")
     scorer = LogProbScorer(model, memory=room * TOKEN_BYTES, tokens_per_batch=budget)
     with warnings.catch_warnings():
@@ -128,14 +128,14 @@ def test_any_history_of_requests_at_any_bound(history: Any, room: int, budget: i
             )
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_is_evicted_first() -> None:
     model = tiny_model("llama")
     scorer = LogProbScorer(model, memory=30 * TOKEN_BYTES)
-    a, b, c = (turns(seed, 13, 1)[1] for seed in (1, 2, 3))  # 13 tokens are remembered of each
+    a, b, c = (turns(seed, 13, 1)[1] for seed in (1, 2, 3))  # 13 tokens of each are cached
     assert_exact(scorer, model, [a])
     assert_exact(scorer, model, [b])
     assert_exact(scorer, model, [a])  # used again
-    assert_exact(scorer, model, [c])  # no room for all three: b goes
+    assert_exact(scorer, model, [c])  # no room for all three: b is evicted
     assert len(scorer.memory) == 2
     for row, cost in ((a, 1), (c, 1), (b, 13)):
         assert (
@@ -145,7 +145,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def copy_of(scorer: LogProbScorer) -> LogProbScorer:
-    """A scorer of the same model that remembers the same."""
+    """A scorer of the same model with a copy of the cache."""
     twin = copy.copy(scorer)
     twin.memory = copy.deepcopy(scorer.memory)
     # Copies of segments have other ids.
@@ -154,7 +154,7 @@ def copy_of(scorer: LogProbScorer) -> LogProbScorer:
 
 
 @pytest.mark.parametrize("room", [1, 5])
-def test_what_exceeds_the_bound_is_scored_right_and_said(room: int) -> None:
+def test_tokens_that_exceed_the_limit_are_scored_right_with_a_warning(room: int) -> None:
     model = tiny_model("llama")
     scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
     row = turns(0, 20)[0]
@@ -163,7 +163,7 @@ def test_what_exceeds_the_bound_is_scored_right_and_said(room: int) -> None:
     assert len(scorer.memory) == 0
 
 
-def test_without_remember_nothing_is_held() -> None:
+def test_without_remember_nothing_is_cached() -> None:
     model = tiny_model("llama")
     scorer = LogProbScorer(model)
     scorer.score(Ragged.from_list(turns(0, 9, 5)))
@@ -183,7 +183,7 @@ def test_without_remember_nothing_is_held() -> None:
     ],
     ids=["load_state_dict", "data in place", "data swapped", "optimiser", "one matrix", "dtype", "parameter replaced"],
 )
-def test_changed_weights_are_never_served_what_the_old_ones_gave(change: Any) -> None:
+def test_changed_weights_are_never_served_old_entries(change: Any) -> None:
     model = tiny_model("llama")
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
     assert_exact(scorer, model, [first])
@@ -199,7 +199,7 @@ def _with_grad(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return parameter
 
 
-def test_another_temperature_or_adapter_is_another_model() -> None:
+def test_another_temperature_or_adapter_clears_the_cache() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
         tiny_model("llama"), peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
@@ -219,7 +219,7 @@ def test_another_temperature_or_adapter_is_another_model() -> None:
     assert_close(found, want, atol=1e-5, rtol=0)
 
 
-def test_forget() -> None:
+def test_forget_clears_the_cache() -> None:
     model = tiny_model("llama")
     scorer, batch = LogProbScorer(model), Ragged.from_list(turns(0, 9))
     scorer.score(batch, remember=True)
@@ -229,7 +229,7 @@ def test_forget() -> None:
     assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 8
 
 
-def test_gradients_never_come_from_memory() -> None:
+def test_gradients_never_come_from_the_cache() -> None:
     model = tiny_model("llama")
     scorer, batch = LogProbScorer(model), Ragged.from_list(turns(0, 9))
     scorer.score(batch, remember=True)
@@ -237,7 +237,7 @@ def test_gradients_never_come_from_memory() -> None:
     assert scorer.score(batch, grad=True, remember=True).values.requires_grad
 
 
-def test_a_model_that_fails_the_probe_of_packs_remembers_nothing_and_is_right() -> None:
+def test_a_model_that_cannot_pack_caches_nothing_and_is_scored_right() -> None:
     model = tiny_model("llama")
     scorer = LogProbScorer(model, share_prefixes=False)
     for row in turns(0, 9, 5):
@@ -245,7 +245,7 @@ def test_a_model_that_fails_the_probe_of_packs_remembers_nothing_and_is_right() 
     assert len(scorer.memory) == 0
 
 
-def test_threads_share_one_memory() -> None:
+def test_threads_share_one_cache() -> None:
     model = tiny_model("llama")
     scorer, failures, plain = LogProbScorer(model), [], tiny_model("llama")
 
