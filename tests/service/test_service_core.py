@@ -73,4 +73,4 @@ def test_nan_scores_fail_only_their_request() -> None:
     assert isinstance(good, Reply)
     assert isinstance(other, Reply)
     assert isinstance(bad, ValueError)
-    assert "gives token 13 at sequence 0, position 1 the log-prob nan" in str(bad)
+    assert "log-prob is nan at sequence 0, position 1 (token 13)" in str(bad)

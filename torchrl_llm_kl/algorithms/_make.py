@@ -55,7 +55,7 @@ def make_algorithm(
         group_key: the entry that is equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
         group_size: instead of a key: how many consecutive rows answer one prompt.
         temperature: of the sampler; divides the logits of policy and reference.
-        masking_strategy: the tokens to train on: ``"sft"``, ``"rlhf"`` or ``"generic"``; see :class:`~torchrl_llm_kl.PolicyLoss`.
+        masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: the longest response that is sampled, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch``, ``dtype``
             (which then applies to old and reference log-probs too), ...
@@ -222,8 +222,8 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
     name, distils = preset.name, preset.schema == "distill"
     if preset.needs_reference and reference is None:
         raise ValueError(
-            f"{name} compares with a {'teacher' if distils else 'reference model'}: pass reference=, or reference='data' if the "
-            "data holds ('next', 'ref_log_probs', 'full')" + ("." if distils else "; without one: kl_loss='none'.")
+            f"{name} compares with a {'teacher' if distils else 'reference model'}: pass reference=, or reference='data' if "
+            "the data holds ('next', 'ref_log_probs', 'full')" + ("." if distils else "; without one: kl_loss='none'.")
         )
     if reference is not None and not preset.needs_reference:
         raise ValueError(
