@@ -64,10 +64,10 @@ def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> 
     return read_ragged(td, key) if value is None and next_td is not td else value
 
 
-def describe_entries(td: TensorDictBase) -> str:
-    """The entries of ``td``, for a message: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
-    next_td = read_node(td, "next")
-    return _names(td) + ("" if next_td is None else f"; in 'next': {_names(next_td)}")
+def describe_entries(td: TensorDictBase, next_td: TensorDictBase | None = None) -> str:
+    """The entries of a step and of its result, for a message: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
+    next_td = read_node(td, "next") if next_td is None else next_td
+    return _names(td) + ("" if next_td is None or next_td is td else f"; in 'next': {_names(next_td)}")
 
 
 def _names(td: TensorDictBase) -> str:
