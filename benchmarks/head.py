@@ -1,11 +1,10 @@
-"""Time the linear head against the matrix product alone, torch's own fused head and the plain path.
+"""Time the linear head against the matrix product alone, torch's fused head and the plain path.
 
     python benchmarks/head.py --threads 1 --dtype float32 --vocab 32000 --hidden 512 --positions 1024
 
-Runs of all candidates are interleaved and the fastest of each is kept, so that a busy machine disturbs the ratios less.
-With more than one thread on a machine that others use, set OMP_WAIT_POLICY=passive: threads that spin at the end of
-each kernel otherwise keep the ones they wait for off the cores, which multiplies the time of anything but a single
-large product.
+Runs of all candidates are interleaved and the fastest of each is kept, so that other load affects the ratios less. With
+several threads on a shared machine, set OMP_WAIT_POLICY=passive: otherwise threads that spin at the end of a kernel
+keep the threads they wait for off the cores, which multiplies the time of everything but a single large product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What bfloat16 costs in log-probs and KL, on real text: ``python -m benchmarks.precision``."""
+"""The errors of log-probs and KL in bfloat16, on real text: ``python -m benchmarks.precision``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = ModelSize(vocab=2000, hidden=256, layers=4)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything; the KL is measured after each of the numbers of tuning steps."""
+    """Sizes of the study; the KL is measured after each number of tuning steps."""
 
     model: ModelSize = MODEL
     training_steps: int = 250
@@ -71,7 +71,7 @@ SMALLEST = Sizes(
 
 
 def documents() -> tuple[list[Document], str]:
-    """GSM8K where it is at hand, else what Python says about itself; shuffled, and the same every time."""
+    """GSM8K if it is available, else docstrings of the standard library; shuffled with a fixed seed."""
     if REAL_ANSWERS.exists():
         rows = [json.loads(line) for line in REAL_ANSWERS.read_text(encoding="utf-8").splitlines()]
         models = [name for name, value in rows[0].items() if isinstance(value, dict)]
@@ -92,7 +92,7 @@ def _docstrings() -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids: two streams to crop batches from, and ``S`` sequences to score, with True at answers' tokens."""
+    """Token ids: two streams to crop batches from, and ``S`` sequences to score; the mask is True at answer tokens."""
 
     training: Tensor
     tuning: Tensor
@@ -102,7 +102,7 @@ class Corpus:
 
 
 def corpus(sizes: Sizes) -> Corpus:
-    """The tuning stream is of other questions than the training stream, and the held-out answers of others again."""
+    """Split the questions between the training stream, the tuning stream and the held-out answers."""
     found, source = documents()
     found = found[: sizes.documents]
     held_out, rest = found[: sizes.held_out], found[sizes.held_out :]
@@ -132,7 +132,7 @@ def corpus(sizes: Sizes) -> Corpus:
 def train(
     model: Any, stream: Tensor, batch: tuple[int, int], rates: list[float], optimizers: list[Any]
 ) -> Iterator[float]:
-    """A step for each learning rate, in mixed precision on random crops of the stream; yields the losses."""
+    """Take one mixed-precision step per learning rate on random crops of the stream; yield the losses."""
     rows, length = batch
     model.train()
     for rate in rates:
@@ -150,7 +150,7 @@ def train(
 
 
 def muon_and_adam(model: Any) -> list[Any]:
-    """Muon on the layers' matrices, which learns in half the steps that AdamW needs, and AdamW on all else."""
+    """Muon for the layers' matrices, which needs half the steps of AdamW; AdamW for the rest."""
     layers = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
     muon = torch.optim.Muon(layers, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
@@ -158,13 +158,13 @@ def muon_and_adam(model: Any) -> list[Any]:
 
 
 def one_cycle(steps: int, peak: float) -> list[float]:
-    """Learning rates: a tenth of the steps up, and down along a cosine."""
+    """Learning rates: linear warm-up over a tenth of the steps, times a cosine decay."""
     warm_up = max(1, steps // 10)
     return [peak * min(1.0, (i + 1) / warm_up) * (0.5 + 0.5 * math.cos(math.pi * i / steps)) for i in range(steps)]
 
 
 def in_double(model: Any) -> Any:
-    """A copy in float64; transformers' norms compute in float32 whatever they are given, torch's do not."""
+    """Return a float64 copy, with torch's norms: those of transformers compute in float32 whatever their input."""
     model = copy.deepcopy(model).double()
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
@@ -175,7 +175,7 @@ def in_double(model: Any) -> Any:
 
 
 def in_bfloat16(model: Any) -> Any:
-    """A copy as ``from_pretrained(dtype=torch.bfloat16)`` loads it: rotary frequencies, which are buffers, stay float32."""
+    """Return a copy like ``from_pretrained(dtype=torch.bfloat16)``: buffers (rotary frequencies) stay float32."""
     narrow = copy.deepcopy(model).bfloat16()
     for buffer, wide in zip(narrow.buffers(), model.buffers(), strict=True):
         buffer.data = wide.clone()
@@ -199,7 +199,7 @@ ESTIMATES = ("k1", "k3", "exact")
 
 @dataclass(frozen=True)
 class Reading:
-    """Of each token to score, in float64: the log-probs under both models, and the KL by each estimator."""
+    """Per scored token, in float64: log-probs under both models, and the KL by each estimator."""
 
     log_prob: Tensor
     ref_log_prob: Tensor
@@ -207,7 +207,7 @@ class Reading:
 
 
 def read(policy: LogProbScorer, reference: LogProbScorer, text: Corpus) -> Reading:
-    """Estimators see the float32 log-probs, as they do in use."""
+    """Score the held-out answers; estimators get the float32 log-probs, as in training."""
     scores = policy.evaluate(text.held_out, text.mask, reference=reference)
     assert scores.ref_log_prob is not None
     assert scores.kl is not None
@@ -220,13 +220,13 @@ def read(policy: LogProbScorer, reference: LogProbScorer, text: Corpus) -> Readi
 
 @dataclass(frozen=True)
 class Measured:
-    """Every number, and what was measured.
+    """All measurements.
 
     Args:
-        readings: by tuning steps of the policy, then by setting, the truth among them.
-        against_float32: by setting, of the last policy in that setting with itself in float32 as the reference.
-        seconds: by setting, to score the last policy.
-        rows: which sequence a token is of.
+        readings: by tuning steps of the policy, then by setting, including the truth.
+        against_float32: by setting: the last policy in that setting, with itself in float32 as the reference.
+        seconds: by setting: time to score the last policy.
+        rows: index of each token's sequence.
         source: of the text.
     """
 
@@ -238,7 +238,7 @@ class Measured:
 
     @property
     def last(self) -> dict[str, Reading]:
-        """Of the policy after all tuning steps."""
+        """Readings of the policy after all tuning steps."""
         return self.readings[max(self.readings)]
 
 
@@ -280,12 +280,12 @@ def measure(sizes: Sizes, progress: Progress) -> Measured:
 
 
 def by_sequence(values: Tensor, rows: Tensor) -> Tensor:
-    """Sums over the tokens of each sequence; ``[K]`` to ``[S]``."""
+    """Sum over the tokens of each sequence; ``[K]`` to ``[S]``."""
     return values.new_zeros(int(rows.max()) + 1).index_add(0, rows, values)
 
 
 def mean_and_error(values: Tensor, rows: Tensor) -> tuple[float, float]:
-    """Of the mean over tokens, its standard error where the tokens of one sequence are not independent."""
+    """Mean over tokens and its standard error, which takes the tokens of one sequence as dependent."""
     mean = values.mean()
     spread = by_sequence(values - mean, rows)
     return mean.item(), (spread.square().sum() * len(spread) / (len(spread) - 1)).sqrt().item() / len(values)
@@ -297,7 +297,7 @@ Row = tuple[str, list[str]]
 
 
 def of_last_policy(found: Measured) -> list[Row]:
-    """Errors against the truth, a cell for each setting."""
+    """Errors of the last policy against the truth; one cell per setting."""
     truth, rows = found.last[TRUTH], found.rows
 
     def row(label: str, cell: Callable[[str], str]) -> Row:
@@ -345,7 +345,7 @@ def of_last_policy(found: Measured) -> list[Row]:
 
 
 def of_all_policies(found: Measured) -> list[Row]:
-    """Errors as shares of what they disturb: of the true KL, and of how far k1 scatters anyway."""
+    """Errors relative to the true KL, and to the standard deviation of k1 itself."""
     table = []
     for step, readings in found.readings.items():
         true = readings[TRUTH].kl
@@ -372,7 +372,7 @@ def _rms(errors: Tensor) -> Tensor:
 
 
 def described(found: Measured) -> str:
-    """What the tables are of."""
+    """Describe the data and the machine."""
     truth, answers = found.last[TRUTH], int(found.rows.max()) + 1
     kl = truth.kl["exact"]
     return (
@@ -386,7 +386,7 @@ _TITLES = ("nats, against float64", "relative, as the policy leaves the referenc
 
 
 def markdown(found: Measured) -> str:
-    """Both tables."""
+    """Render both tables."""
     lines = [described(found)]
     for title, table in zip(_TITLES, (of_last_policy(found), of_all_policies(found)), strict=True):
         lines += ["", f"| {title} | {' | '.join(SETTINGS)} |", "| --- |" + " ---: |" * len(SETTINGS)]
@@ -395,7 +395,7 @@ def markdown(found: Measured) -> str:
 
 
 def print_tables(found: Measured, console: Console) -> None:
-    """The same on the terminal."""
+    """Print both tables on the terminal."""
     console.print(described(found))
     for title, rows in zip(_TITLES, (of_last_policy(found), of_all_policies(found)), strict=True):
         table = Table(title, *SETTINGS)
@@ -405,7 +405,7 @@ def print_tables(found: Measured, console: Console) -> None:
 
 
 def write_page(found: Measured, page: Path) -> None:
-    """Put the tables between the page's markers."""
+    """Write the tables between the page's markers."""
     before, rest = page.read_text(encoding="utf-8").split(START)
     _, after = rest.split(END)
     page.write_text(f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}", encoding="utf-8")
@@ -415,7 +415,7 @@ _COLORS = {"float32": "tab:gray", "bf16 body": "tab:blue", "bf16 model": "tab:or
 
 
 def save_plot(found: Measured, path: Path) -> None:
-    """Errors of log-probs, the KL of each answer, and the error of the mean KL as the policy leaves the reference."""
+    """Plot errors of log-probs, of the KL of each answer, and of the mean KL as the policy moves from the reference."""
     figure, (errors, answers, means) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     truth, kinds = found.last[TRUTH], ("bf16 body", "bf16 model")
     off = {name: (found.last[name].log_prob - truth.log_prob).numpy() for name in kinds}
@@ -446,12 +446,12 @@ def save_plot(found: Measured, path: Path) -> None:
 
 
 def main(
-    write: Annotated[bool, typer.Option("--write", help="Put the tables and the plot into the docs.")] = False,
-    quick: Annotated[bool, typer.Option(help="The smallest sizes, to see that everything works.")] = False,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 1,
-    docs: Annotated[Path, typer.Option(help="The folder of the page.")] = DOCS,
+    write: Annotated[bool, typer.Option("--write", help="Write the tables and the plot to the docs.")] = False,
+    quick: Annotated[bool, typer.Option(help="Smallest sizes: a smoke test.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
+    docs: Annotated[Path, typer.Option(help="Folder of the page.")] = DOCS,
 ) -> None:
-    """Measure what bfloat16 costs in log-probs and KL, on real text."""
+    """Measure the errors of log-probs and KL in bfloat16, on real text."""
     torch.set_num_threads(threads)
     console = Console()
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())

@@ -24,6 +24,7 @@ __all__ = [
     "check_same_shape",
     "masked_mean",
     "masked_sum",
+    "wide_dtype",
     "widen",
 ]
 
@@ -145,8 +146,13 @@ def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
         >>> [t.dtype for t in widen(torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float16))]
         [torch.float32, torch.float32]
     """
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    dtype = wide_dtype(*(t.dtype for t in tensors))
     return tuple(t.to(dtype) for t in tensors)
+
+
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype that :func:`widen` converts to: the common one, float32 at least."""
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def masked_sum(value: Tensor, mask: Tensor) -> Tensor:

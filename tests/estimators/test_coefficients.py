@@ -1,4 +1,4 @@
-"""Coefficients: steps worked out by hand, and what a module must survive."""
+"""Coefficients: hand-computed steps, state, copies, dtypes and devices."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ def test_a_tensor_that_is_not_finite_changes_nothing(kl):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_update_on_a_device_does_not_wait_for_it():
+def test_update_on_a_device_does_not_synchronise():
     coefficient, kl = adaptive().to("cuda"), torch.tensor(12.0, device="cuda")
     coefficient.update(kl, 10)
     torch.cuda.set_sync_debug_mode("error")
@@ -78,7 +78,7 @@ def test_state_dict_round_trip():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_goes_its_own_way(duplicate):
+def test_a_copy_is_independent(duplicate):
     source = adaptive()
     other = duplicate(source)
     other.update(12.0, 10)
@@ -86,7 +86,7 @@ def test_a_copy_goes_its_own_way(duplicate):
 
 
 @pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)])
-def test_half_precision_of_the_whole_model_spares_the_coefficient(cast):
+def test_coefficient_stays_float32_in_a_half_precision_model(cast):
     model = cast(nn.ModuleDict({"layer": nn.Linear(1, 1), "coeff": AdaptiveKLCoefficient(0.001, 6.0, 10_000)}))
     assert model["layer"].weight.dtype != torch.float32
     model["coeff"].update(12.0, 1)  # * 1.00002
@@ -94,12 +94,12 @@ def test_half_precision_of_the_whole_model_spares_the_coefficient(cast):
     assert model["coeff"]().item() == pytest.approx(0.00100002, rel=1e-7)
 
 
-def test_wider_and_elsewhere_work_as_for_any_module():
+def test_other_dtypes_and_devices():
     assert adaptive().double()().dtype == torch.float64
     assert adaptive().to("meta")().device.type == "meta"
 
 
-def test_fixed_stays():
+def test_fixed_coefficient_is_constant():
     coefficient = FixedKLCoefficient(0.25)
     coefficient.update(12.0, 10)
     coefficient.update(torch.tensor(math.nan), 10)
@@ -124,7 +124,7 @@ def test_bad_settings(arguments, message):
 
 
 @pytest.mark.parametrize("n", [-1, 500])
-def test_a_step_that_could_turn_the_sign(n):
+def test_a_step_that_could_flip_the_sign(n):
     with pytest.raises(ValueError, match=f"n={n} with horizon=100: expected 0 <= n < 5 \\* horizon"):
         adaptive().update(0.0, n)
 
@@ -159,6 +159,6 @@ def test_as_coefficient_of_a_module():
         (math.nan, ValueError, "must be finite, got nan"),
     ],
 )
-def test_as_coefficient_of_something_else(coeff, error, message):
+def test_as_coefficient_of_invalid_input(coeff, error, message):
     with pytest.raises(error, match=message):
         as_coefficient(coeff)

@@ -1,11 +1,21 @@
-"""Each promise of the contract table, by summing over a whole vocabulary: no sampling, so the tolerance is rounding."""
+"""Every promise of the contract table, summed over a whole vocabulary: without sampling, the tolerance is rounding."""
+
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from torchrl_llm_kl.estimators import CONTRACTS, QUANTITIES, available_estimators, get_estimator
+from torchrl_llm_kl.estimators import (
+    CONTRACTS,
+    QUANTITIES,
+    KLPlacementWarning,
+    available_estimators,
+    check_placement,
+    get_estimator,
+)
 
 CONTRACT = {contract.name: contract for contract in CONTRACTS}
 PER_TOKEN = [name for name in CONTRACT if name != "exact"]
@@ -16,7 +26,7 @@ quick = settings(max_examples=15, deadline=None)
 
 
 class Setting:
-    """A policy p with logits that require grad, a reference q, a sampler; all over one token."""
+    """A policy p whose logits require grad, a reference q and a sampler, for one token."""
 
     def __init__(self, logits_p, logits_q, other):
         self.logits = logits_p.double().requires_grad_()
@@ -57,7 +67,7 @@ class Setting:
         return get_estimator(name)(self.log_p, self.log_q, self.sampler.log())
 
 
-# Three tokens, nothing near a tie: a promise that is not made must visibly fail here.
+# Three tokens without near ties: a promise that is not made must fail visibly here.
 FIXED = Setting(torch.tensor([0.5, -0.4, 0.1]), torch.tensor([-0.5, 0.3, 0.55]), torch.tensor([2.0, 0.0, -1.0]))
 
 
@@ -101,8 +111,8 @@ def test_promised_policy_gradients_of_a_reward(name, seed, vocab):
 
 
 @each_estimator
-def test_what_is_not_promised_is_false(name):
-    """A "no" in the table is a claim too: users are sent elsewhere because of it."""
+def test_every_no_of_the_table(name):
+    """A "no" is a claim too: it sends users elsewhere."""
     contract, kl = CONTRACT[name], FIXED.quantity("reverse")
     on, off = (FIXED.p * FIXED.on_policy(name)).sum(), (FIXED.sampler * FIXED.off_policy(name)).sum()
     assert contract.unbiased or abs(on - kl) > 1e-3
@@ -137,7 +147,7 @@ def test_exact_on_one_position(direction, seed, vocab):
     [("low_var_kl", -5.0, -1), ("corrected_k3", 5.0, -1)],
 )
 def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
-    """Why the table says "while no clamp is active"."""
+    """The reason for "while no clamp is active" in the table."""
     case = Setting(torch.tensor([logit, 0.0]), torch.zeros(2), torch.zeros(2))
     # Nearly all of the sampler's mass is off the policy's favourite token: the ratio there is about 15.
     case.sampler = torch.tensor([0.05, 0.95], dtype=torch.float64) if name == "corrected_k3" else case.p
@@ -145,3 +155,38 @@ def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
     assert (mean - case.quantity("reverse")) * bias_sign > 1e-3
     for key in ("reverse", "forward"):
         assert (case.gradient(mean) - case.gradient(case.quantity(key))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "message"),
+    [
+        ("k1", "loss", "'k1' in the loss: its mean gradient is zero.*Use 'k2'"),
+        ("k3", "loss", "'k3' in the loss: its mean gradient is that of the forward KL.*'k3\\+'"),
+        ("low_var_kl", "loss", "'low_var_kl' in the loss: its mean gradient is that of the forward KL"),
+        ("abs", "loss", "'abs' in the loss: its mean gradient is that of the total variation"),
+        ("corrected_k3", "loss", "'corrected_k3' in the loss: where a clamp is active, nothing pulls back"),
+        *((f"{name}", "reward", f"'{name}' in the reward: detached.*Use 'k1'") for name in ("k2", "abs")),
+        *((f"{name}+", "reward", f"'{name}.' in the reward: detached.*Use 'k1'") for name in ("k2", "k3", "abs")),
+        ("exact", "reward", "'exact' in the reward: detached"),
+    ],
+)
+def test_an_estimator_out_of_place_warns(name, place, message):
+    with pytest.warns(KLPlacementWarning, match=message) as caught:
+        check_placement(name, place, stacklevel=1)
+    assert [Path(each.filename).name for each in caught] == [Path(__file__).name]
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_an_estimator_in_its_place_does_not_warn(place):
+    """Those with the gradient of the reverse KL in a loss, and with its policy gradient in a reward."""
+    fine = {
+        "loss": ["none", "k2", "exact", "k1+", "k2+", "k3+", "low_var_kl+", "abs+", "corrected_k3+"],
+        "reward": ["none", "k1", "k1+"],
+    }[place]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLPlacementWarning)
+        for estimator in (*fine, get_estimator("k3"), None):
+            check_placement(estimator, place)
+        for name in set(available_estimators()) - set(fine):
+            with pytest.raises(KLPlacementWarning):
+                check_placement(name, place)

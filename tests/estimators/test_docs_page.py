@@ -1,4 +1,4 @@
-"""The page of the documentation: published numbers, and that it is up to date."""
+"""The documentation page matches published numbers and is up to date."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The full-vocabulary divergences against hand calculation and against the whole logits at once."""
+"""Full-vocabulary divergences against hand calculation and against the whole logits."""
 
 import math
 
@@ -20,7 +20,7 @@ def log_of(*probabilities):
 
 
 def brute_force(logits, ref_logits, direction, temperature=1.0):
-    """On the whole logits, by torch's own KL: ``kl_div(input, target)`` is KL(target || input)."""
+    """From the whole logits with torch's KL: ``kl_div(input, target)`` is KL(target || input)."""
     log_p, log_q = (logits / temperature).log_softmax(-1), (ref_logits / temperature).log_softmax(-1)
 
     def kl(log_a, log_b):
@@ -68,7 +68,7 @@ def test_temperature_by_hand():
     assert got.item() == pytest.approx(0.1308120, abs=2e-7)
 
 
-def test_which_end_beta_is():
+def test_limits_of_beta():
     p, q = log_of(0.2, 0.5, 0.3), log_of(0.6, 0.1, 0.3)
     forward = 0.6 * math.log(3) + 0.1 * math.log(0.2)
     reverse = 0.2 * math.log(1 / 3) + 0.5 * math.log(5)
@@ -195,15 +195,13 @@ def test_backward_recomputes_under_the_autocast_of_forward():
     for mine, theirs in zip(
         torch.autograd.grad(got.sum(), tensors), torch.autograd.grad(want.sum(), tensors), strict=True
     ):
-        assert_close(
-            mine, theirs, rtol=2e-2, atol=2e-2
-        )  # one gradient per chunk is rounded to bfloat16, not one in all
+        assert_close(mine, theirs, rtol=2e-2, atol=2e-2)  # each chunk's gradient is rounded to bfloat16
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("double", ["policy", "reference"])
 def test_one_model_in_float64(direction, double):
-    """The other one's product is made in float64 too; gradients have the dtype of what they belong to."""
+    """The other product is computed in float64 too; each gradient has the dtype of its input."""
     tensors = draw(torch.float32)
     chosen = range(0, 6, 2) if double == "policy" else range(1, 6, 2)
     tensors = [t.detach().double().requires_grad_() if i in chosen else t for i, t in enumerate(tensors)]
@@ -220,7 +218,7 @@ def test_one_model_in_float64(direction, double):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_autocast_in_each_direction(direction):
-    """Logits are rounded as the models round them; the divergence is not."""
+    """Logits are rounded as in the models; the divergence is not."""
     tensors = draw(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = call(tensors, direction=direction, beta=BETA, chunk_size=4)
@@ -230,7 +228,7 @@ def test_autocast_in_each_direction(direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_tokens_that_both_models_rule_out_do_not_count(direction):
+def test_tokens_that_both_models_rule_out(direction):
     logits, ref_logits = (t.detach() for t in logits_of(draw()))
     padded = [F.pad(t, (0, 2), value=-math.inf).requires_grad_() for t in (logits, ref_logits)]
     got = exact_kl_from_logits(*padded, direction=direction, beta=BETA)
@@ -269,11 +267,11 @@ def test_shapes_that_disagree(changes, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"direction": "backward"}, "unknown direction 'backward'; expected one of 'reverse', 'forward'"),
+        ({"direction": "backward"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'backward'"),
         ({"beta": 0.0}, r"beta must be inside \(0, 1\), got 0.0"),
         ({"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1 position, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
     ],
 )
 def test_options_out_of_range(options, message):

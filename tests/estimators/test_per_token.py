@@ -1,13 +1,15 @@
-"""Values and gradients worked out by hand, clamps, dtypes, shapes, names."""
+"""Hand-computed values and gradients; clamps, dtypes, shapes and names."""
 
 import copy
 import math
 import pickle
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+<<<<<<< HEAD
 from torchrl_llm_kl.estimators import (
     StraightThrough,
     UnknownEstimatorError,
@@ -17,13 +19,26 @@ from torchrl_llm_kl.estimators import (
     k3 as k3_fn,
     low_var_kl as low_var_kl_fn,
 )
+=======
+from torchrl_llm_kl._registry import UnknownNameError
+from torchrl_llm_kl.estimators import (
+    EstimatorName,
+    StraightThrough,
+    UnknownEstimatorError,
+    available_estimators,
+    get_estimator,
+)
+from torchrl_llm_kl.estimators import corrected_k3 as corrected_k3_fn
+from torchrl_llm_kl.estimators import k3 as k3_fn
+from torchrl_llm_kl.estimators import low_var_kl as low_var_kl_fn
+>>>>>>> head
 
 PER_TOKEN = [name for name in available_estimators() if name != "exact"]
 E = math.e
 
 
 def value_and_gradient(estimator, log_prob, ref_log_prob, old_log_prob=None, **clamps):
-    """Of one token, in float64."""
+    """For one token, in float64."""
     log_prob = torch.tensor([log_prob], dtype=torch.float64, requires_grad=True)
     ref_log_prob = torch.tensor([ref_log_prob], dtype=torch.float64)
     old_log_prob = None if old_log_prob is None else torch.tensor([old_log_prob], dtype=torch.float64)
@@ -55,7 +70,7 @@ def test_by_hand(name, log_prob, ref_log_prob, value, gradient):
     assert value_and_gradient(get_estimator(name), log_prob, ref_log_prob) == pytest.approx((value, gradient))
 
 
-def test_none_has_no_history():
+def test_none_has_no_graph():
     result = get_estimator("none")(torch.tensor([-1.0, -math.inf], requires_grad=True)[:1], torch.tensor([-3.0]))
     assert_close(result, torch.zeros(1))
     assert not result.requires_grad
@@ -125,7 +140,7 @@ def test_a_clamp_of_the_base_leaves_the_straight_through_gradient(name, value):
     assert value_and_gradient(get_estimator(name), -5.0, -1.0, -9.0) == pytest.approx((value, -4.0))
 
 
-def test_straight_through_hands_clamps_on():
+def test_straight_through_passes_clamps_on():
     got = value_and_gradient(get_estimator("low_var_kl+"), -4.0, -1.0, value_clamp=3.0)
     assert got == pytest.approx((3.0, -3.0))
 
@@ -133,12 +148,12 @@ def test_straight_through_hands_clamps_on():
 @pytest.mark.parametrize(("fn", "name"), [(low_var_kl_fn, "log_ratio_clamp"), (low_var_kl_fn, "value_clamp")])
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_low_var_kl_rejects_bad_clamps(fn, name, bound):
-    with pytest.raises(ValueError, match=f"{name} must be positive, got {bound}"):
+    with pytest.raises(ValueError, match=f"{name} must be greater than 0, got {bound}"):
         fn(torch.zeros(1), torch.zeros(1), **{name: bound})
 
 
 def test_corrected_k3_rejects_a_bad_clamp():
-    with pytest.raises(ValueError, match=r"ratio_max must be positive, got -2"):
+    with pytest.raises(ValueError, match=r"ratio_max must be greater than 0, got -2"):
         corrected_k3_fn(torch.zeros(1), torch.zeros(1), torch.zeros(1), ratio_max=-2.0)
 
 
@@ -149,7 +164,7 @@ def test_a_model_against_itself_is_exactly_zero(name):
 
 
 def test_k3_of_nearly_equal_models_is_not_negative():
-    """``exp(d) - 1 - d`` comes out at -6e-8 for about a quarter of these."""
+    """``exp(d) - 1 - d`` rounds to -6e-8 for about a quarter of these."""
     d = torch.logspace(-9, -2, 10_001)
     for sign in (1, -1):
         assert k3_fn(sign * d, torch.zeros_like(d)).min() >= 0
@@ -197,7 +212,7 @@ def test_look_up_is_stable_and_survives_pickling(name):
     assert copy.deepcopy(get_estimator(name)) == get_estimator(name)
 
 
-def test_names_are_the_fields():
+def test_available_names():
     assert set(available_estimators()) == (
         {"none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3", "exact"}
         | {"k1+", "k2+", "k3+", "low_var_kl+", "abs+", "corrected_k3+"}
@@ -205,18 +220,25 @@ def test_names_are_the_fields():
     assert get_estimator("k3+") == StraightThrough(k3_fn)
 
 
+def test_the_type_lists_every_name():
+    """A type checker reports an unknown name: ``get_estimator("k9")``."""
+    assert get_args(EstimatorName) == available_estimators()
+    assert get_type_hints(get_estimator)["name"] == EstimatorName
+
+
 @pytest.mark.parametrize(
     ("name", "near"), [("k4", "k3"), ("lowvar_kl", "low_var_kl"), ("none+", "none"), ("K3 +", "k3+")]
 )
-def test_unknown_names_get_advice(name, near):
+def test_unknown_names_get_a_suggestion(name, near):
     with pytest.raises(UnknownEstimatorError) as error:
         get_estimator(name)
     message = str(error.value)
     assert message.startswith(f"unknown KL estimator {name!r}; known: none, k1, k2, k3, low_var_kl, abs, corrected_k3")
     assert message.endswith(f"Did you mean {near!r}?")
+    assert isinstance(error.value, UnknownNameError)
     assert isinstance(error.value, ValueError)
 
 
-def test_a_name_like_no_other_gets_no_hint():
+def test_a_name_unlike_all_others_gets_no_suggestion():
     with pytest.raises(UnknownEstimatorError, match=r"exact\.$"):
         get_estimator("wasserstein")

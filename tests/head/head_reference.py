@@ -1,4 +1,4 @@
-"""What the tests of the head share: random heads, and the same figures by plain torch."""
+"""Shared by the tests of the head: random heads, and reference values computed in plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_targets(n=N, v=V, seed=0):
 
 
 def plain(hidden, weight, bias=None, *, temperature=1.0, scale=1.0, soft_cap=None):
-    """All log-probs ``[N, V]``, by torch: the logits in the dtype of the inputs, upcast before anything else."""
+    """All log-probs ``[N, V]`` in plain torch: logits in the dtype of the inputs, upcast before anything else."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if soft_cap is not None:
@@ -46,7 +46,7 @@ def kl_of(log_p, log_q):
 
 
 def jensen_shannon_of(log_p, log_q, beta):
-    """``log_p`` of the policy, ``beta`` the reference's share of the mixture; by probabilities."""
+    """From probabilities: ``log_p`` is the policy's, ``beta`` the reference's share of the mixture."""
     p, q = log_p.exp(), log_q.exp()
     log_m = (beta * q + (1 - beta) * p).log()
     return beta * kl_of(log_q, log_m) + (1 - beta) * kl_of(log_p, log_m)
@@ -59,7 +59,7 @@ def from_logits(logits, dtype=torch.float32):
 
 
 class Sizes(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation makes."""
+    """Records the number of elements of the largest tensor that any operation returns."""
 
     largest = 0
 

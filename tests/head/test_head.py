@@ -160,7 +160,7 @@ def worst(got, truth):
 
 
 def typical(got, truth):
-    """Root mean square: which rounding falls on the worst element is chance."""
+    """Root mean square error: the worst element depends on chance."""
     return (got.double() - truth).square().mean().sqrt().item()
 
 
@@ -180,7 +180,7 @@ NAMES = ("kl", "log_prob", "ref_log_prob", "entropy", "d hidden", "d weight", "d
     ids=str,
 )
 def test_no_more_error_than_plain_torch(dtype, product_dtype, rounded_parts, size):
-    """But for gradients in half precision, where a tile's part is rounded, and then the sum: two roundings for one."""
+    """Except for gradients in half precision: each tile's part is rounded, then the sum, where torch rounds once."""
     n, h, v = 123, 64, 1507
     policy = [t * s for t, s in zip(make_head(3, n=n, h=h, v=v, dtype=dtype)[:2], (1.0, size * h**-0.5), strict=True)]
     ref = [policy[0] + 0.3 * make_head(4, n=n, h=h, v=v, dtype=dtype)[0], policy[1].clone()]
@@ -207,7 +207,7 @@ def test_no_more_error_than_plain_torch(dtype, product_dtype, rounded_parts, siz
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_float32_product_of_half_precision(dtype):
-    """The only rounding left is that of float32: a hundred times closer than logits in half precision."""
+    """Only float32 rounding is left: a hundred times closer than logits in half precision."""
     hidden, weight, bias = make_head(n=50, dtype=dtype, grad=True)
     targets = make_targets(50)
     options = {"bias": bias, "entropy": True, "chunk": (16, 40), **OPTIONS}
@@ -222,7 +222,7 @@ def test_float32_product_of_half_precision(dtype):
 
 
 def test_weight_gradient_is_summed_in_float32():
-    """1 + 2**-10 a thousand times: in bfloat16 a sum stops growing at 256."""
+    """1,024 times 0.5: a sum in bfloat16 would stop growing at 128."""
     n = 1024
     hidden = torch.ones(n, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -299,7 +299,7 @@ def test_extreme_logits(name, chunk):
 @pytest.mark.parametrize("chunk", [(3, 5), (100, 200)], ids=str)
 @pytest.mark.parametrize("ruled_out", [slice(0, 30), slice(60, None), slice(0, None, 2)], ids=str)
 def test_bias_of_minus_infinity_is_a_smaller_vocabulary(ruled_out, chunk):
-    """Also where a whole tile is ruled out, first or last."""
+    """Even if a whole tile, the first or the last, is ruled out."""
     policy, ref = make_head(1, grad=True), make_head(2, grad=True)
     for bias in (policy[2], ref[2]):
         bias.data[ruled_out] = -INF
@@ -322,13 +322,13 @@ def test_bias_of_minus_infinity_is_a_smaller_vocabulary(ruled_out, chunk):
 
 
 @pytest.mark.parametrize("chunk", [(2, 1), (2, 3), (100, 200)], ids=str)
-def test_a_token_that_is_ruled_out(chunk):
+def test_target_of_probability_zero(chunk):
     hidden, weight, bias = make_head(dtype=torch.float32)
     bias[5] = -INF
     targets = torch.full((N,), 5)
     out = linear_log_prob(hidden, weight, targets, bias=bias, chunk=chunk)
     assert torch.equal(out.log_prob, torch.full((N,), -INF))
-    # Only the distribution that is weighed with rules it out: no contribution. Only the other: infinite.
+    # Ruled out by the first distribution of the KL alone: no contribution. By the second alone: infinite.
     log_p, log_q = plain(hidden, weight, bias), plain(hidden, weight)
     assert_close(linear_kl(hidden, weight, hidden, weight, bias=bias, chunk=chunk), kl_of(log_p, log_q))
     assert linear_kl(hidden, weight, hidden, weight, ref_bias=bias, chunk=chunk).isposinf().all()
@@ -338,7 +338,7 @@ def test_a_token_that_is_ruled_out(chunk):
 
 @pytest.mark.parametrize("chunk", [(1, 1), (1, 2), (1, 4)], ids=str)
 def test_a_token_ruled_out_by_one_and_of_probability_zero_by_the_other(chunk):
-    """exp(-200) is 0 in float32, whichever tile it is in."""
+    """exp(-200) is 0 in float32, in whichever tile."""
     (one, weight), (_, ref_weight) = from_logits([[-200.0, 0.0, 0.0, -200.0]]), from_logits([[-INF, 0.0, 0.0, -INF]])
     assert_close(linear_kl(one, weight, one, ref_weight, chunk=chunk), torch.zeros(1))
 
@@ -412,7 +412,7 @@ def test_memory_is_that_of_a_few_tiles(dtype):
     assert control.largest == n * v
 
 
-def test_nothing_is_kept_without_gradient():
+def test_no_graph_without_gradient():
     hidden, weight, bias = make_head(grad=True)
     with torch.no_grad():
         out = linear_pair(hidden, weight, hidden, weight, make_targets(), bias=bias, entropy=True)
@@ -425,7 +425,7 @@ def test_nothing_is_kept_without_gradient():
     assert_close(inside.log_prob, at(plain(hidden, weight, bias), make_targets()).detach())
 
 
-def test_arguments_are_not_changed():
+def test_arguments_are_not_mutated():
     tensors = [*make_head(1), *make_head(2)]
     before = [t.clone() for t in tensors]
     linear_pair(*tensors[:2], *tensors[3:5], make_targets(), bias=tensors[2], ref_bias=tensors[5], chunk=(3, 17))
@@ -501,18 +501,19 @@ TARGETS = make_targets()
         (lambda: linear_top_k(HIDDEN, WEIGHT, 0), ValueError, "k is 0"),
         (lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT[1:]), ValueError, "101 tokens but ref_weight one of 100"),
         (lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN[1:], WEIGHT), ValueError, "7 positions but ref_hidden holds 6"),
-        (lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT, direction="up"), ValueError, "'up'.*'reverse'"),
+        (lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT, direction="up"), ValueError, "'reverse'.*got 'up'"),
         (lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT, ref_soft_cap=-2.0), ValueError, "ref_soft_cap.*-2.0"),
         (lambda: linear_kl(HIDDEN, WEIGHT, HIDDEN.double(), WEIGHT.double()), TypeError, "float32.*float64"),
     ],
 )
-def test_errors_say_what_was_found_and_expected(call, error, message):
+def test_error_messages(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
 def test_examples_in_docstrings():
     modules = [importlib.import_module(f"{package.__name__}.{i.name}") for i in pkgutil.iter_modules(package.__path__)]
-    results = [doctest.testmod(module) for module in modules]
-    assert sum(result.attempted > 0 for result in results) == 4
-    assert not any(result.failed for result in results)
+    tests = [test for module in modules for test in doctest.DocTestFinder().find(module) if test.examples]
+    functions = {name for name in package.__all__ if name.islower()}
+    assert {test.name.rpartition(".")[2] for test in tests} == functions
+    assert not any(doctest.DocTestRunner().run(test).failed for test in tests)

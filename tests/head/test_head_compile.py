@@ -1,4 +1,4 @@
-"""The head inside a compiled function: one graph, one operator for each sweep, whatever the number of positions."""
+"""The head in a compiled function: one graph and one operator per sweep, for any number of positions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair(h, w, b, rh, rw, rb, targets):
     return torch.stack(out).sum(0)
 
 
-def pair_of_which_one_output_counts(h, w, b, rh, rw, rb, targets):
+def pair_with_one_output_used(h, w, b, rh, rw, rb, targets):
     return linear_pair(h, w, rh, rw, targets, bias=b, ref_bias=rb, entropy=True, direction="forward", **CHUNK)[1]
 
 
@@ -57,7 +57,7 @@ FUNCTIONS = [
     log_prob,
     log_prob_and_entropy,
     pair,
-    pair_of_which_one_output_counts,
+    pair_with_one_output_used,
     jensen_shannon,
     from_logits,
     estimator,
@@ -87,8 +87,8 @@ def test_same_values_and_gradients_in_one_graph(fn, backend):
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_other_numbers_of_positions_do_not_compile_again(fn):
-    """The first is compiled as it is, the second for any number."""
+def test_other_numbers_of_positions_do_not_recompile(fn):
+    """The first number is compiled as a constant, the second as a dynamic size."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fn, backend=counter, fullgraph=True)
     for n in (7, 12, 4, 30, 55):
@@ -105,7 +105,7 @@ def test_graph_has_one_operator_for_all_tiles():
     assert counter.op_count < 10
 
 
-def test_other_temperatures():
+def test_temperature_is_dynamic():
     def run(h, w, targets, temperature):
         return linear_log_prob(h, w, targets, temperature=temperature).log_prob
 
@@ -129,7 +129,7 @@ def test_autocast():
     assert_close(*(torch.autograd.grad((out.kl + out.log_prob).sum(), inputs) for out in (got, want)))
 
 
-def test_a_graph_break_around_it_does_no_harm():
+def test_graph_break_between_two_sweeps():
     def run(*args):
         value = pair(*args)
         torch._dynamo.graph_break()
@@ -146,18 +146,20 @@ SETTINGS = ([3, 40], True, [0.7, 0.3], torch.float64, torch.float64, [1.7, 0.6, 
 @pytest.mark.parametrize("shares", [[1.0, 0.0], [0.0, 1.0], [0.7, 0.3]], ids=str)
 @pytest.mark.parametrize("with_targets", [True, False])
 def test_operators_keep_the_contract_of_torch(shares, with_targets):
-    """What each declares of shapes, dtypes, strides, aliases and mutation is what it does."""
+    """Declared shapes, dtypes, strides, aliases and mutations match the actual ones."""
     ops = torch.ops.torchrl_llm_kl
     *tensors, targets = (t.detach() for t in arguments())
     everything = [targets if with_targets else None, *tensors[:5], None]
     settings = (*SETTINGS[:2], shares, *SETTINGS[3:])
     torch.library.opcheck(ops.head_forward, (everything, *settings))
     present = iter(ops.head_forward(everything, *settings))
-    fields = [with_targets, with_targets, True, shares[0] > 0, shares[1] > 0, *[True] * 4]
-    swept = [next(present) if field else None for field in fields]
+    fields = [True, with_targets, with_targets, True]
+    result = [next(present) if field else None for field in fields]
+    statistics = list(present)
+    assert len(statistics) == (6 if min(shares) > 0 else 4)
     grads = [torch.ones(N, dtype=torch.float64), None, None, torch.ones(N, dtype=torch.float64)]
     needed = [True, True, False, True, True, False]
-    torch.library.opcheck(ops.head_backward, (everything, swept, grads, needed, *settings))
+    torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
     alone = ([None, *tensors[:3]], 5, SETTINGS[0], False, [1.0, 0.0], torch.float64, None, SETTINGS[-1][:3])
     torch.library.opcheck(ops.head_top_k, alone)
     assert tensors[0].shape == (N, H)

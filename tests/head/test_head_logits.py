@@ -1,4 +1,4 @@
-"""The divergence of logits that exist already."""
+"""Divergences from logits that exist already."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_values_and_gradients_for_any_shape_and_tile(n, v, chunk, direction, see
     ids=str,
 )
 def test_dtypes(dtype, ref_dtype, expected, direction):
-    """The logits are as exact as they come; each gradient has the dtype of its logits."""
+    """No rounding beyond that of the given logits; each gradient has the dtype of its logits."""
     logits, ref_logits = (
         t.detach().to(d).requires_grad_() for t, d in zip(make_logits(), (dtype, ref_dtype), strict=True)
     )
@@ -105,7 +105,7 @@ def test_minus_infinity_in_the_logits():
     assert got.isposinf().tolist() == [False] * 3 + [True] + [False] * 3
 
 
-def test_arguments_are_not_changed_and_memory_is_that_of_a_few_tiles():
+def test_arguments_are_not_mutated_and_memory_is_that_of_a_few_tiles():
     both = make_logits(n=60, v=211, dtype=torch.bfloat16)
     before = [t.detach().clone() for t in both]
     with Sizes() as forward:
@@ -127,7 +127,7 @@ def test_arguments_are_not_changed_and_memory_is_that_of_a_few_tiles():
         (
             ((2, 5), (2, 5)),
             {"direction": "up"},
-            "unknown direction 'up'; expected one of 'reverse', 'forward', 'jensen",
+            "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'up'",
         ),
         (((2, 5), (2, 5)), {"chunk": 0}, "chunk is 0; expected at least 1 position"),
         (((2, 5), (2, 5)), {"chunk": (3, 0)}, r"chunk is \(3, 0\); expected"),

@@ -95,7 +95,7 @@ def test_gradient_to_each_input_alone(only):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("distance", [1e-3, 1e-2])
 def test_small_divergences_keep_their_digits(distance, seed):
-    """Two models that nearly agree: log p - log m would lose the digits that p and m share."""
+    """For models that nearly agree, log p - log m would lose the digits that p and m share."""
     hidden, weight = make_head(seed, n=40, h=16, v=1507, dtype=torch.float32)[:2]
     ref_weight = weight + distance * make_head(seed + 10, n=1, h=16, v=1507, dtype=torch.float32)[1]
     truth = jensen_shannon_of(plain(hidden.double(), weight.double()), plain(hidden.double(), ref_weight.double()), 0.3)
@@ -105,7 +105,7 @@ def test_small_divergences_keep_their_digits(distance, seed):
     assert (got - truth).square().mean() < (naive - truth).square().mean() / 4
 
 
-def test_equal_models_differ_by_nothing():
+def test_equal_models_have_divergence_zero():
     hidden, weight, bias = make_head(dtype=torch.float32, grad=True)
     value = linear_kl(hidden, weight, hidden.detach(), weight.detach(), bias=bias, ref_bias=bias.detach(), **JS)
     assert torch.equal(value, torch.zeros(N))
@@ -115,8 +115,8 @@ def test_equal_models_differ_by_nothing():
 @pytest.mark.parametrize("beta", [1e-9, 0.3, 1 - 1e-9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("far", [100.0, 1e4, INF])
-def test_nothing_in_common_is_the_entropy_of_beta(beta, dtype, far):
-    """Also where a share rounds to 1 and where one probability over the other overflows."""
+def test_disjoint_models_have_the_entropy_of_beta(beta, dtype, far):
+    """Even if a share rounds to 1, or the ratio of the probabilities overflows."""
     (one, weight), (_, ref_weight) = from_logits([[0.0, -far]], dtype), from_logits([[-far, 0.0]], dtype)
     weight.requires_grad_()
     value = linear_kl(one, weight, one, ref_weight, direction="jensen_shannon", beta=beta)
@@ -184,8 +184,8 @@ def test_beta_out_of_range(beta):
         linear_kl(hidden, weight, hidden, weight, direction="jensen_shannon", beta=beta)
 
 
-def test_targets_alone_carry_a_gradient():
-    """Without a gradient of the divergence each head is taken for itself."""
+def test_gradient_of_log_probs_alone():
+    """Without a gradient of the divergence, backward sweeps through each head separately."""
     policy, ref = make_head(1, grad=True), make_head(2, grad=True)
     targets = make_targets()
     out = linear_pair(*policy[:2], *ref[:2], targets, chunk=(3, 17), **JS)

@@ -1,4 +1,4 @@
-"""The weight of the KL penalty: fixed, or steered towards a target KL."""
+"""Coefficients of the KL penalty: constant, or adapted to a target KL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ERROR_CLIP = 0.2
 
 
 class _Coefficient(nn.Module):
-    """A 0-dim buffer ``value`` and a call that reads it."""
+    """A 0-dim buffer ``value``, and a call that reads it."""
 
     value: Tensor
 
@@ -22,10 +22,7 @@ class _Coefficient(nn.Module):
         self.register_buffer("value", torch.tensor(value, dtype=torch.float32))
 
     def forward(self) -> Tensor:
-        """Read the coefficient: a 0-dim copy on the module's device, which a later ``update`` leaves alone.
-
-        A copy, so that a graph built with it survives an update between forward and backward.
-        """
+        """Return a 0-dim copy: a graph built with it survives an :meth:`update` between forward and backward."""
         return self.value.clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -41,11 +38,11 @@ class _Coefficient(nn.Module):
 
 
 class FixedKLCoefficient(_Coefficient):
-    """A KL coefficient that stays as it is.
+    """A constant KL coefficient.
 
     Args:
-        value: weight of the penalty, dimensionless; a negative one rewards distance from the reference. Held in float32
-            in the buffer ``value``, also under ``.half()`` and ``.bfloat16()``.
+        value: weight of the penalty, dimensionless; a negative one rewards distance from the reference. The buffer
+            ``value`` stays in float32, also under ``.half()`` and ``.bfloat16()``.
 
     Raises:
         ValueError: if ``value`` is NaN or infinite.
@@ -63,12 +60,7 @@ class FixedKLCoefficient(_Coefficient):
         super().__init__(value)
 
     def update(self, current_kl: float | Tensor, n: int) -> None:
-        """Do nothing; here so that a caller need not know which coefficient it holds.
-
-        Args:
-            current_kl: ignored.
-            n: ignored.
-        """
+        """Do nothing, so that callers may treat both kinds of coefficient alike."""
 
 
 class AdaptiveKLCoefficient(_Coefficient):
@@ -77,9 +69,9 @@ class AdaptiveKLCoefficient(_Coefficient):
     Each :meth:`update` multiplies by ``1 + clip(current_kl / target - 1, -0.2, 0.2) * n / horizon``.
 
     Args:
-        init: first coefficient; 0 stays 0 for ever, since the updates multiply.
-        target: wanted KL, in the unit in which ``current_kl`` is given (nats per token or per sequence).
-        horizon: samples in which a KL at least 20 % off changes the coefficient by about 20 %; the unit of ``n``.
+        init: initial coefficient; 0 stays 0, since updates multiply.
+        target: target KL, in the unit of ``current_kl`` (nats per token or per sequence).
+        horizon: samples over which a KL at least 20 % off changes the coefficient by about 20 %; the unit of ``n``.
 
     Raises:
         ValueError: if ``init`` is negative, or ``target`` or ``horizon`` is not positive, or one is not finite.
@@ -105,17 +97,17 @@ class AdaptiveKLCoefficient(_Coefficient):
 
     @torch.no_grad()
     def update(self, current_kl: float | Tensor, n: int) -> None:
-        """Move the coefficient, in place, towards the target.
+        """Update the coefficient in place.
 
         Args:
             current_kl: mean KL of the last batch; a number, or a tensor with one element. A tensor on the module's
-                device is never read by the host; one on another device is copied over first.
-            n: samples that ``current_kl`` was measured on; the unit of ``horizon``.
+                device is updated from without a host sync; one on another device is copied over first.
+            n: samples over which ``current_kl`` is the mean; the unit of ``horizon``.
 
         Raises:
-            ValueError: if a *number* is NaN or infinite (a *tensor* that is leaves the coefficient unchanged, since
-                raising would stall the device); if the tensor has several elements; if ``n`` is negative or so large
-                that one step could make the coefficient 0 or negative.
+            ValueError: if a *number* is NaN or infinite (a *tensor* that is leaves the coefficient unchanged: raising
+                would need a host sync); if the tensor has several elements; if ``n`` is negative or so large that one
+                step could make the coefficient 0 or negative.
         """
         rate = n / self.horizon
         if not 0 <= _ERROR_CLIP * rate < 1:
@@ -133,7 +125,7 @@ class AdaptiveKLCoefficient(_Coefficient):
             kl = torch.full_like(self.value, current_kl)
         else:
             raise ValueError(
-                f"current_kl is {current_kl}; the coefficient was left at its value. Look for a bad log-prob."
+                f"current_kl is {current_kl}; expected a finite number. Look for a bad log-prob: the coefficient is unchanged."
             )
         error = (kl / self.target - 1).clamp(-_ERROR_CLIP, _ERROR_CLIP)
         self.value.copy_(torch.where(kl.isfinite(), self.value * (1 + error * rate), self.value))
@@ -143,13 +135,10 @@ class AdaptiveKLCoefficient(_Coefficient):
 
 
 def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
-    """Turn what a user passes as ``coeff`` into a module that is called for its value and has ``update``.
+    """Convert a ``coeff`` argument to a module: ``module()`` is its 0-dim value, ``module.update(...)`` adapts it.
 
     Args:
-        coeff: a number, a tensor with one element (its value is copied), or a module, which is returned as it is.
-
-    Returns:
-        A module: ``module()`` is a 0-dim tensor, ``module.update(current_kl, n)`` adapts it.
+        coeff: a number, a tensor with one element (its value is copied), or a module, which is returned unchanged.
 
     Raises:
         TypeError: if it is none of these, or a module without ``update``.

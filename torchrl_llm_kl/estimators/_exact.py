@@ -1,11 +1,11 @@
-"""The KL itself: a sum over the whole vocabulary at each position, in memory for a few positions only."""
+"""The exact KL: a sum over the whole vocabulary at each position, a few positions at a time."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_same_shape
+from torchrl_llm_kl._numerics import check_range, check_same_shape
 from torchrl_llm_kl.head import Direction, linear_kl, logits_kl
 
 
@@ -31,18 +31,16 @@ def exact_kl(
     the reverse KL as ``beta`` tends to 1.
 
     Nothing is sampled at the position itself: value and *gradient* are the chosen divergence and its gradient given the
-    prefix, whoever wrote the prefix. Made for a **loss** and for logging. In a **reward** alone it does not reach the
+    prefix, whoever wrote the prefix. Use it in a **loss** and for logging. In a **reward** alone it does not reach the
     token of its own position (its policy gradient there is zero), only the earlier tokens that led to this prefix.
 
-    Logits are made by the heads in their own dtype, as the models make them, then upcast; softmax, sums and the
-    accumulated gradients of heads are float32 or wider. No tensor larger than ``[chunk_size, V]`` exists besides inputs
-    and gradients, in forward and in backward, which recomputes: :func:`torchrl_llm_kl.head.linear_kl` works through
-    tiles of positions and tokens. Differentiable once.
+    Each head computes its logits in its own dtype, as the model does; softmax, sums and accumulated gradients are
+    float32 or wider. Forward and backward, which recomputes the logits, work through tiles: besides inputs and
+    gradients no tensor is larger than ``[chunk_size, V]``. Differentiable once.
 
     Args:
-        hidden: last hidden state of the policy; ``[*B, T, H]``, the dtype of ``weight``.
-        ref_hidden: the reference's at the same positions; ``[*B, T, H_ref]``, without history if the reference is
-            frozen.
+        hidden: last hidden state of the policy; ``[*B, T, H]``, in the dtype of ``weight``.
+        ref_hidden: the reference's at the same positions; ``[*B, T, H_ref]``, without graph if the reference is frozen.
         weight: head of the policy; ``[V, H]``.
         ref_weight: head of the reference; ``[V, H_ref]``.
         bias: of the policy's head; ``[V]``.
@@ -50,11 +48,11 @@ def exact_kl(
         direction: which divergence.
         beta: weight of the reference in the mixture, inside (0, 1); only for ``"jensen_shannon"``.
         temperature: divides both models' logits, as at sampling.
-        chunk_size: positions at a time, by default chosen by device; changes memory and speed only.
+        chunk_size: positions at a time; changes memory and speed only. Default: by device.
 
     Returns:
-        Nats per position, ``[*B, T]``; not masked, not reduced. A logit of ``-inf`` in both models counts 0; a token
-        that only the second distribution of a KL rules out makes that KL ``inf``.
+        Nats per position, ``[*B, T]``; not masked, not reduced. A token with a logit of ``-inf`` in both models
+        adds 0; one that only the second distribution of a KL rules out makes that KL ``inf``.
 
     Raises:
         ValueError: if vocabularies, positions or head sizes disagree, or an option is out of range.
@@ -68,10 +66,18 @@ def exact_kl(
     Source: the exact inner sum: Amini et al., arXiv 2504.10637 (Rao-Blackwell); ``beta``: Agarwal et al.,
     arXiv 2306.13649, generalized Jensen-Shannon with the teacher as first distribution.
     """
-    _check_chunk_size(chunk_size)
-    _check_head("", hidden, weight)
-    _check_head("ref_", ref_hidden, ref_weight)
-    _check_positions(hidden, ref_hidden)
+    check_range(1, chunk_size=chunk_size)
+    for prefix, states, head in (("", hidden, weight), ("ref_", ref_hidden, ref_weight)):
+        if states.ndim < 2 or head.ndim != 2 or states.shape[-1] != head.shape[1]:
+            raise ValueError(
+                f"{prefix}hidden has shape {tuple(states.shape)} and {prefix}weight has shape {tuple(head.shape)}; "
+                "expected [*B, T, H] and [V, H]."
+            )
+    if hidden.shape[:-1] != ref_hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} but ref_hidden has shape {tuple(ref_hidden.shape)}; "
+            "all but the last dimension must be equal."
+        )
     double = [torch.float64 in (hidden.dtype, weight.dtype), torch.float64 in (ref_hidden.dtype, ref_weight.dtype)]
     flat = linear_kl(
         hidden.flatten(0, -2),
@@ -100,15 +106,9 @@ def exact_kl_from_logits(
 ) -> Tensor:
     r"""Full-vocabulary divergence at each position, from logits that exist already.
 
-    Means, gradients and placement are those of :func:`exact_kl`; the float32 copies are made chunk by chunk.
-
-    Args:
-        logits: of the policy, any constant may be added to a row; ``[*B, T, V]``.
-        ref_logits: of the reference; same shape, without history if the reference is frozen.
-        direction: which divergence, see :func:`exact_kl`.
-        beta: weight of the reference in the mixture, inside (0, 1); only for ``"jensen_shannon"``.
-        temperature: divides both models' logits.
-        chunk_size: positions at a time, by default chosen by device; changes memory and speed only.
+    Meaning, gradient, placement and the other arguments are those of :func:`exact_kl`; float32 copies exist chunk by
+    chunk only. ``logits`` and ``ref_logits`` are the policy's and the reference's, ``[*B, T, V]`` each; a constant added
+    to a row changes nothing.
 
     Returns:
         Nats per position, ``[*B, T]``; not masked, not reduced; float32 or wider.
@@ -122,7 +122,7 @@ def exact_kl_from_logits(
 
     Source: as :func:`exact_kl`.
     """
-    _check_chunk_size(chunk_size)
+    check_range(1, chunk_size=chunk_size)
     if logits.shape[-1] != ref_logits.shape[-1]:
         raise ValueError(
             f"logits covers a vocabulary of {logits.shape[-1]} tokens but ref_logits one of {ref_logits.shape[-1]}; an "
@@ -133,24 +133,3 @@ def exact_kl_from_logits(
     rows = [t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (logits, ref_logits)]
     flat = logits_kl(*rows, direction=direction, beta=beta, temperature=temperature, chunk=chunk_size)
     return flat.view(logits.shape[:-1])
-
-
-def _check_chunk_size(chunk_size: int | None) -> None:
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 position, got {chunk_size}.")
-
-
-def _check_head(prefix: str, hidden: Tensor, weight: Tensor) -> None:
-    if hidden.ndim < 2 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight has shape {tuple(weight.shape)}; "
-            "expected [*B, T, H] and [V, H]."
-        )
-
-
-def _check_positions(hidden: Tensor, ref_hidden: Tensor) -> None:
-    if hidden.shape[:-1] != ref_hidden.shape[:-1]:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} but ref_hidden has shape {tuple(ref_hidden.shape)}; "
-            "all but the last dimension must be equal."
-        )

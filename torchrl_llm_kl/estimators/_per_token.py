@@ -1,44 +1,36 @@
-r"""KL estimates that need only the log-probs of the tokens that were sampled.
+r"""KL estimates from the log-probs of the sampled tokens, and the names of all estimators.
 
-Shared by every function here. Write :math:`\pi` for the policy, ``d = log_prob - ref_log_prob``. All log-probs are in
-nats and already those of the sampled token, shape ``[*B, T]``. "Mean" is over the next token given its prefix. Half
-precision is calculated, and returned, in float32. A position where both log-probs are ``-inf`` gives NaN
-(``-inf - -inf``): mask such positions *before* calling. Nothing is detached: pass ``ref_log_prob`` and
-``old_log_prob`` without history.
+The package's docstring has the arguments, results and errors that they share. Below, :math:`\pi` is the policy and
+``d = log_prob - ref_log_prob``; a "mean" is over the next token given its prefix.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_same_shape, widen
+from torchrl_llm_kl._numerics import check_range, check_same_shape, widen
+from torchrl_llm_kl._registry import Registry, UnknownNameError
+from torchrl_llm_kl.estimators._exact import exact_kl
 
-
-def _log_ratio(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None) -> Tensor:
-    check_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, old_log_prob=old_log_prob)
-    log_prob, ref_log_prob = widen(log_prob, ref_log_prob)
-    return log_prob - ref_log_prob
+#: Every name that :func:`get_estimator` accepts.
+EstimatorName = Literal[
+    "none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3",
+    "k1+", "k2+", "k3+", "low_var_kl+", "abs+", "corrected_k3+",
+    "exact",
+]  # fmt: skip
 
 
 def none_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""No penalty: zeros, cut off from the graph. Registered as ``"none"``.
+    """No penalty: zeros without a graph, in the dtype of the other estimators. Registered as ``"none"``.
 
-    The value is not an estimate of any KL and there is no gradient. Place it anywhere to switch the penalty off
-    without changing shapes or dtypes.
-
-    Args:
-        log_prob: nats, under the current policy, whoever sampled the tokens; ``[*B, T]``.
-        ref_log_prob: the same tokens under the reference; same shape.
-        old_log_prob: unused, but its shape is checked.
-
-    Returns:
-        Zeros, ``[*B, T]``, in the dtype that the other estimators would return.
-
-    Raises:
-        ValueError: if the shapes differ.
+    Estimates no KL and has no gradient: put it anywhere to switch the penalty off. Arguments and errors:
+    :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> none_(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0]))
@@ -46,27 +38,16 @@ def none_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = 
 
     Source: ``kl_fn="none"`` of Trinity-RFT 0.6.0.
     """
-    return torch.zeros_like(_log_ratio(log_prob, ref_log_prob, old_log_prob))
+    return torch.zeros_like(k1(log_prob, ref_log_prob, old_log_prob))
 
 
 def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token k1 estimate of :math:`KL(\pi \| \pi_{ref})`: the log-ratio ``d`` itself.
+    r"""Per-token k1 estimate of :math:`KL(\pi \| \pi_{ref})`: the log-ratio ``d`` itself, nats.
 
     For tokens sampled from the policy the value is unbiased but noisy, and negative about half of the time. The mean
     *gradient* is zero, so in a loss it adds noise and no pull. Put it in the **reward**, detached: the policy gradient
     of that reward is the gradient of the reverse KL. For tokens of another sampler the value is biased and the mean
-    gradient is that of :math:`-KL(\pi_{old} \| \pi)`.
-
-    Args:
-        log_prob: nats, under the current policy, which sampled the tokens; ``[*B, T]``.
-        ref_log_prob: the same tokens under the reference; same shape.
-        old_log_prob: unused, but its shape is checked.
-
-    Returns:
-        Nats per token, ``[*B, T]``; not masked, not clamped, not reduced.
-
-    Raises:
-        ValueError: if the shapes differ.
+    gradient is that of :math:`-KL(\pi_{old} \| \pi)`. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -74,26 +55,17 @@ def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
 
     Source: J. Schulman, "Approximating KL Divergence" (2020); in the reward: arXiv 2512.21852.
     """
-    return _log_ratio(log_prob, ref_log_prob, old_log_prob)
+    check_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, old_log_prob=old_log_prob)
+    log_prob, ref_log_prob = widen(log_prob, ref_log_prob)
+    return log_prob - ref_log_prob
 
 
 def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token k2 estimate of :math:`KL(\pi \| \pi_{ref})`: ``d**2 / 2``, never negative.
+    r"""Per-token k2 estimate of :math:`KL(\pi \| \pi_{ref})`: ``d**2 / 2``, nats squared, never negative.
 
-    The value is biased, little when the models are near each other. For tokens sampled from the policy the mean
-    *gradient* is exactly that of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. As a
-    reward it gives no KL's policy gradient.
-
-    Args:
-        log_prob: nats, under the current policy, which sampled the tokens; ``[*B, T]``.
-        ref_log_prob: the same tokens under the reference; same shape.
-        old_log_prob: unused, but its shape is checked.
-
-    Returns:
-        Nats squared per token, ``[*B, T]``; not masked, not clamped, not reduced.
-
-    Raises:
-        ValueError: if the shapes differ.
+    The value is biased, little when the models are close. For tokens sampled from the policy the mean *gradient* is
+    exactly that of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. In a reward its policy
+    gradient is that of no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -101,28 +73,18 @@ def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
 
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     """
-    return 0.5 * _log_ratio(log_prob, ref_log_prob, old_log_prob).square()
+    return 0.5 * k1(log_prob, ref_log_prob, old_log_prob).square()
 
 
 def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token k3 estimate of :math:`KL(\pi \| \pi_{ref})`: ``exp(-d) - 1 + d``, never negative.
+    r"""Per-token k3 estimate of :math:`KL(\pi \| \pi_{ref})`: ``exp(-d) - 1 + d``, nats, never negative.
 
     For tokens sampled from the policy the value is unbiased and far less noisy than :func:`k1`: the one to **log**. Its
     mean *gradient* is that of the other direction, :math:`KL(\pi_{ref} \| \pi)`, so a **loss** pulls the policy to
-    cover the reference; use :func:`k2` or ``"k3+"`` for the reverse. As a reward its policy gradient is that of the
-    *difference* :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`: use :func:`k1` there. Overflows in float32 where
-    ``d < -88``.
-
-    Args:
-        log_prob: nats, under the current policy, which sampled the tokens; ``[*B, T]``.
-        ref_log_prob: the same tokens under the reference; same shape.
-        old_log_prob: unused, but its shape is checked; :func:`corrected_k3` is the one for another sampler.
-
-    Returns:
-        Nats per token, ``[*B, T]``; not masked, not clamped, not reduced.
-
-    Raises:
-        ValueError: if the shapes differ.
+    cover the reference; use :func:`k2` or ``"k3+"`` for the reverse. In a reward its policy gradient is that of the
+    *difference* :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`: use :func:`k1` there, and :func:`corrected_k3` for
+    another sampler's tokens. Overflows in float32 where ``d < -88``. Arguments and errors:
+    :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
@@ -130,31 +92,20 @@ def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
 
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     """
-    return _k3_of(-_log_ratio(log_prob, ref_log_prob, old_log_prob))
+    return _k3_of(k1(log_prob, ref_log_prob, old_log_prob))
 
 
-def _k3_of(minus_d: Tensor) -> Tensor:
-    return torch.expm1(minus_d) - minus_d
+def _k3_of(d: Tensor) -> Tensor:
+    return torch.expm1(-d) + d
 
 
 def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token ``|d|``. Registered as ``"abs"``.
+    r"""Per-token ``|d|``, nats; its gradient at ``d = 0`` is 0. Registered as ``"abs"``.
 
     The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
     the policy the mean *gradient* is that of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
-    distance: in a **loss** every token pulls equally hard however small its log-ratio. As a reward it gives no KL's
-    policy gradient.
-
-    Args:
-        log_prob: nats, under the current policy, which sampled the tokens; ``[*B, T]``.
-        ref_log_prob: the same tokens under the reference; same shape.
-        old_log_prob: unused, but its shape is checked.
-
-    Returns:
-        Nats per token, ``[*B, T]``; not masked, not clamped, not reduced. The gradient at ``d = 0`` is 0.
-
-    Raises:
-        ValueError: if the shapes differ.
+    distance: in a **loss** every token pulls equally hard however small its log-ratio. In a reward its policy gradient
+    is that of no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -162,7 +113,7 @@ def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = N
 
     Source: ``kl_fn="abs"`` of Trinity-RFT 0.6.0 and verl.
     """
-    return _log_ratio(log_prob, ref_log_prob, old_log_prob).abs()
+    return k1(log_prob, ref_log_prob, old_log_prob).abs()
 
 
 def low_var_kl(
@@ -173,7 +124,7 @@ def low_var_kl(
     log_ratio_clamp: float = 20.0,
     value_clamp: float = 10.0,
 ) -> Tensor:
-    r""":func:`k3` with the log-ratio, then the value, clamped.
+    r""":func:`k3` with ``|d|`` clamped to ``log_ratio_clamp``, then the value to ``value_clamp``; nats.
 
     For tokens sampled from the policy, where no clamp is active, value and mean gradient are those of :func:`k3`:
     unbiased, and the gradient of :math:`KL(\pi_{ref} \| \pi)`. Where one is active the **gradient is 0**. With the
@@ -181,15 +132,8 @@ def low_var_kl(
     no longer pulls back a token to which the policy has come to give less than 1/13.6 of the reference's probability.
     Finite for any finite input, so it suits **logging**; :func:`k1` belongs in a reward.
 
-    Args:
-        log_prob: nats, under the current policy, which sampled the tokens; ``[*B, T]``.
-        ref_log_prob: the same tokens under the reference; same shape.
-        old_log_prob: unused, but its shape is checked.
-        log_ratio_clamp: bound on ``|d|``, nats; ``math.inf`` switches it off; float32 then overflows where ``d < -88``.
-        value_clamp: bound on the value, nats; ``math.inf`` switches it off.
-
-    Returns:
-        Nats per token, ``[*B, T]``, in ``[0, value_clamp]``; not masked, not reduced.
+    ``math.inf`` switches a clamp off; without that of the log-ratio float32 overflows where ``d < -88``. The other
+    arguments: :mod:`torchrl_llm_kl.estimators`.
 
     Raises:
         ValueError: if the shapes differ or a clamp is not positive.
@@ -200,30 +144,23 @@ def low_var_kl(
 
     Source: ``kl_fn="low_var_kl"`` of Trinity-RFT 0.6.0 and verl, whose constants are the defaults.
     """
-    _check_positive(log_ratio_clamp=log_ratio_clamp, value_clamp=value_clamp)
-    minus_d = -_log_ratio(log_prob, ref_log_prob, old_log_prob)
-    return _k3_of(minus_d.clamp(-log_ratio_clamp, log_ratio_clamp)).clamp(max=value_clamp)
+    check_range(above=0.0, log_ratio_clamp=log_ratio_clamp, value_clamp=value_clamp)
+    d = k1(log_prob, ref_log_prob, old_log_prob)
+    return _k3_of(d.clamp(-log_ratio_clamp, log_ratio_clamp)).clamp(max=value_clamp)
 
 
 def corrected_k3(
     log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None, *, ratio_max: float = 2.0
 ) -> Tensor:
-    r""":func:`k3` for tokens that another policy sampled: ``min(r, ratio_max) * k3``.
+    r""":func:`k3` for tokens that another policy sampled: ``min(r, ratio_max) * k3``, nats.
 
     The ratio ``r = exp(log_prob - old_log_prob)`` carries gradient. While no ratio exceeds ``ratio_max``, the mean over
     the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})` and its mean *gradient* is that of the same
     reverse KL: fit for a **loss**, on-policy and off-policy. Where the clamp is active both claims fail: the value is
     too small, and only :func:`k3`'s gradient is left, times ``ratio_max``. In a reward it has the fault of :func:`k3`.
 
-    Args:
-        log_prob: nats, under the current policy; ``[*B, T]``.
-        ref_log_prob: the same tokens under the reference; same shape.
-        old_log_prob: the same tokens under the policy that sampled them; same shape, without history. On-policy, pass
-            ``log_prob.detach()``.
-        ratio_max: upper clamp of the ratio; ``math.inf`` switches it off.
-
-    Returns:
-        Nats per token, ``[*B, T]``; not masked, not reduced.
+    ``old_log_prob`` is required; on-policy, pass ``log_prob.detach()``. ``ratio_max=math.inf`` switches the clamp off.
+    The other arguments: :mod:`torchrl_llm_kl.estimators`.
 
     Raises:
         ValueError: if ``old_log_prob`` is missing (Trinity falls back to k3 in silence), the shapes differ, or
@@ -235,7 +172,7 @@ def corrected_k3(
 
     Source: ``kl_fn="corrected_k3"`` of Trinity-RFT 0.6.0 (clamp to ``[0, 2]``; the 0 never binds).
     """
-    _check_positive(ratio_max=ratio_max)
+    check_range(above=0.0, ratio_max=ratio_max)
     if old_log_prob is None:
         raise ValueError(
             "corrected_k3 needs old_log_prob, the log-probs of the policy that sampled the tokens. "
@@ -248,7 +185,99 @@ def corrected_k3(
     return log_ratio.exp().clamp(max=ratio_max) * estimate
 
 
-def _check_positive(**bounds: float) -> None:
-    for name, bound in bounds.items():
-        if not bound > 0:
-            raise ValueError(f"{name} must be positive, got {bound}; pass math.inf to switch this clamp off.")
+@dataclass(frozen=True)
+class StraightThrough:
+    r"""The value of ``base``, the gradient of :func:`k2`; registered under the name of ``base`` with a ``+``.
+
+    For tokens sampled from the policy the mean *gradient* is that of the reverse :math:`KL(\pi \| \pi_{ref})`, whatever
+    the base. The value, and whether it is unbiased, are the base's: ``"k3+"`` is unbiased and quiet, so it is the one
+    for a **loss** whose value is logged too. The clamps of the base act on the value only. In a **reward**, where the
+    gradient is not used, it equals its base. The gradient is not importance-weighted, not even for ``"corrected_k3+"``.
+
+    An object and not a closure, so that a transform that holds it can be pickled.
+
+    Args:
+        base: a per-token estimator.
+
+    Example:
+        >>> log_prob = torch.tensor([-2.0], requires_grad=True)
+        >>> estimate = StraightThrough(k3)(log_prob, torch.tensor([-1.0]))
+        >>> estimate.detach(), torch.autograd.grad(estimate.sum(), log_prob)[0]  # k3 alone has -1.7183
+        (tensor([0.7183]), tensor([-1.]))
+
+    Source: the ``+`` variants of ``kl_penalty`` in verl.
+    """
+
+    base: Callable[..., Tensor]
+
+    def __call__(
+        self, log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None, **clamps: float
+    ) -> Tensor:
+        """Estimate per token, in the base's unit; NaN where the log-ratio is infinite.
+
+        ``clamps`` are the base's keyword arguments. The rest, and errors: :mod:`torchrl_llm_kl.estimators`.
+        """
+        value = self.base(log_prob, ref_log_prob, old_log_prob, **clamps).detach()
+        surrogate = k2(log_prob, ref_log_prob)
+        return value + (surrogate - surrogate.detach())
+
+
+# ------------------------------------------------------------------ names
+
+
+class UnknownEstimatorError(UnknownNameError):
+    """The name is not registered; the message lists those that are and suggests the nearest one."""
+
+
+_BASES: dict[str, Callable[..., Tensor]] = {
+    "none": none_,
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": low_var_kl,
+    "abs": abs_,
+    "corrected_k3": corrected_k3,
+}
+# No "none+": a penalty that trains and always reads 0 is a trap.
+_STRAIGHT_THROUGH: dict[str, Callable[..., Tensor]] = {
+    f"{name}+": StraightThrough(base) for name, base in _BASES.items() if name != "none"
+}
+_ESTIMATORS = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimatorError)
+for _name, _estimator in {**_BASES, **_STRAIGHT_THROUGH, "exact": exact_kl}.items():
+    _ESTIMATORS.add(_name, _estimator)
+
+
+def available_estimators() -> tuple[EstimatorName, ...]:
+    """Every name that :func:`get_estimator` accepts.
+
+    Example:
+        >>> available_estimators()[:4]
+        ('none', 'k1', 'k2', 'k3')
+    """
+    return cast(tuple[EstimatorName, ...], tuple(_ESTIMATORS))
+
+
+def get_estimator(name: EstimatorName) -> Callable[..., Tensor]:
+    """Look an estimator up by name.
+
+    All but ``"exact"`` are called as ``(log_prob, ref_log_prob, old_log_prob=None, *, <clamps>)`` on equal shapes
+    ``[*B, T]``. ``"exact"`` is :func:`exact_kl`, which needs hidden states and heads instead of log-probs.
+
+    Args:
+        name: one of :func:`available_estimators`; a trailing ``+`` keeps the value and takes the gradient of ``k2``.
+
+    Returns:
+        The function itself: two look-ups return the same object, and it can be pickled.
+
+    Raises:
+        UnknownEstimatorError: a ``ValueError``; lists the names and suggests the nearest one.
+
+    Example:
+        >>> get_estimator("k2") is k2
+        True
+        >>> get_estimator("low_var")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm_kl.estimators._per_token.UnknownEstimatorError: unknown KL estimator 'low_var'; ...
+    """
+    return _ESTIMATORS[name]

@@ -1,11 +1,16 @@
-"""What each estimator promises. The documentation is rendered from this table and the tests hold the code to it."""
+"""The contract of each estimator, and a warning where one is used against it.
+
+The documentation is rendered from this table, and the tests hold the code to it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
-#: Keys for "the gradient of what", with their notation. ``p`` is the policy, ``q`` the reference, ``old`` the sampler.
+#: Quantities whose gradient an estimator may have -> notation. ``p``: policy, ``q``: reference, ``old``: sampler.
 QUANTITIES: dict[str, str] = {
     "zero": "0",
     "reverse": "KL(p‖q)",
@@ -20,18 +25,18 @@ QUANTITIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class EstimatorContract:
-    """The promises of one estimator; means are over one token given its prefix.
+    """The promises of one estimator; means are over one token given its prefix, gradients keys of :data:`QUANTITIES`.
 
     Attributes:
         name: as in :func:`get_estimator`.
-        unbiased: the mean value over tokens from ``p`` is KL(p‖q).
-        loss_gradient: key of :data:`QUANTITIES`; the mean gradient of the value over tokens from ``p``.
-        reward_gradient: the same for the policy gradient of the detached value.
-        unbiased_off_policy: the mean value over tokens from ``old`` is KL(p‖q).
-        loss_gradient_off_policy: the mean gradient over tokens from ``old``.
+        unbiased: whether the mean value over tokens from ``p`` is KL(p‖q).
+        loss_gradient: mean gradient of the value over tokens from ``p``.
+        reward_gradient: mean policy gradient of the detached value over tokens from ``p``.
+        unbiased_off_policy: whether the mean value over tokens from ``old`` is KL(p‖q).
+        loss_gradient_off_policy: mean gradient of the value over tokens from ``old``.
         reward: advice for use in the reward.
         loss: advice for use in the loss.
-        condition: when the promises hold, where not always.
+        condition: when the promises hold; empty for always.
     """
 
     name: str
@@ -47,40 +52,24 @@ class EstimatorContract:
 
 _UNCLAMPED = "while no clamp is active"
 
+# fmt: off
 _BASES = (
     EstimatorContract("none", False, "zero", "zero", False, "zero", "switches it off", "switches it off"),
     EstimatorContract("k1", True, "zero", "reverse", False, "minus_sampler", "**yes**", "no: noise without pull"),
     EstimatorContract("k2", False, "reverse", "none", False, "none", "no", "**yes**"),
     EstimatorContract("k3", True, "forward", "reverse_minus_forward", False, "none", "no", "for the forward KL"),
-    EstimatorContract(
-        "low_var_kl",
-        True,
-        "forward",
-        "reverse_minus_forward",
-        False,
-        "none",
-        "no",
-        "as k3; no pull when far",
-        _UNCLAMPED,
-    ),
+    EstimatorContract("low_var_kl", True, "forward", "reverse_minus_forward", False, "none", "no",
+                      "as k3; no pull when far", _UNCLAMPED),
     EstimatorContract("abs", False, "total_variation", "none", False, "none", "no", "for the total variation"),
-    EstimatorContract(
-        "corrected_k3",
-        True,
-        "reverse",
-        "reverse_minus_forward",
-        True,
-        "reverse",
-        "no",
-        "**yes**, off-policy",
-        _UNCLAMPED,
-    ),
+    EstimatorContract("corrected_k3", True, "reverse", "reverse_minus_forward", True, "reverse", "no",
+                      "**yes**, off-policy", _UNCLAMPED),
 )
+# fmt: on
 _K2 = _BASES[2]
 
 
 def _straight_through(base: EstimatorContract) -> EstimatorContract:
-    """Keep what follows from the value, take from k2 what follows from the gradient."""
+    """The value's promises from ``base``, the gradient's from k2."""
     return dataclasses.replace(
         base,
         name=f"{base.name}+",
@@ -119,19 +108,81 @@ def estimator_table() -> str:
         >>> print(estimator_table().splitlines()[3])
         | `k1` | yes | 0 | KL(p‖q) | no | −KL(old‖p) | **yes** | no: noise without pull | always |
     """
-    lines = [_HEADER, ("---",) * len(_HEADER), *(_cells(contract) for contract in CONTRACTS)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    rows = [
+        (
+            f"`{contract.name}`",
+            "yes" if contract.unbiased else "no",
+            QUANTITIES[contract.loss_gradient],
+            QUANTITIES[contract.reward_gradient],
+            "yes" if contract.unbiased_off_policy else "no",
+            QUANTITIES[contract.loss_gradient_off_policy],
+            contract.reward,
+            contract.loss,
+            contract.condition or "always",
+        )
+        for contract in CONTRACTS
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (_HEADER, ("---",) * len(_HEADER), *rows)) + "\n"
 
 
-def _cells(contract: EstimatorContract) -> tuple[str, ...]:
-    return (
-        f"`{contract.name}`",
-        "yes" if contract.unbiased else "no",
-        QUANTITIES[contract.loss_gradient],
-        QUANTITIES[contract.reward_gradient],
-        "yes" if contract.unbiased_off_policy else "no",
-        QUANTITIES[contract.loss_gradient_off_policy],
-        contract.reward,
-        contract.loss,
-        contract.condition or "always",
-    )
+# ------------------------------------------------------------------ placement
+
+_BY_NAME = {contract.name: contract for contract in CONTRACTS}
+
+_IN_LOSS = {
+    "zero": "its mean gradient is zero, so it adds noise and no pull. Use 'k2' in the loss, or put 'k1' in the reward "
+    "(KLRewardTransform, RetrieveKL)",
+    "forward": "its mean gradient is that of the forward KL(reference || policy), which covers the reference instead of "
+    "staying near its mode. Use 'k2' for the reverse KL, or 'k3+' to log k3 and train with the gradient of k2",
+    "total_variation": "its mean gradient is that of the total variation, not of a KL. Use 'k2'",
+}
+_IN_REWARD = (
+    "detached in a reward, its policy gradient is not that of the reverse KL. Use 'k1' in the reward, or put 'k2' in the "
+    "loss"
+)
+
+
+class KLPlacementWarning(UserWarning):
+    """A KL estimator is used where its gradient is not that of the reverse KL; the message names the remedy."""
+
+
+def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:
+    """Warn if an estimator's gradient is not that of the reverse KL where it is used.
+
+    Args:
+        estimator: a name of :func:`get_estimator`; anything else passes.
+        place: ``"loss"`` or ``"reward"``.
+
+    Keyword Args:
+        stacklevel: of the warning.
+
+    Warns:
+        KLPlacementWarning: with the consequence and the estimator to use instead.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     check_placement("k1", "loss")
+        ...     check_placement("k1", "reward")
+        >>> print(str(caught[0].message).split(",")[0], len(caught))
+        KL estimator 'k1' in the loss: its mean gradient is zero 1
+
+    Source: the table of ``docs/estimators.md``.
+    """
+    contract = _BY_NAME.get(estimator) if isinstance(estimator, str) else None
+    if contract is None or estimator == "none":
+        return
+    if place == "reward":
+        reason = None if contract.reward_gradient == "reverse" else _IN_REWARD
+    else:
+        reason = _IN_LOSS.get(contract.loss_gradient)
+        if reason is None and "clamp" in contract.condition and not estimator.endswith("+"):
+            reason = (
+                f"where a clamp is active, nothing pulls back to the reference (its promises hold {contract.condition}). "
+                "Use 'k2', whose gradient has no bound"
+            )
+    if reason is not None:
+        warnings.warn(
+            f"KL estimator {estimator!r} in the {place}: {reason}.", KLPlacementWarning, stacklevel=stacklevel + 1
+        )

@@ -1,10 +1,16 @@
 """The linear head of a language model: log-probs, entropy, KL and top-k from hidden states, never the ``[N, V]`` logits."""
 
-from torchrl_llm_kl.head._checks import Direction
-from torchrl_llm_kl.head._linear import HeadOutput, linear_log_prob
-from torchrl_llm_kl.head._logits import logits_kl
-from torchrl_llm_kl.head._pair import PairOutput, linear_kl, linear_pair
-from torchrl_llm_kl.head._top_k import TopK, linear_top_k
+from __future__ import annotations
+
+from torchrl_llm_kl.head._functions import (
+    Direction,
+    linear_kl,
+    linear_log_prob,
+    linear_pair,
+    linear_top_k,
+    logits_kl,
+)
+from torchrl_llm_kl.head._tiles import HeadOutput, PairOutput, TopK
 
 __all__ = [
     "Direction",

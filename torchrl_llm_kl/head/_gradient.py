@@ -1,4 +1,7 @@
-"""The backward sweep of the linear head: logits again, tile by tile, and the gradients of hidden states and heads."""
+"""The backward sweep: recomputes the logits tile by tile for the gradients of hidden states and heads.
+
+Forward has left the sums over the vocabulary, so each tile has its final log-probs at once.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +11,144 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._sides import Side, log_ratio, looks
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, SweepOutput, local_index, wide
-
-__all__ = ["HeadGradient", "Known", "backward_sweep"]
+from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, local_index, log_ratio_to_mixture, tiles
 
 
-class Known(NamedTuple):
-    """What forward left, ``[N]`` each.
+def backward_sweep(
+    plan: Plan,
+    heads: list[Head],
+    targets: Tensor | None,
+    result: PairOutput,
+    statistics: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
 
-    Args:
-        targets: token ids.
-        entropy: of the policy.
-        kls: of each head what its probabilities weigh: its KL to the other head or the mixture. None: they weigh none.
-        statistics: of each head the maximum and the log of the sum of exponentials.
+    ``result`` and ``statistics`` are forward's; ``grads`` belong to the fields of ``result``, None for zero.
     """
+    if not any(needed):
+        return [None] * len(needed)
+    of_kl, of_log_prob, of_ref_log_prob, of_entropy = grads
+    if of_kl is None and len(heads) == 2:
+        # Without a KL neither head sees the other: a sweep for each, with the buffers of one.
+        of_policy, of_ref = (None, of_log_prob, None, of_entropy), (None, of_ref_log_prob, None, None)
+        return [
+            *backward_sweep(plan, heads[:1], targets, result, statistics[:2], of_policy, needed[:3]),
+            *backward_sweep(plan, heads[1:], targets, result, statistics[2:4], of_ref, needed[3:]),
+        ]
+    gradients = [_HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
+    kls: Sequence[Tensor | None] = statistics[4:] or [result.kl if i == plan.weighing else None for i in range(2)]
+    per_position = (targets, result.entropy, *kls, *grads)
+    with torch.autocast(heads[0].hidden.device.type, enabled=False):
+        for rows, cols, columns, logits, (out, scratch, *spare) in tiles(plan.chunk, heads, 2 * len(heads) + 2):
+            sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
+            for i, head in enumerate(heads):
+                sides[i].normalise(head, statistics[2 * i : 2 * i + 2], rows)
+            row = _Row._make(None if t is None else t[rows].unsqueeze(-1) for t in per_position)
+            for i, head in enumerate(heads):
+                if gradients[i].needed:
+                    _product_gradient(plan, head, sides, i, row, cols, out, scratch)
+                    gradients[i].add(rows, cols, out, columns[i][0])
+    return [found for gradient in gradients for found in gradient.results()]
+
+
+def empty_gradients(heads: list[Head], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Tensors like those that :func:`backward_sweep` returns, not computed."""
+    return [g for i, head in enumerate(heads) for g in _HeadGradient(head, needed[3 * i : 3 * i + 3]).results()]
+
+
+class _Row(NamedTuple):
+    """Values of the positions of a tile and the gradients of the results there, as columns ``[n, 1]``."""
 
     targets: Tensor | None
     entropy: Tensor | None
-    kls: Sequence[Tensor | None]
-    statistics: Sequence[Tensor]
+    # What the probabilities of each head weigh: its KL to the other head or to the mixture; None if they weigh none.
+    kl: Tensor | None
+    ref_kl: Tensor | None
+    of_kl: Tensor | None
+    of_log_prob: Tensor | None
+    of_ref_log_prob: Tensor | None
+    of_entropy: Tensor | None
 
 
-class HeadGradient:
-    """Gradients of one head's hidden states, weight and bias, those that are needed, summed in float32 or wider."""
+class _Side(NamedTuple):
+    """One head's tile: log-probs, probabilities and, with a soft cap, ``1 - tanh ** 2``; ``[n, v]`` each."""
+
+    log_prob: Tensor
+    prob: Tensor
+    bend: Tensor
+
+    def normalise(self, head: Head, statistics: Sequence[Tensor], rows: slice) -> None:
+        """Turn the logits in ``log_prob`` into log-probs, and fill the rest."""
+        if head.map.soft_cap is not None:
+            torch.div(self.log_prob, head.map.gain, out=self.bend)
+            torch.square(self.bend, out=self.bend).neg_().add_(1.0)
+        for statistic in statistics:
+            self.log_prob.sub_(statistic[rows].unsqueeze(-1))
+        torch.exp(self.log_prob, out=self.prob)
+
+
+def _product_gradient(
+    plan: Plan, head: Head, sides: list[_Side], i: int, row: _Row, cols: slice, out: Tensor, scratch: Tensor
+) -> None:
+    """Fill ``out`` with the gradient of head ``i``'s products.
+
+    Of the logits first. With ``p`` the softmax: ``-p``, and 1 at the target, for a log-prob; ``-p (log p + H)`` for the
+    entropy ``H``. For a KL that ``p`` weighs ``p (log p - log m - KL)``, where ``m`` is the other head's distribution or
+    the mixture: the movement of the mixture itself cancels in the sum of both heads' KLs. For a KL that only the other
+    head's ``q`` weighs ``p - q``. Then back through temperature, soft cap and scale.
+    """
+    side, of_log_prob, own = sides[i], (row.of_log_prob, row.of_ref_log_prob)[i], (row.kl, row.ref_kl)[i]
+    out.zero_()
+    if of_log_prob is not None:
+        out.sub_(of_log_prob)
+    if i == 0 and row.of_entropy is not None and row.entropy is not None:
+        torch.clamp(side.log_prob, min=LOG_ZERO, out=scratch).add_(row.entropy)
+        out.sub_(scratch.mul_(row.of_entropy))
+    if row.of_kl is not None and own is not None:
+        if plan.mixture:
+            log_ratio_to_mixture(plan, [s.prob for s in sides], i, scratch)
+        else:
+            torch.sub(side.log_prob, sides[1 - i].log_prob, out=scratch).masked_fill_(side.prob == 0, 0.0)
+        out.add_(scratch.sub_(own).mul_(row.of_kl * plan.shares[i]))
+    elif row.of_kl is not None:
+        out.add_(row.of_kl)
+    out.mul_(side.prob)
+    if row.of_kl is not None and own is None:
+        out.sub_(torch.mul(sides[1 - i].prob, row.of_kl, out=scratch))
+    if of_log_prob is not None and row.targets is not None:
+        index, inside = local_index(row.targets, cols)
+        out.scatter_add_(1, index, of_log_prob * inside)
+    if head.map.soft_cap is not None:
+        out.mul_(side.bend)
+    if head.map.slope != 1.0:
+        out.mul_(head.map.slope)
+
+
+class _HeadGradient:
+    """Gradients of one head's hidden states, weight and bias, summed in float32 or wider; None if not needed."""
 
     def __init__(self, head: Head, needed: Sequence[bool]) -> None:
         self.head = head
-        wanted = [
-            tensor if need and tensor is not None else None for tensor, need in zip(head[:3], needed, strict=True)
-        ]
-        # Empty: the first tile to reach an element writes it. Without tiles there is nothing to write but zeros.
+        hidden, weight, bias = (t if need else None for t, need in zip(head[:3], needed, strict=True))
+        # Uninitialised: the first tile to reach an element writes it. Without positions there are no tiles.
         new = torch.empty_like if head.hidden.shape[0] else torch.zeros_like
-        # Each element of logits has one tile; a hidden state or a bias has many, which are summed.
-        total = wide if head.weight is not None else (lambda dtype: dtype)
-        self.hidden, self.bias = (None if t is None else new(t, dtype=total(t.dtype)) for t in (wanted[0], wanted[2]))
-        self.weight = None if wanted[1] is None else new(wanted[1], memory_format=torch.contiguous_format)
-        self.columns: Tensor | None = None
+        # Without a weight each element has one tile; hidden states and biases otherwise have many, which are summed.
+        summed = head.weight is not None
+        self.hidden, self.bias = (
+            None if t is None else new(t, dtype=wide_dtype(t.dtype) if summed else t.dtype) for t in (hidden, bias)
+        )
+        self.weight = None if weight is None else new(weight, memory_format=torch.contiguous_format)
+        self._columns: Tensor | None = None
 
     @property
     def needed(self) -> bool:
-        """Whether any of them is."""
         return any(t is not None for t in (self.hidden, self.weight, self.bias))
 
     def add(self, rows: slice, cols: slice, gradient: Tensor, weight: Tensor | None) -> None:
-        """Carry the gradient ``[n, v]`` of a tile's products on to what made them."""
+        """Propagate the gradient ``[n, v]`` of a tile's products; ``weight`` is that of its tokens."""
         if weight is None:
             assert self.hidden is not None
             self.hidden[rows, cols] = gradient
@@ -64,17 +160,18 @@ class HeadGradient:
             _accumulate_product(self.hidden[rows], gradient, weight, cols.start == 0)
         if self.weight is not None:
             if rows.start == 0:
-                # Tiles of the same tokens follow each other, so that a few rows in float32 are enough.
+                # Tiles of the same tokens follow each other, so a few rows in float32 are enough.
                 part = self.weight[cols]
-                self.columns = part if part.dtype == wide(part.dtype) else torch.empty_like(part, dtype=torch.float32)
+                wide = wide_dtype(part.dtype)
+                self._columns = part if part.dtype == wide else torch.empty_like(part, dtype=wide)
             hidden = self.head.hidden[rows].to(gradient.dtype)
-            assert self.columns is not None
-            _accumulate_product(self.columns, gradient.T, hidden, rows.start == 0)
-            if rows.stop == self.head.hidden.shape[0] and self.columns.dtype != self.weight.dtype:
-                self.weight[cols] = self.columns.to(self.weight.dtype)
+            assert self._columns is not None
+            _accumulate_product(self._columns, gradient.T, hidden, rows.start == 0)
+            if rows.stop == self.head.hidden.shape[0] and self._columns.dtype != self.weight.dtype:
+                self.weight[cols] = self._columns.to(self.weight.dtype)
 
     def results(self) -> list[Tensor | None]:
-        """In the dtype of hidden states, weight and bias."""
+        """In the dtypes of hidden states, weight and bias."""
         gradients = (self.hidden, self.weight, self.bias)
         return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(gradients, self.head[:3], strict=True)]
 
@@ -91,80 +188,3 @@ def _accumulate_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> Non
         torch.addmm(total, a, b, beta=0 if first else 1, out=total)
     else:
         _accumulate(total, a @ b, first)
-
-
-def backward_sweep(
-    plan: Plan, heads: list[Head], known: Known, grads: SweepOutput, gradients: list[HeadGradient]
-) -> None:
-    """Fill ``gradients``, given those of the outputs; None stands for zero."""
-    if grads.kl is not None or len(heads) == 1:
-        _through_tiles(plan, heads, known, grads, gradients)
-        return
-    # Without a KL the heads know nothing of each other.
-    for i, head in enumerate(heads):
-        if gradients[i].needed:
-            alone = SweepOutput(_chosen(grads, i), grads.entropy if i == 0 else None, None, None)
-            its_own = known._replace(statistics=known.statistics[2 * i : 2 * i + 2])
-            _through_tiles(plan, [head], its_own, alone, gradients[i : i + 1])
-
-
-def _through_tiles(
-    plan: Plan, heads: list[Head], known: Known, grads: SweepOutput, gradients: list[HeadGradient]
-) -> None:
-    with torch.autocast(heads[0].hidden.device.type, enabled=False):
-        for look in looks(plan, heads, known.statistics):
-            at = _at(look.rows, known, grads)
-            for i, head in enumerate(heads):
-                if gradients[i].needed:
-                    _of_logits(plan, look.sides, i, *at, look.out, look.scratch)
-                    _of_products(look.sides[i], head, at[0].targets, _chosen(at[1], i), look.cols, look.out)
-                    gradients[i].add(look.rows, look.cols, look.out, look.columns[i][0])
-
-
-def _at(rows: slice, known: Known, grads: SweepOutput) -> tuple[Known, SweepOutput]:
-    """The positions of a tile, values and gradients as columns ``[n, 1]``."""
-    given = (known.targets, known.entropy, *known.kls, *grads)
-    targets, entropy, kl, ref_kl, *upstream = (None if t is None else t[rows].unsqueeze(-1) for t in given)
-    return Known(targets, entropy, (kl, ref_kl), ()), SweepOutput(*upstream)
-
-
-def _chosen(grads: SweepOutput, i: int) -> Tensor | None:
-    return (grads.log_prob, grads.ref_log_prob)[i]
-
-
-def _of_logits(
-    plan: Plan, sides: list[Side], i: int, known: Known, grads: SweepOutput, out: Tensor, scratch: Tensor
-) -> None:
-    """The gradient of a head's final logits, but for the targets' own term.
-
-    With ``p`` the softmax: ``-p`` for a log-prob, ``-p (log p + H)`` for the entropy ``H``. For a KL that ``p`` weighs
-    ``p (log p - log m - KL)``, where ``m`` is the other head's distribution or the mixture: what the mixture moves by
-    itself cancels in the sum of both heads' KLs. For a KL that only the other head's ``q`` weighs ``p - q``.
-    """
-    side, chosen, own = sides[i], _chosen(grads, i), known.kls[i]
-    out.zero_()
-    if chosen is not None:
-        out.sub_(chosen)
-    if i == 0 and grads.entropy is not None and known.entropy is not None:
-        torch.clamp(side.log_prob, min=LOG_ZERO, out=scratch).add_(known.entropy)
-        out.sub_(scratch.mul_(grads.entropy))
-    if grads.kl is not None and own is not None:
-        out.add_(log_ratio(plan, sides, i, scratch).sub_(own).mul_(grads.kl * plan.shares[i]))
-    elif grads.kl is not None:
-        out.add_(grads.kl)
-    out.mul_(side.prob)
-    if grads.kl is not None and own is None:
-        out.sub_(torch.mul(sides[1 - i].prob, grads.kl, out=scratch))
-
-
-def _of_products(
-    side: Side, head: Head, targets: Tensor | None, chosen: Tensor | None, cols: slice, out: Tensor
-) -> None:
-    """Add the targets' own term, and go back through temperature, soft-cap and scale."""
-    if chosen is not None and targets is not None:
-        index, inside = local_index(targets, cols)
-        out.scatter_add_(1, index, chosen * inside)
-    if head.map.soft_cap is not None:
-        out.mul_(side.bend)
-    if head.map.slope != 1.0:
-        out.mul_(head.map.slope)

@@ -1,169 +1,162 @@
-"""The sweeps, plainly called, or as single operators of a graph that is being compiled.
+"""The sweeps as one differentiable function, and as single operators of a graph that is being compiled.
 
-Tracing into them would unroll the tiles, compile again for every other number of positions, and turn what they write in
-place into copies of whole gradients.
+Tracing into a sweep would unroll its tiles, recompile for every other number of positions, and turn its in-place writes
+into copies of whole gradients.
+
+``tensors`` are everywhere the targets, then hidden states, weight and bias of the policy and of the reference; None for
+what there is not. Operators take tensors, numbers and lists of them, and return tensors that all exist: ``settings``
+are a plan and the logit maps in that form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.head._gradient import HeadGradient, Known, backward_sweep
-from torchrl_llm_kl.head._sweep import forward_sweep
-from torchrl_llm_kl.head._tiles import Head, LogitMap, Plan, SweepOutput, Swept
-from torchrl_llm_kl.head._top_k_sweep import top_k_sweep
+from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
+from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
+from torchrl_llm_kl.head._tiles import Head, LogitMap, PairOutput, Plan, TopK
 
-__all__ = ["run_backward", "run_forward", "run_top_k"]
-
-# Targets, then hidden states, weight and bias of policy and reference; None for what there is not.
 Tensors = Sequence[Tensor | None]
+Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, list[float]]
 
 
-def run_forward(plan: Plan, maps: Sequence[LogitMap], tensors: Tensors) -> Swept:
-    """The forward sweep."""
-    if not torch.compiler.is_compiling():
-        return _forward(plan, maps, tensors)
-    found = torch.ops.torchrl_llm_kl.head_forward(list(tensors), *_flat(plan, maps))
-    return Swept._make(_spread(found, _asked(plan, maps, tensors)))
+def sweep(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None) -> PairOutput:
+    """Everything requested of one or two heads, differentiable once; for one head ``kl`` is None."""
+    tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else (None, None, None))]
+    settings = _flatten(plan, policy, ref)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return PairOutput._make(_Sweep.apply(settings, *tensors))
+    return PairOutput._make(_forward(tensors, settings)[:4])
 
 
-def run_backward(
-    plan: Plan, maps: Sequence[LogitMap], tensors: Tensors, swept: Swept, grads: Tensors, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Gradients of hidden states, weights and biases of both heads, given those of ``SweepOutput``."""
-    if not torch.compiler.is_compiling():
-        return _backward(plan, maps, tensors, swept, grads, needed)
-    found = torch.ops.torchrl_llm_kl.head_backward(
-        list(tensors), list(swept), list(grads), list(needed), *_flat(plan, maps)
-    )
-    return _spread(found, needed)
+def top_k(head: Head, k: int, chunk: tuple[int, int]) -> TopK:
+    """The ``k`` most probable tokens and the log-probability of all others together."""
+    return TopK(*_call("head_top_k", _top_k_op, [None, *head[:3]], k, *_flatten(Plan(chunk), head, None)))
 
 
-def run_top_k(head: Head, k: int, chunk: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The top-k sweep."""
-    if not torch.compiler.is_compiling():
-        return top_k_sweep(head, k, chunk)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.torchrl_llm_kl.head_top_k(
-        [None, *head[:3]], k, *_flat(Plan(chunk), [head.map])
-    )
-    return found
+class _Sweep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, *tensors: Tensor | None) -> Any:
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        found = _forward(tensors, settings)
+        ctx.save_for_backward(*tensors, *found)
+        return tuple(found[:4])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
+        tensors, result, statistics = saved[:7], saved[7:11], saved[11:]
+        needed = list(ctx.needs_input_grad[2:])  # after settings and targets
+        found = _call("head_backward", _backward_op, tensors, result, statistics, list(grads), needed, *ctx.settings)
+        return None, None, *_spread(found, needed)
 
 
-def _forward(plan: Plan, maps: Sequence[LogitMap], tensors: Tensors) -> Swept:
-    return forward_sweep(plan, tensors[0], _heads(tensors, maps))
+def _forward(tensors: Tensors, settings: Settings) -> Tensors:
+    """The fields of the result, then the statistics of the forward sweep."""
+    found = _call("head_forward", _forward_op, list(tensors), *settings)
+    return _spread(found, _present(tensors, settings))
 
 
-def _backward(
-    plan: Plan, maps: Sequence[LogitMap], tensors: Tensors, swept: Swept, grads: Tensors, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    heads = _heads(tensors, maps)
-    gradients = _gradients(heads, needed)
-    known = Known(tensors[0], swept.entropy, (swept.kl, swept.ref_kl), _dense(swept[5:]))
-    backward_sweep(plan, heads, known, SweepOutput(*grads), gradients)
-    return _results(gradients)
+def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """An operator while a graph is being compiled, elsewhere the function itself, without the operator's overhead."""
+    return getattr(torch.ops.torchrl_llm_kl, name)(*args) if torch.compiler.is_compiling() else function(*args)
 
 
-def _heads(tensors: Tensors, maps: Sequence[LogitMap]) -> list[Head]:
-    return [Head._make([*tensors[3 * i + 1 : 3 * i + 4], each]) for i, each in enumerate(maps)]
+def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
+    maps = [policy.map] if ref is None else [policy.map, ref.map]
+    numbers = [number for each in maps for number in (each.temperature, each.scale, each.soft_cap or 0.0)]
+    ref_dtype = None if ref is None else ref.map.dtype
+    return list(plan.chunk), plan.entropy, list(plan.shares), policy.map.dtype, ref_dtype, numbers
 
 
-def _gradients(heads: list[Head], needed: Sequence[bool]) -> list[HeadGradient]:
-    return [HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
+def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head]]:
+    chunk, entropy, shares, dtype, ref_dtype, numbers = settings
+    heads = []
+    for i, each in enumerate([dtype] if ref_dtype is None else [dtype, ref_dtype]):
+        temperature, scale, soft_cap = numbers[3 * i : 3 * i + 3]
+        logit_map = LogitMap(each, temperature, scale, soft_cap or None)
+        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], logit_map]))
+    return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1])), heads
 
 
-def _results(gradients: list[HeadGradient]) -> list[Tensor | None]:
-    results = [result for gradient in gradients for result in gradient.results()]
-    return results + [None] * (6 - len(results))
+def _present(tensors: Tensors, settings: Settings) -> list[bool]:
+    """Which fields of the result exist."""
+    _, entropy, _, _, ref_dtype, _ = settings
+    chosen, pair = tensors[0] is not None, ref_dtype is not None
+    return [pair, chosen, chosen and pair, entropy]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Operators take tensors, numbers and lists of them, and return tensors that all exist.
+def _spread(found: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
+    """A tensor where one is present and None elsewhere, then the tensors that are left."""
+    rest = iter(found)
+    return [*(next(rest) if each else None for each in present), *rest]
+
+
+def _dense(tensors: Tensors) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+# ------------------------------------------------------------------ operators
 
 _SETTINGS = "SymInt[] chunk, bool entropy, float[] shares, ScalarType dtype, ScalarType? ref_dtype, float[] numbers"
 
 
-def _flat(plan: Plan, maps: Sequence[LogitMap]) -> tuple[object, ...]:
-    numbers = [number for each in maps for number in (each.temperature, each.scale, each.soft_cap or 0.0)]
-    ref_dtype = maps[1].dtype if len(maps) == 2 else None
-    return list(plan.chunk), plan.entropy, list(plan.shares), maps[0].dtype, ref_dtype, numbers
-
-
-def _built(
-    chunk: list[int],
-    entropy: bool,
-    shares: list[float],
-    dtype: torch.dtype,
-    ref_dtype: torch.dtype | None,
-    numbers: list[float],
-) -> tuple[Plan, list[LogitMap]]:
-    dtypes = [dtype] if ref_dtype is None else [dtype, ref_dtype]
-    maps = [
-        LogitMap(each, numbers[3 * i], numbers[3 * i + 1], numbers[3 * i + 2] or None) for i, each in enumerate(dtypes)
-    ]
-    return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1])), maps
-
-
-def _asked(plan: Plan, maps: Sequence[LogitMap], tensors: Tensors) -> list[bool]:
-    """Which fields of ``Swept`` exist."""
-    chosen, pair = tensors[0] is not None, len(maps) == 2
-    kls = [pair and share > 0 for share in plan.shares]
-    return [chosen, chosen and pair, plan.entropy, *kls, True, True, pair, pair]
-
-
-def _spread(found: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-    """A tensor where one is present, None elsewhere."""
-    rest = list(found)
-    return [rest.pop(0) if each else None for each in present]
-
-
-def _dense(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-@torch.library.custom_op(
-    "torchrl_llm_kl::head_forward", mutates_args=(), schema=f"(Tensor?[] tensors, {_SETTINGS}) -> Tensor[]"
-)
 def _forward_op(tensors: Tensors, *settings: Any) -> list[Tensor]:
-    return _dense(_forward(*_built(*settings), tensors))
+    plan, heads = _build(tensors, settings)
+    result, statistics = forward_sweep(plan, tensors[0], heads)
+    return _dense([*result, *statistics])
 
 
-@_forward_op.register_fake
-def _(tensors: Tensors, *settings: Any) -> list[Tensor]:
-    plan, maps = _built(*settings)
-    head = _heads(tensors, maps)[0]
-    return [head.state(0.0) for asked in _asked(plan, maps, tensors) if asked]
+def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
+    plan, heads = _build(tensors, settings)
+    statistics = 2 * len(heads) + 2 * (len(heads) == 2 and plan.mixture)
+    return [heads[0].per_position(0.0) for _ in range(sum(_present(tensors, settings)) + statistics)]
 
 
-@torch.library.custom_op(
-    "torchrl_llm_kl::head_backward",
-    mutates_args=(),
-    schema=f"(Tensor?[] tensors, Tensor?[] swept, Tensor?[] grads, bool[] needed, {_SETTINGS}) -> Tensor[]",
-)
-def _backward_op(tensors: Tensors, swept: Tensors, grads: Tensors, needed: list[bool], *settings: Any) -> list[Tensor]:
-    return _dense(_backward(*_built(*settings), tensors, Swept._make(swept), grads, needed))
+def _backward_op(
+    tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
+) -> list[Tensor]:
+    plan, heads = _build(tensors, settings)
+    return _dense(backward_sweep(plan, heads, tensors[0], PairOutput._make(result), statistics, grads, needed))
 
 
-@_backward_op.register_fake
-def _(tensors: Tensors, swept: Tensors, grads: Tensors, needed: list[bool], *settings: Any) -> list[Tensor]:
-    return _dense(_results(_gradients(_heads(tensors, _built(*settings)[1]), needed)))
+def _backward_fake(
+    tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
+) -> list[Tensor]:
+    return _dense(empty_gradients(_build(tensors, settings)[1], needed))
 
 
-@torch.library.custom_op(
-    "torchrl_llm_kl::head_top_k",
-    mutates_args=(),
-    schema=f"(Tensor?[] tensors, SymInt k, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
-)
 def _top_k_op(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    plan, maps = _built(*settings)
-    return top_k_sweep(_heads(tensors, maps)[0], k, plan.chunk)
+    plan, (head,) = _build(tensors, settings)
+    return top_k_sweep(head, k, plan.chunk)
 
 
-@_top_k_op.register_fake
-def _(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    tail = _heads(tensors, _built(*settings)[1])[0].state(0.0)
+def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, (head,) = _build(tensors, settings)
+    tail = head.per_position(0.0)
     values = tail.new_empty(tail.shape[0], k)
     return values.long(), values, tail
+
+
+def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], inputs: str, outputs: str) -> None:
+    schema = f"({inputs}, {_SETTINGS}) -> {outputs}"
+    operator = torch.library.custom_op(f"torchrl_llm_kl::{name}", function, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+
+
+_register("head_forward", _forward_op, _forward_fake, "Tensor?[] tensors", "Tensor[]")
+_register(
+    "head_backward",
+    _backward_op,
+    _backward_fake,
+    "Tensor?[] tensors, Tensor?[] result, Tensor[] statistics, Tensor?[] grads, bool[] needed",
+    "Tensor[]",
+)
+_register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", "(Tensor, Tensor, Tensor)")

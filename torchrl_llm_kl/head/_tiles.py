@@ -1,7 +1,11 @@
-"""Tiles of positions x vocabulary: what makes logits, and the pieces that forward and backward share."""
+"""The pieces of every sweep: heads, the logits that they compute, and tiles of positions x vocabulary.
+
+``N`` positions, ``H`` hidden, ``V`` vocabulary; a tile holds ``n`` positions and ``v`` tokens.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,20 +14,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LOG_ZERO", "Columns", "Head", "LogitMap", "Plan", "SweepOutput", "Swept", "Tiles", "local_index", "wide"]
+from torchrl_llm_kl._numerics import wide_dtype
 
-# exp is 0 below this in float64 too: a log-prob is clamped here before it is multiplied by its probability.
+# exp underflows to 0 below this, in float64 too: log-probs are clamped here before they meet their probability.
 LOG_ZERO = -1000.0
 
-# Fewer positions at a time than this make the product slow, measured: 16 take twice the time of 128, 64 a tenth more.
-_WHOLE_ROWS = 64
+# Measured: blocks of 16 positions take twice the time of 128, blocks of 64 a tenth more.
+_FEWEST_WHOLE_ROWS = 64
 
+#: Weight ``[v, H]`` and bias ``[v]`` of a tile's tokens.
 Columns = tuple[Tensor | None, Tensor | None]
+
+
+class HeadOutput(NamedTuple):
+    """What :func:`linear_log_prob` returns; nats, ``[N]`` each, float32 or wider.
+
+    Args:
+        log_prob: of the targets.
+        entropy: of the whole distribution; None unless requested.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None
+
+
+class PairOutput(NamedTuple):
+    """What :func:`linear_pair` returns; nats, ``[N]`` each, float32 or wider.
+
+    Args:
+        kl: the divergence of the two heads.
+        log_prob: of the targets under the policy; None without targets.
+        ref_log_prob: of the targets under the reference; None without targets.
+        entropy: of the policy; None unless requested.
+    """
+
+    kl: Tensor
+    log_prob: Tensor | None
+    ref_log_prob: Tensor | None
+    entropy: Tensor | None
+
+
+class TopK(NamedTuple):
+    """What :func:`linear_top_k` returns.
+
+    Args:
+        indices: tokens, most probable first; ``[N, k]``.
+        log_probs: nats; ``[N, k]``.
+        tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
+    """
+
+    indices: Tensor
+    log_probs: Tensor
+    tail_log_prob: Tensor
 
 
 @dataclass(frozen=True)
 class LogitMap:
-    """``softcap(scale * (hidden @ weight.T + bias)) / temperature``, the product made in ``dtype``."""
+    """``softcap(scale * (hidden @ weight.T + bias)) / temperature``, with the product in ``dtype``."""
 
     dtype: torch.dtype
     temperature: float = 1.0
@@ -32,33 +79,19 @@ class LogitMap:
 
     @property
     def gain(self) -> float:
-        """Factor after the soft-cap's tanh."""
+        """Factor after the soft cap's tanh."""
         return (self.soft_cap or self.temperature) / self.temperature
 
     @property
     def slope(self) -> float:
-        """Derivative of a logit by the product, up to that of tanh."""
+        """Derivative of a logit with respect to the product, without that of tanh."""
         return self.scale / self.temperature
-
-    def logits(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> Tensor:
-        """``[n, H], [v, H], [v] -> out [n, v]``, float32 or wider; without a weight the product is ``hidden`` itself."""
-        factor = self.scale / (self.soft_cap or self.temperature)
-        if weight is None or out.dtype != self.dtype:
-            # A head in half precision rounds its logits before anything else happens to them; so does this one.
-            out.copy_(hidden if weight is None else F.linear(hidden.to(self.dtype), weight, bias))
-            if factor != 1.0:
-                out.mul_(factor)
-        elif bias is None:
-            torch.addmm(out, hidden.to(self.dtype), weight.T, beta=0, alpha=factor, out=out)
-        else:
-            torch.addmm(bias, hidden.to(self.dtype), weight.T, beta=factor, alpha=factor, out=out)
-        return out if self.soft_cap is None else out.tanh_().mul_(self.gain)
 
 
 class Head(NamedTuple):
-    """One model's side: ``[N, H]``, ``[V, H]``, ``[V]`` and what makes logits of them.
+    """One model's side: ``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` and the map to logits.
 
-    Without a weight there is nothing to multiply: ``hidden`` holds the products ``[N, V]``.
+    Without a weight there is no product to compute: ``hidden`` is the product, ``[N, V]``.
     """
 
     hidden: Tensor
@@ -68,8 +101,17 @@ class Head(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Positions and tokens."""
+        """``N`` and ``V``."""
         return self.hidden.shape[0], self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Dtype of everything after the product: float32 at least."""
+        return wide_dtype(self.map.dtype)
+
+    def per_position(self, fill: float) -> Tensor:
+        """``[N]``, filled."""
+        return self.hidden.new_full(self.hidden.shape[:1], fill, dtype=self.wide)
 
     def columns(self, cols: slice) -> Columns:
         """Weight and bias of some tokens, in the dtype of the product."""
@@ -77,13 +119,19 @@ class Head(NamedTuple):
         return weight, bias
 
     def logits(self, rows: slice, cols: slice, columns: Columns, out: Tensor) -> Tensor:
-        """Of a tile, given the columns' weight and bias; ``out [n, v]``."""
-        hidden = self.hidden[rows] if self.weight is not None else self.hidden[rows, cols]
-        return self.map.logits(hidden, *columns, out=out)
-
-    def state(self, fill: float) -> Tensor:
-        """``[N]`` float32 or wider."""
-        return self.hidden.new_full(self.hidden.shape[:1], fill, dtype=wide(self.map.dtype))
+        """Fill ``out [n, v]`` with the logits of a tile, given :meth:`columns` of its tokens."""
+        settings, (weight, bias) = self.map, columns
+        factor = settings.scale / (settings.soft_cap or settings.temperature)
+        if weight is None or out.dtype != settings.dtype:
+            # A head in half precision rounds its logits before anything else happens to them; so does this one.
+            hidden = self.hidden[rows, cols] if weight is None else self.hidden[rows].to(settings.dtype)
+            out.copy_(hidden if weight is None else F.linear(hidden, weight, bias))
+            if factor != 1.0:
+                out.mul_(factor)
+        else:
+            start, beta = (out, 0.0) if bias is None else (bias, factor)
+            torch.addmm(start, self.hidden[rows].to(settings.dtype), weight.T, beta=beta, alpha=factor, out=out)
+        return out if settings.soft_cap is None else out.tanh_().mul_(settings.gain)
 
 
 @dataclass(frozen=True)
@@ -92,9 +140,9 @@ class Plan:
 
     Args:
         chunk: positions and tokens of a tile.
-        entropy: of the policy.
-        shares: what the divergence takes of each head's KL, policy and reference. One of them 0: that KL is to the
-            other head. Both positive: to the mixture of the two in these shares.
+        entropy: whether to compute the policy's.
+        shares: weights of the policy's and of the reference's KL in the divergence. If one is 0, the other head's KL is
+            to the head of share 0; if both are positive, each head's KL is to the mixture of the two.
     """
 
     chunk: tuple[int, int]
@@ -103,84 +151,56 @@ class Plan:
 
     @property
     def mixture(self) -> bool:
-        """Whether each distribution is compared with the mixture, and not one with the other."""
+        """Whether the divergence compares each head with the mixture of the two."""
         return self.shares[0] > 0 and self.shares[1] > 0
 
     @property
     def weighing(self) -> int:
-        """Without a mixture, the head whose probabilities weigh the KL."""
+        """Without a mixture: index of the head whose probabilities weigh the KL."""
         return int(self.shares[1] > 0)
 
     def forward_chunk(self, head: Head) -> tuple[int, int]:
-        """Tiles of forward: what a mixture is shows only in whole rows, so it takes fewer of them."""
+        """Tile of the forward sweep: the mixture needs whole rows, so its tiles have fewer of them."""
         (positions, tokens), vocab = self.chunk, head.sizes[1]
         if not self.mixture or tokens >= vocab:
             return self.chunk
-        # As many elements as in other tiles, or few rows: every block of rows reads the whole head.
-        return max(positions * tokens // vocab, min(positions, _WHOLE_ROWS)), vocab
+        # As many elements as other tiles, but not too few rows: every block of rows reads the whole head.
+        return max(positions * tokens // vocab, min(positions, _FEWEST_WHOLE_ROWS)), vocab
 
 
-class SweepOutput(NamedTuple):
-    """``[N]`` each; None if not asked for."""
+def tiles(
+    chunk: tuple[int, int], heads: list[Head], spare: int
+) -> Iterator[tuple[slice, slice, list[Columns], list[Tensor], list[Tensor]]]:
+    """Walk through positions x vocabulary; tiles of the same tokens follow each other.
 
-    log_prob: Tensor | None
-    entropy: Tensor | None
-    ref_log_prob: Tensor | None
-    kl: Tensor | None
-
-
-class Swept(NamedTuple):
-    """What forward finds, ``[N]`` each; None if not asked for.
-
-    ``kl`` is what the policy's probabilities weigh, its KL to the other head or to the mixture; ``ref_kl`` what the
-    reference's do. The rest, of each head: the largest logit and the log of the sum of exponentials relative to it.
+    Yields:
+        Positions, tokens, and of each head the tokens' weight and bias and the logits; then ``spare`` uninitialised
+        buffers. Logits and buffers are contiguous ``[n, v]``, and the next tile overwrites them.
     """
-
-    log_prob: Tensor | None
-    ref_log_prob: Tensor | None
-    entropy: Tensor | None
-    kl: Tensor | None
-    ref_kl: Tensor | None
-    top: Tensor
-    log_total: Tensor
-    ref_top: Tensor | None
-    ref_log_total: Tensor | None
-
-
-class Tiles:
-    """Slices of positions and tokens, and buffers ``[n, v]`` that all tiles share."""
-
-    def __init__(self, chunk: tuple[int, int], head: Head, buffers: int) -> None:
-        self.sizes = head.sizes
-        self.chunk = min(chunk[0], max(self.sizes[0], 1)), min(chunk[1], self.sizes[1])
-        numel, dtype = self.chunk[0] * self.chunk[1], wide(head.map.dtype)
-        self.flat = [head.hidden.new_empty(numel, dtype=dtype) for _ in range(buffers)]
-
-    def rows(self) -> Iterator[slice]:
-        """Positions."""
-        return _slices(self.sizes[0], self.chunk[0])
-
-    def columns(self) -> Iterator[slice]:
-        """Tokens."""
-        return _slices(self.sizes[1], self.chunk[1])
-
-    def buffers(self, rows: slice, cols: slice) -> list[Tensor]:
-        """Contiguous ``[n, v]``, also at the edges; not initialised."""
-        n, v = rows.stop - rows.start, cols.stop - cols.start
-        return [flat[: n * v].view(n, v) for flat in self.flat]
+    count, vocab = heads[0].sizes
+    n, v = min(chunk[0], max(count, 1)), min(chunk[1], vocab)
+    flat = [heads[0].hidden.new_empty(n * v, dtype=heads[0].wide) for _ in range(len(heads) + spare)]
+    for cols in (slice(start, min(start + v, vocab)) for start in range(0, vocab, v)):
+        columns = [head.columns(cols) for head in heads]
+        for rows in (slice(start, min(start + n, count)) for start in range(0, count, n)):
+            shape = rows.stop - rows.start, cols.stop - cols.start
+            logits = [each[: shape[0] * shape[1]].view(shape) for each in flat]
+            for i, head in enumerate(heads):
+                head.logits(rows, cols, columns[i], out=logits[i])
+            yield rows, cols, columns, logits[: len(heads)], logits[len(heads) :]
 
 
 def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Where the targets are among some tokens, and whether they are there at all; ``[n]`` each."""
+    """Positions of the targets among some tokens, and whether they are there at all; same shape as ``targets``."""
     index = targets - cols.start
     inside = (index >= 0) & (index < cols.stop - cols.start)
     return index.masked_fill(~inside, 0), inside
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """At least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+def log_ratio_to_mixture(plan: Plan, probs: list[Tensor], i: int, out: Tensor) -> Tensor:
+    """``log p - log m``, finite, with ``p`` the probabilities of head ``i`` and ``m`` the mixture of both."""
+    # m / p is 1 + share * (q / p - 1): log1p keeps the digits where the two agree, log p - log m would lose them.
+    torch.div(probs[1 - i], probs[i], out=out).nan_to_num_(nan=1.0)
+    out.sub_(1.0).mul_(plan.shares[1 - i]).log1p_()
+    # m is at least p's own share; a share near 1 may have been rounded to 1.
+    return out.clamp_(min=math.log(plan.shares[i])).neg_()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, KLPlacementWarning, check_placement
 from torchrl_llm_kl.losses._aggregate import AGGREGATIONS, aggregate, count
 from torchrl_llm_kl.losses._modules import (
     Correction,
@@ -22,7 +22,6 @@ from torchrl_llm_kl.losses._objective import (
     objective,
     spec_of,
 )
-from torchrl_llm_kl.losses._placement import KLPlacementWarning, check_placement
 from torchrl_llm_kl.losses._policy_loss import PolicyLoss
 from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.estimators import check_placement
 from torchrl_llm_kl.losses._objective import PER_ROW, PER_TOKEN
 from torchrl_llm_kl.losses._part import Part
-from torchrl_llm_kl.losses._placement import check_placement
 from torchrl_llm_kl.losses.corrections import importance_weights, off_policy_sequence_mask, top_entropy_mask
 from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 

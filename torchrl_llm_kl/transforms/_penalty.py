@@ -12,13 +12,13 @@ from torch import Tensor
 from torchrl.data import Composite
 
 from torchrl_llm_kl._numerics import all_finite, check_finite
-from torchrl_llm_kl.estimators import as_coefficient, get_estimator
+from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
 from torchrl_llm_kl.rollouts import RewardPlacement, check_reward_placement, token_reward
 from torchrl_llm_kl.transforms._base import Checks, StepTransform, declare_entry
 
 #: A name of :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
-Estimator = str | Callable[..., Tensor]
+Estimator = EstimatorName | Callable[..., Tensor]
 
 # ------------------------------------------------------------------ the penalty
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from torchrl_llm_kl.estimators import get_estimator
+from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.losses._numerics import Scalar
 from torchrl_llm_kl.losses._objective import term
 from torchrl_llm_kl.losses._term import LossTerm
@@ -15,7 +15,7 @@ from torchrl_llm_kl.losses.terms._experts import without_experts
 __all__ = ["kl_to_ref", "kl_to_sampler"]
 
 #: The name of a registered estimator, or a function of the same signature.
-Estimator = str | Callable[..., Tensor]
+Estimator = EstimatorName | Callable[..., Tensor]
 
 
 @term(

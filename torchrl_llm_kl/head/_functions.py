@@ -1,0 +1,360 @@
+"""The public functions: log-probs, entropy, exact divergences and top-k, with the checks of their arguments."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_choice, wide_dtype
+from torchrl_llm_kl.head._operators import sweep, top_k
+from torchrl_llm_kl.head._tiles import Head, HeadOutput, LogitMap, PairOutput, Plan, TopK
+
+Direction = Literal["reverse", "forward", "jensen_shannon"]
+_SHARES = {"reverse": (1.0, 0.0), "forward": (0.0, 1.0)}
+
+# Positions and tokens of a tile. The CPU's is measured (benchmarks/head.py): half of it is as fast, but smaller tiles
+# mean more kernels, and where other processes hold the cores every parallel kernel may wait for a thread. The other one
+# is a guess.
+_CPU_CHUNK = (1024, 2048)
+_CHUNK = (2048, 8192)
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    entropy: bool = False,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> HeadOutput:
+    """Log-probs of given tokens, and the entropy, under ``softcap(scale * (hidden @ weight.T + bias)) / temperature``.
+
+    Works through tiles of positions and tokens with an online softmax in float32 or wider, and recomputes the logits in
+    backward: neither holds more than a few tiles besides inputs and gradients. Gradients reach hidden states, weight
+    and bias, and are summed in float32 or wider. Differentiable once.
+
+    The product is computed as the model's own head computes it: by default in the dtype of the inputs (under autocast,
+    in autocast's), so that half precision rounds each logit; everything after is float32. Backward then rounds each
+    tile's part of a gradient as well as the sum, where plain torch rounds once. ``product_dtype=torch.float32`` leaves
+    only the last rounding; tiles are converted one at a time.
+
+    In a compiled function each sweep is one operator: no graph break, and all numbers of positions share a graph.
+
+    Args:
+        hidden: input of the head; ``[N, H]``.
+        weight: of the head; ``[V, H]``.
+        targets: token ids, any integer dtype; ``[N]``.
+        bias: of the head; ``[V]``. ``-inf`` rules a token out.
+        temperature: divides the logits, last.
+        scale: multiplies product and bias, first.
+        soft_cap: ``c`` of ``c * tanh(logit / c)``; None for no cap.
+        entropy: whether to compute the entropy too, about 2% more time.
+        product_dtype: of the matrix products, see above.
+        chunk: positions and tokens of a tile, or positions alone; changes memory and speed only. Default: by device.
+
+    Returns:
+        :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced.
+
+    Raises:
+        ValueError: if shapes disagree, an option is out of range, or, on CPU, a target is outside the vocabulary. On
+            other devices, where looking would wait for the device, and in a compiled function such a target's log-prob
+            is NaN.
+        TypeError: if dtypes disagree or are not of the right kind.
+
+    Example:
+        >>> weight = torch.tensor([[3.0], [1.0]]).log()  # probabilities 3/4 and 1/4 at a hidden state of 1
+        >>> linear_log_prob(torch.ones(2, 1), weight, torch.tensor([0, 1]), entropy=True)
+        HeadOutput(log_prob=tensor([-0.2877, -1.3863]), entropy=tensor([0.5623, 0.5623]))
+
+    Source: online softmax: Milakov and Gimelshein, arXiv 1805.02867; logits recomputed in backward: Wijmans et al.,
+    arXiv 2411.09009.
+    """
+    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
+    plan = Plan(_tile_sizes(chunk, hidden), entropy=entropy)
+    out = sweep(plan, _check_targets(targets, head), head)
+    assert out.log_prob is not None
+    return HeadOutput(out.log_prob, out.entropy)
+
+
+def linear_pair(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    targets: Tensor | None = None,
+    *,
+    direction: Direction = "reverse",
+    beta: float = 0.5,
+    bias: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    ref_scale: float = 1.0,
+    soft_cap: float | None = None,
+    ref_soft_cap: float | None = None,
+    entropy: bool = False,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> PairOutput:
+    r"""Exact KL of policy and reference, log-probs of given tokens under both, and the policy's entropy, in one sweep.
+
+    ``"reverse"`` is :math:`KL(\pi \| \pi_{ref})`, ``"forward"`` is :math:`KL(\pi_{ref} \| \pi)`, and
+    ``"jensen_shannon"`` is :math:`\beta KL(\pi_{ref} \| m) + (1-\beta) KL(\pi \| m)` with
+    :math:`m = \beta\pi_{ref} + (1-\beta)\pi`. The mixture is known only once a row is complete: forward takes tiles of
+    all tokens and fewer positions (64, or as many as give a tile of the usual size), and converts a head as a whole
+    where ``product_dtype`` differs from its own.
+
+    Value and *gradient* are those of the sum over the vocabulary: nothing is sampled at the position itself. Gradients
+    reach whatever requires them, of either head. Memory, precision and dtypes are those of :func:`linear_log_prob`, and
+    so is every argument that is not listed here; those with ``ref_`` belong to the reference, the others to the policy.
+    ``temperature`` divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
+
+    ``targets`` are the token ids whose log-probs are computed too, if any; ``[N]``. ``beta``, inside (0, 1), is the
+    weight of the reference in the mixture, for ``"jensen_shannon"`` alone.
+
+    Returns:
+        :class:`PairOutput`: nats, ``[N]`` each; not masked, not reduced. A token that only the second distribution of
+        a KL rules out makes it ``inf``, with a NaN gradient; one that both or only the first rule out adds 0.
+
+    Raises:
+        ValueError: if shapes or vocabularies disagree, or an option or a target is out of range.
+        TypeError: if dtypes disagree or are not of the right kind.
+
+    Example:
+        >>> weight, ref_weight = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()
+        >>> linear_pair(torch.ones(1, 1), weight, torch.ones(1, 1), ref_weight, torch.tensor([0])).ref_log_prob
+        tensor([-0.2877])
+
+    Source: the exact inner sum: Amini et al., arXiv 2504.10637; ``beta``: Agarwal et al., arXiv 2306.13649, with the
+    teacher as first distribution.
+    """
+    policy = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
+    ref = _make_head("ref_", ref_hidden, ref_weight, ref_bias, temperature, ref_scale, ref_soft_cap, product_dtype)
+    _check_pair(policy, ref)
+    checked = None if targets is None else _check_targets(targets, policy)
+    plan = Plan(_tile_sizes(chunk, hidden), entropy=entropy, shares=_shares(direction, beta))
+    return sweep(plan, checked, policy, ref)
+
+
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    *,
+    direction: Direction = "reverse",
+    beta: float = 0.5,
+    bias: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    ref_scale: float = 1.0,
+    soft_cap: float | None = None,
+    ref_soft_cap: float | None = None,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> Tensor:
+    """Exact divergence of two heads over the whole vocabulary, at each position: the ``kl`` of :func:`linear_pair`.
+
+    Arguments and errors are those of :func:`linear_pair`.
+
+    Returns:
+        Nats, ``[N]``; not masked, not reduced.
+
+    Example:
+        >>> weight, ref_weight = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()
+        >>> linear_kl(torch.ones(1, 1), weight, torch.ones(1, 1), ref_weight)  # (1/2, 1/2) against (3/4, 1/4)
+        tensor([0.1438])
+    """
+    policy = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
+    ref = _make_head("ref_", ref_hidden, ref_weight, ref_bias, temperature, ref_scale, ref_soft_cap, product_dtype)
+    _check_pair(policy, ref)
+    return sweep(Plan(_tile_sizes(chunk, hidden), shares=_shares(direction, beta)), None, policy, ref).kl
+
+
+def logits_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    *,
+    direction: Direction = "reverse",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    chunk: tuple[int, int] | int | None = None,
+) -> Tensor:
+    """Exact divergence of policy and reference at each position, from logits that exist already.
+
+    The sweep of :func:`linear_kl` without the product: besides inputs and gradients only a few tiles exist, in float32
+    or wider. Differentiable once.
+
+    ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. All other arguments are those of
+    :func:`linear_pair`.
+
+    Returns:
+        Nats, ``[N]``; not masked, not reduced; ``inf`` and NaN where :func:`linear_pair` has them.
+
+    Raises:
+        ValueError: if the shapes disagree or an option is out of range.
+
+    Example:
+        >>> logits_kl(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), direction="forward")
+        tensor([0.1438])
+
+    Source: as :func:`linear_pair`.
+    """
+    if logits.ndim != 2 or logits.shape != ref_logits.shape or logits.shape[1] == 0:
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)} and ref_logits has shape {tuple(ref_logits.shape)}; expected the "
+            "same [N, V] with V at least 1. Flatten the positions first."
+        )
+    _check_temperature(temperature)
+    both = LogitMap(wide_dtype(logits.dtype, ref_logits.dtype), float(temperature))
+    plan = Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta))
+    return sweep(plan, None, Head(logits, None, None, both), Head(ref_logits, None, None, both)).kl
+
+
+@torch.no_grad()
+def linear_top_k(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> TopK:
+    """The ``k`` most probable tokens of each position, and the log-probability of all others together.
+
+    The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as exact at ``1e-30``
+    as at one half. The result has no graph. ``k`` is from 1 to ``V``; all other arguments, and the errors, are those of
+    :func:`linear_log_prob`.
+
+    Returns:
+        :class:`TopK`: ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending) and ``tail_log_prob [N]``.
+
+    Example:
+        >>> weight = torch.tensor([[1.0], [5.0], [2.0]]).log()
+        >>> top = linear_top_k(torch.ones(1, 1), weight, 1)
+        >>> top.indices, top.log_probs.exp(), top.tail_log_prob.exp()
+        (tensor([[1]]), tensor([[0.6250]]), tensor([0.3750]))
+    """
+    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
+    if not 1 <= k <= weight.shape[0]:
+        raise ValueError(f"k is {k}; expected 1 to {weight.shape[0]}, the size of the vocabulary.")
+    return top_k(head, k, _tile_sizes(chunk, hidden))
+
+
+# ------------------------------------------------------------------ checks
+
+
+def _make_head(
+    prefix: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    scale: float,
+    soft_cap: float | None,
+    product_dtype: torch.dtype | None,
+) -> Head:
+    """A head whose shapes, dtypes and options fit; ``prefix`` is that of the argument names in messages."""
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight has shape {tuple(weight.shape)}; "
+            "expected [N, H] and [V, H] with V at least 1. Flatten the positions first."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{prefix}bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},) as {prefix}weight."
+        )
+    _check_temperature(temperature)
+    if soft_cap is not None and not 0 < soft_cap < float("inf"):
+        raise ValueError(f"{prefix}soft_cap must be positive and finite, or None for no cap, got {soft_cap}.")
+    dtype = _product_dtype(prefix, hidden, weight, product_dtype)
+    return Head(hidden, weight, bias, LogitMap(dtype, float(temperature), float(scale), soft_cap))
+
+
+def _product_dtype(prefix: str, hidden: Tensor, weight: Tensor, requested: torch.dtype | None) -> torch.dtype:
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{prefix}{name} has dtype {tensor.dtype}; expected a floating-point dtype.")
+    if requested is not None:
+        if not requested.is_floating_point:
+            raise TypeError(f"product_dtype is {requested}; expected a floating-point dtype.")
+        return requested
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    if hidden.dtype != weight.dtype:
+        raise TypeError(
+            f"{prefix}hidden has dtype {hidden.dtype} but {prefix}weight has dtype {weight.dtype}; expected the same, "
+            "or product_dtype to say in which dtype to multiply."
+        )
+    return hidden.dtype
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature must be positive, got {temperature}; expected a finite number above 0.")
+
+
+def _check_targets(targets: Tensor, head: Head) -> Tensor:
+    """Targets as int64."""
+    count, vocab = head.sizes
+    if targets.shape != (count,):
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({count},), one for each row of hidden.")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise TypeError(f"targets has dtype {targets.dtype}; expected an integer dtype, it holds token ids.")
+    targets = targets.long()
+    # Looking at the values would wait for an accelerator, and break a compiled graph.
+    if targets.device.type == "cpu" and count and not torch.compiler.is_compiling():
+        low, high = (int(bound) for bound in targets.aminmax())
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"targets holds token ids from {low} to {high}; expected 0 to {vocab - 1}, the rows of weight. Leave "
+                "positions that are not scored out of hidden and targets."
+            )
+    return targets
+
+
+def _check_pair(policy: Head, ref: Head) -> None:
+    """Raise unless the heads have positions and vocabulary in common."""
+    if policy.sizes[1] != ref.sizes[1]:
+        raise ValueError(
+            f"weight covers a vocabulary of {policy.sizes[1]} tokens but ref_weight one of {ref.sizes[1]}; an exact KL "
+            "needs the same tokens in the same order. If one head is only padded, cut both to the common vocabulary."
+        )
+    if policy.sizes[0] != ref.sizes[0]:
+        raise ValueError(
+            f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}; they must be equal."
+        )
+    if (policy.map.dtype == torch.float64) != (ref.map.dtype == torch.float64):
+        raise TypeError(
+            f"the policy's product is {policy.map.dtype} but the reference's {ref.map.dtype}; expected both float64 or "
+            "neither. Set product_dtype."
+        )
+
+
+def _shares(direction: Direction, beta: float) -> tuple[float, float]:
+    """Weights of the policy's and of the reference's KL, see ``Plan``."""
+    check_choice((*_SHARES, "jensen_shannon"), direction=direction)
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must be inside (0, 1), got {beta}; the ends are direction='forward' and 'reverse'.")
+    return _SHARES.get(direction, (1.0 - beta, float(beta)))
+
+
+def _tile_sizes(chunk: tuple[int, int] | int | None, hidden: Tensor) -> tuple[int, int]:
+    default = _CPU_CHUNK if hidden.device.type == "cpu" else _CHUNK
+    sizes = default if chunk is None else (chunk, default[1]) if isinstance(chunk, int) else chunk
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"chunk is {chunk}; expected at least 1 position and at least 1 token of a tile.")
+    return sizes
