@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import RayRetrieveLogProb, RemoteModel, ScoringService
 from torchrl_llm_kl.service._batcher import BatchRecord
@@ -29,7 +30,6 @@ from torchrl_llm_kl.service._source import describe_source
 from torchrl_llm_kl.service._state_dict import state_dict_of
 from torchrl_llm_kl.service._stats import ReplicaStats
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
-from torchrl_llm_kl.transforms._interface import ModelInterface
 
 # ---------------------------------------------------------------------- what travels
 

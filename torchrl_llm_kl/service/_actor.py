@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.service._batcher import Batcher, BatchRecord
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, WeightVersionError, portable
@@ -22,7 +23,6 @@ from torchrl_llm_kl.service._leases import LEASE
 from torchrl_llm_kl.service._metrics import RayMetrics
 from torchrl_llm_kl.service._stats import ReplicaStats
 from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.transforms._interface import ModelInterface
 
 __all__ = ["MAX_CONCURRENCY", "ScoringActor"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Readings, Scores
 from torchrl_llm_kl.service._exchange import Exchange, Part
 from torchrl_llm_kl.service._leases import client_name
@@ -20,7 +21,6 @@ from torchrl_llm_kl.service._replicas import Replicas
 from torchrl_llm_kl.service._routing import Router
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
-from torchrl_llm_kl.transforms._interface import ModelInterface
 
 __all__ = ["RemoteModel", "RemoteScorer"]
 
