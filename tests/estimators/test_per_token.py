@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-<<<<<<< HEAD
+from torchrl_llm_kl._registry import UnknownNameError
 from torchrl_llm_kl.estimators import (
+    EstimatorName,
     StraightThrough,
     UnknownEstimatorError,
     available_estimators,
@@ -19,19 +20,6 @@ from torchrl_llm_kl.estimators import (
     k3 as k3_fn,
     low_var_kl as low_var_kl_fn,
 )
-=======
-from torchrl_llm_kl._registry import UnknownNameError
-from torchrl_llm_kl.estimators import (
-    EstimatorName,
-    StraightThrough,
-    UnknownEstimatorError,
-    available_estimators,
-    get_estimator,
-)
-from torchrl_llm_kl.estimators import corrected_k3 as corrected_k3_fn
-from torchrl_llm_kl.estimators import k3 as k3_fn
-from torchrl_llm_kl.estimators import low_var_kl as low_var_kl_fn
->>>>>>> head
 
 PER_TOKEN = [name for name in available_estimators() if name != "exact"]
 E = math.e

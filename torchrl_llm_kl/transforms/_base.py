@@ -1,4 +1,4 @@
-"""The base of every transform here: where it runs, what it declares, which of its settings may change, who holds it."""
+"""The base of every transform here: where it runs, what it declares, which of its settings may change, which env holds it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl.envs import EnvBase, Transform
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import check_scope
 
-#: Setting -> what checks a new value, and returns it in the form that is kept.
+#: Setting -> a function that checks a new value and returns it in the form that is kept.
 Checks = Mapping[str, Callable[[Any], Any]]
 
 # ------------------------------------------------------------------ where a transform runs
@@ -137,7 +137,7 @@ def declare_entry(spec: Composite, key: NestedKey, features: tuple[int, ...]) ->
     spec[path[-1]] = Unbounded(shape=(*spec.shape, -1, *features), device=spec.device, dtype=torch.float32)
 
 
-# ------------------------------------------------------------------ what holds a transform
+# ------------------------------------------------------------------ envs and collectors around a transform
 
 
 def containers(transform: Transform) -> Iterator[Any]:
@@ -153,7 +153,7 @@ def containers(transform: Transform) -> Iterator[Any]:
 
 
 def in_env(transform: Transform) -> bool:
-    """Whether an env holds the transform: its conversations go on, and are worth caching."""
+    """Whether an env holds the transform: its conversations continue, so that caching them pays."""
     return next(containers(transform), None) is not None
 
 
@@ -165,7 +165,7 @@ def collector_policy(transform: Transform) -> Any:
     """The policy of the collector whose env holds ``transform``.
 
     Raises:
-        NoCollectorError: if there is no env or no collector, saying what to do instead.
+        NoCollectorError: if there is no env or no collector, with advice.
     """
     missing = "container"
     for container in containers(transform):
@@ -180,7 +180,7 @@ def collector_policy(transform: Transform) -> Any:
     )
 
 
-# ------------------------------------------------------------------ models by factory, models behind a service
+# ------------------------------------------------------------------ models from factories, models behind a service
 
 
 def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *, default: Any) -> Any:

@@ -138,7 +138,7 @@ class KLComputation(KLPenalty):
         self._exact_kl_key = key
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """What is read, and what is written."""
+        """Log-probs or exact KL, and the reward; the KL, and the penalised reward."""
         exact = self.exact_kl_key
         read = [self.gen_log_probs_full_key, self.ref_log_probs_full_key] if exact is None else [exact]
         reward = [self.reward_key] if self.add_to_reward else []
@@ -149,7 +149,7 @@ class KLComputation(KLPenalty):
         """The KL."""
         return {self.kl_key: ()}
 
-    # ------------------------------------------------------------------ what it computes
+    # ------------------------------------------------------------------ computation
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Read the log-probs, or the exact KL, and charge the KL to the reward."""
@@ -168,7 +168,7 @@ class KLComputation(KLPenalty):
                 self._missing(td, next_td, self.gen_log_probs_full_key if gen is None else self.ref_log_probs_full_key)
             gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
             kl = self.estimate(gen, ref, self.read_old(td, next_td, gen))
-        # The assistant's tokens tell the place of an outcome, nothing else.
+        # The assistant's tokens matter to the place of an outcome alone.
         return self.charged(next_td, kl, _response(td, kl) if self.add_to_reward else None)
 
     def charged(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> dict[NestedKey, Ragged]:

@@ -159,7 +159,7 @@ class KLRewardTransform(RayVariant, KLPenalty):
         self.declare()
         self.check_model()
 
-    # ------------------------------------------------------------------ what it reads and writes
+    # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The reward and what the reference reads; the penalised reward, the KL and the reference's log-probs."""
@@ -195,7 +195,7 @@ class KLRewardTransform(RayVariant, KLPenalty):
             )
         return tokenizer
 
-    # ------------------------------------------------------------------ what it computes
+    # ------------------------------------------------------------------ computation
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Score the reference and compare."""

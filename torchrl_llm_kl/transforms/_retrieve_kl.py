@@ -16,7 +16,7 @@ from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, refuse_fixed, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
-from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb
+from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb, check_scored_model, full_key_problem
 
 _POLICY, _REFERENCE, _KL = range(3)
 #: Settings of the parts that are attributes of the whole too: name -> (part, its attribute).
@@ -128,7 +128,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         _check_models(gen_model, ref_model)
         if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
-            _check_full_keys(gen=gen_log_probs_full_key, ref=ref_log_probs_full_key)
+            for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
+                if problem := full_key_problem(f"{name}_log_probs_full_key", key):
+                    raise ValueError(problem)
         shared: dict[str, Any] = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
@@ -198,7 +200,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             part.set_container(found)
         return found
 
-    # ------------------------------------------------------------------ what it computes
+    # ------------------------------------------------------------------ computation
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
@@ -224,16 +226,6 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
 # ------------------------------------------------------------------ checks
 
 
-def _check_full_keys(**keys: NestedKey) -> None:
-    for name, key in keys.items():
-        if not isinstance(key, tuple) or key[-1] != "full":
-            raise ValueError(
-                f"The {name}_log_probs_full_key {key} is not a tuple or does not end with 'full'. "
-                "This may cause issues with the KL computation. "
-                "Please use a tuple with the log_probs_key and 'full' as the last element."
-            )
-
-
 def _check_models(gen_model: Any, ref_model: Any) -> None:
     """The checks of torchrl, with its texts, on the models that are known at construction."""
     if isinstance(ref_model, str) and ref_model != "base":
@@ -249,13 +241,9 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
             f"pad_output mismatch: gen_model.pad_output={paddings[0]}, ref_model.pad_output={paddings[1]}. "
             "Both models must use the same padding strategy for KL computation."
         )
-    for name, model in (("generation", gen_model), ("reference", ref_model)):
-        if isinstance(model, str):
-            continue
-        if not getattr(model, "return_log_probs", True):
-            raise ValueError(f"The {name} model must have `return_log_probs=True` to use the `RetrieveKL` transform.")
-        if getattr(model, "generate", False) is True:
-            raise ValueError(f"The {name} model must have `generate=False` to use the `RetrieveKL` transform.")
+    for name, model in (("generation model", gen_model), ("reference model", ref_model)):
+        if not isinstance(model, str):
+            check_scored_model(model, name, "RetrieveKL")
     if both and getattr(gen_model, "log_probs_key", "gen_log_probs") == getattr(
         ref_model, "log_probs_key", "log_probs"
     ):

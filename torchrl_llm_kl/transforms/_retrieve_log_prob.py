@@ -25,17 +25,27 @@ from torchrl_llm_kl.transforms._base import (
 )
 
 
-def check_scored_model(model: Any) -> Any:
-    """Return ``model`` unless its settings say that it returns no log-probs.
+def check_scored_model(model: Any, name: str = "model", transform: str = "RetrieveLogProb") -> Any:
+    """Return ``model`` unless its settings say that it returns no log-probs of given tokens.
 
     Raises:
         ValueError: with torchrl's texts.
     """
     if not getattr(model, "return_log_probs", True):
-        raise ValueError("The model must have `return_log_probs=True` to use the `RetrieveLogProb` transform.")
+        raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
     if getattr(model, "generate", False) is True:
-        raise ValueError("The model must have `generate=False` to use the `RetrieveLogProb` transform.")
+        raise ValueError(f"The {name} must have `generate=False` to use the `{transform}` transform.")
     return model
+
+
+def full_key_problem(name: str, key: NestedKey) -> str | None:
+    """The text of torchrl about a key that does not end with ``"full"``; None for one that does."""
+    if isinstance(key, tuple) and key[-1] == "full":
+        return None
+    return (
+        f"The {name} {key} is not a tuple or does not end with 'full'. This may cause issues with the KL computation. "
+        "Please use a tuple with the log_probs_key and 'full' as the last element."
+    )
 
 
 class RetrieveLogProb(RayVariant, StepTransform):
@@ -50,11 +60,11 @@ class RetrieveLogProb(RayVariant, StepTransform):
 
     Args:
         model: a TorchRL wrapper with ``generate=False``, a transformers causal language model, or ``"from_collector"``
-            for the policy of the collector that runs the env (found at the first step, never changed).
+            for the policy of the collector that runs the env (found at the first step, never modified).
 
     Keyword Args:
         log_probs_full_key: where to write; by default ``(model.log_probs_key, "full")``.
-        assistant_only: score only what the assistant produced, 0 elsewhere. Default True.
+        assistant_only: score only the assistant's tokens, 0 elsewhere. Default True.
         tokenizer_kwargs: arguments of the chat template, used where conversations must be rendered.
         detach: no gradient, and nothing of the graph is kept. With False the result is differentiable. Default True.
         device: move the model there first. Data stays where it is.
@@ -78,11 +88,11 @@ class RetrieveLogProb(RayVariant, StepTransform):
     (``tokenizer``, ``tokenizer_kwargs``, ``padding_side``, ``history_key``, ``device``).
 
     Shapes:
-        float32 nats ``[*B, T]``, in the layout of the tokens, exactly 0 at padding and wherever nothing is scored.
+        float32 nats ``[*B, T]``, in the layout of the tokens, exactly 0 at padding and at tokens that are not scored.
 
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
-            cannot be told from the prompt, a sequence is longer than the model's positions, or a log-prob is not finite.
+            cannot be separated from the prompt, a sequence is longer than the model's positions, or a log-prob is not finite.
         KeyError: if the data holds nothing to score.
 
     Example:
@@ -138,13 +148,8 @@ class RetrieveLogProb(RayVariant, StepTransform):
         self._history_key = history_key
         if log_probs_full_key is None:
             log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
-        elif not isinstance(log_probs_full_key, tuple) or log_probs_full_key[-1] != "full":
-            warnings.warn(
-                f"The log_probs_full_key {log_probs_full_key} is not a tuple or does not end with 'full'. "
-                "This may cause issues with the KL computation. "
-                "Please use a tuple with the log_probs_key and 'full' as the last element.",
-                stacklevel=2,
-            )
+        elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
+            warnings.warn(problem, stacklevel=2)
         self.log_probs_full_key = log_probs_full_key
         self.assistant_only = assistant_only
         self.detach = detach
@@ -160,7 +165,7 @@ class RetrieveLogProb(RayVariant, StepTransform):
         self.declare()
         self.check_models()
 
-    # ------------------------------------------------------------------ what it reads and writes
+    # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """What the model reads; the log-probs, and the exact KL and the entropy if requested."""
@@ -192,7 +197,7 @@ class RetrieveLogProb(RayVariant, StepTransform):
         """The side of padding where text is tokenised for a model that pads its output."""
         return self._options.padding_side
 
-    # ------------------------------------------------------------------ what it computes
+    # ------------------------------------------------------------------ computation
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
@@ -227,7 +232,7 @@ class RetrieveLogProb(RayVariant, StepTransform):
         return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)}
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
-        """Whether text becomes the same tokens here and there, as far as the settings tell."""
+        """Whether both tokenise text alike, judging by their settings."""
         ours, theirs = self._interface(), other._interface()
         return (
             self.tokenizer is other.tokenizer
