@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "Scalar",
+    "all_finite",
     "check_choice",
     "check_clip_range",
     "check_finite",
@@ -88,6 +89,13 @@ def check_clip_range(clip_low: Any, clip_high: Any) -> None:
     check_range(0.0, clip_high=clip_high)
 
 
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether every number is finite; one look at an accelerator for all tensors."""
+    # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
+    sums = torch.stack([x.sum(dtype=torch.float32) for x in tensors])
+    return bool(sums.isfinite().all()) or all(bool(x.isfinite().all()) for x in tensors)
+
+
 def check_finite(
     named: Mapping[str, Tensor],
     *,
@@ -114,10 +122,8 @@ def check_finite(
     """
     if not named:
         return
-    # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
     used = {name: x.detach() if read is None else torch.where(read, x.detach(), 0) for name, x in named.items()}
-    sums = torch.stack([x.sum(dtype=torch.float64 if x.device.type == "cpu" else None).float() for x in used.values()])
-    if bool(sums.isfinite().all()):
+    if all_finite(*used.values()):
         return
     for name, value in used.items():
         bad = ~value.isfinite().reshape(-1)

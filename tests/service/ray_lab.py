@@ -62,7 +62,7 @@ def remote(name: str, service: str) -> Transform:
 def scorers(transform: Any) -> list[Any]:
     """The scorers of a transform's models, but not that of a collector's policy."""
     if isinstance(transform, RetrieveKL):
-        return [part.scorer for part in list(transform)[:2] if not part._from_collector]
+        return [part.scorer for part in list(transform)[:2] if hasattr(part, "model")]
     return [transform.scorer]
 
 

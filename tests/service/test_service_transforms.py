@@ -10,10 +10,10 @@ from remote_models import model
 from tensordict import TensorDict
 
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import RayRetrieveLogProb, RemoteModel
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
-from torchrl_llm_kl.transforms._interface import ModelInterface
 
 
 class RemoteStub:

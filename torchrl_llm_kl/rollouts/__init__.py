@@ -1,6 +1,6 @@
 """How a rollout's TensorDict is read and written: keys, tokens and masks, entries, rewards and denominators.
 
-``transforms``, ``advantages`` and ``losses`` stand on this layer side by side. It knows nothing of a model's inside, or of Ray.
+``transforms``, ``advantages`` and ``losses`` build on this layer. It knows neither the inside of a model nor Ray.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading entries of a rollout: one lookup with one fallback, and values per sequence or per token.
 
 **The fallback.** TorchRL writes the results of a step under ``"next"``; data that was flattened, stored or built by hand often
-holds them at the root. Everything here that looks an entry up takes the key as given, and otherwise the same key on the other
-side of ``"next"``: ``("next", "reward")`` falls back to ``"reward"``, and ``"query"`` to ``("next", "query")``.
+holds them at the root. Every lookup here takes the key as given, and otherwise the same key on the other side of ``"next"``:
+``("next", "reward")`` falls back to ``"reward"``, and ``"query"`` to ``("next", "query")``.
 
 Shapes: ``S`` sequences, ``N`` tokens of all sequences together.
 """
@@ -64,10 +64,10 @@ def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> 
     return read_ragged(td, key) if value is None and next_td is not td else value
 
 
-def describe_entries(td: TensorDictBase) -> str:
-    """The entries of ``td``, for a message: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
-    next_td = read_node(td, "next")
-    return _names(td) + ("" if next_td is None else f"; in 'next': {_names(next_td)}")
+def describe_entries(td: TensorDictBase, next_td: TensorDictBase | None = None) -> str:
+    """The entries of a step and of its result, for a message: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
+    next_td = read_node(td, "next") if next_td is None else next_td
+    return _names(td) + ("" if next_td is None or next_td is td else f"; in 'next': {_names(next_td)}")
 
 
 def _names(td: TensorDictBase) -> str:
@@ -97,8 +97,8 @@ def per_token(
         fill: for tokens that such a row does not cover.
 
     Raises:
-        ValueError: if a row is longer than its tokens, holds several numbers per token, or cannot be placed.
-        TypeError: if the entry is no tensor.
+        ValueError: if a row is longer than its tokens, holds several numbers per token, or fits no place in its sequence.
+        TypeError: if the entry is not a tensor.
     """
     whole = per_sequence(td, key)
     if whole is not None:
@@ -154,7 +154,7 @@ def _at_responses(
     raise ValueError(
         f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
         f"{int(tokens.container.row_lengths[row])} tokens. Rows of the response alone must begin with its first token: pass "
-        "nested rows of exactly its length, or one value for each token of the sequence."
+        "nested rows of exactly its length, or one value per token of the sequence."
     )
 
 
@@ -211,13 +211,13 @@ def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
     """The outcome reward of each sequence, in float32 or wider; ``[S]``.
 
     Args:
-        td: tells how many tokens each sequence has, and which of them are padding, where a reward is ignored.
-        value: the reward: one number per sequence, or one per token, which are added up.
+        td: holds the tokens or their mask: how many each sequence has, and which are padding, whose rewards are ignored.
+        value: the reward: one number per sequence, or one per token, which are summed.
         what: the entry, for messages.
 
     Raises:
         TypeError: if the reward holds no tensors.
-        ValueError: if a sequence has several numbers, but not one for each of its tokens.
+        ValueError: if a sequence has several numbers, but not one per token.
     """
     widths = _row_widths(value, td)
     tokens = None if widths is None or all(width == 1 for width in widths) else _padded_tokens(td)
@@ -228,7 +228,7 @@ def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
         row = next(i for i, (a, b) in enumerate(zip(widths, expected, strict=True)) if a != b)
         shape = tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else f"rows of {widths}"
         raise ValueError(
-            f"{what} has shape {shape}: expected one number for each sequence, or one for each token; sequence {row} has "
+            f"{what} has shape {shape}: expected one number per sequence or one per token; sequence {row} has "
             f"{widths[row]} numbers and {expected[row]} tokens. Add up several rewards, with their weights, first."
         )
     rows = value if isinstance(value, list) else value.unbind() if value.is_nested else [value]
@@ -247,7 +247,7 @@ def _padded_tokens(td: TensorDictBase) -> Ragged | None:
 
 
 def _row_widths(value: Any, td: TensorDictBase) -> list[int] | None:
-    """How many numbers each sequence has; None for what is no tensor, or does not divide among them."""
+    """How many numbers each sequence has; None unless tensors that divide evenly among them."""
     if isinstance(value, list):
         return [row.numel() for row in value] if all(isinstance(row, Tensor) for row in value) else None
     if not isinstance(value, Tensor):
@@ -291,7 +291,7 @@ def sequence_ids_of(value: Any, rows: int, what: str) -> Tensor:
     if data is not None:
         if data.values.is_floating_point() or data.values.dtype == torch.bool:
             raise TypeError(f"{what} must be integers or strings, found {data.values.dtype}.")
-        table = torch.cat([data.lengths.unsqueeze(1), data.to_padded()], 1)  # the length tells padding from a token 0
+        table = torch.cat([data.lengths.unsqueeze(1), data.to_padded()], 1)  # the length separates padding from token 0
         return torch.unique(table, dim=0, return_inverse=True)[1]
     names = list(leaves(value))
     if len(names) == 1:
@@ -307,7 +307,7 @@ def sequence_ids_of(value: Any, rows: int, what: str) -> Tensor:
 
 
 def _as_rows(value: Any, rows: int) -> Ragged | None:
-    """The numbers of each row in one dimension; None for what is no tensor."""
+    """The numbers of each row in one dimension; None unless tensors."""
     if isinstance(value, Tensor):
         if value.is_nested:
             data = Ragged.from_nested(value)

@@ -22,7 +22,7 @@ class ModelInterface:
     """Keys and tokenisation of a model. The defaults are those of a TorchRL wrapper with ``input_mode="tokens"``.
 
     Args:
-        input_mode: what the model reads: ``"tokens"``, ``"text"`` or ``"history"``.
+        input_mode: the kind of input: ``"tokens"``, ``"text"`` or ``"history"``.
         input_key: the entry it reads.
         tokens_key: parent of the token entries ``full``, ``prompt`` and ``response``.
         text_key: parent of the text entries.
@@ -31,7 +31,7 @@ class ModelInterface:
         attention_mask_key: a mask of padding outside ``masks_key``.
         log_probs_key: parent of the log-prob entries.
         in_keys: all entries the model reads.
-        pad_output: whether the model pads what it returns.
+        pad_output: whether the model pads its output.
         layout: of nested output, where it does not pad.
         tokenizer: for text and conversations; None if there is none.
         template_kwargs: the chat template's arguments.
@@ -90,7 +90,7 @@ class ModelInterface:
 
     @property
     def prompt_tokens(self) -> NestedKey:
-        """The prompt's tokens, which tell where the response begins."""
+        """The prompt's tokens: the response begins after them."""
         return sub_key(self.tokens_key, "prompt")
 
     @property

@@ -72,7 +72,7 @@ class TokenisingOptions:
         tokenizer = self.tokenizer if self.tokenizer is not None else interface.tokenizer
         if tokenizer is None:
             raise ValueError(
-                "the data holds no token ids and there is no tokenizer to make them: found tokenizer=None. Pass "
+                "the data holds no token ids and there is no tokenizer to create them: found tokenizer=None. Pass "
                 "`tokenizer=` to the transform or to the model's wrapper."
             )
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
@@ -144,8 +144,8 @@ def _response_masks(
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
         if conversation[: len(prompt)] != prompt:
             raise ValueError(
-                f"sequence {row}: the full conversation does not start with its prompt, so that the response cannot be told "
-                f"from it: found {len(conversation)} and {len(prompt)} messages. Use scope='full', or store sampled tokens."
+                f"sequence {row}: the full conversation does not start with its prompt, which hides where the response "
+                f"begins: found {len(conversation)} and {len(prompt)} messages. Use scope='full', or store sampled tokens."
             )
     earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, prompts, **kwargs)]
     spans = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
@@ -153,8 +153,8 @@ def _response_masks(
     for row, (conversation, prompt, mask) in enumerate(zip(conversations, prompts, masks, strict=True)):
         if not mask.any() and any(message["role"] == "assistant" for message in conversation[len(prompt) :]):
             raise ValueError(
-                f"sequence {row}: the chat template renders nothing of the response {conversation[-1].get('content')!r}: there "
-                f"is no token to score. Use a template that renders it, or store sampled tokens."
+                f"sequence {row}: the chat template renders nothing of the response {conversation[-1].get('content')!r}, which "
+                f"leaves no token to score. Use a template that renders it, or store sampled tokens."
             )
     return masks
 
@@ -193,7 +193,7 @@ def render_text(
     scope: Scope,
     assistant_only: bool = True,
 ) -> tuple[Ragged, Tensor]:
-    """Tokenise the texts under ``key``; the assistant's part is what follows the prompt's text.
+    """Tokenise the texts under ``key``; the assistant's part follows the prompt's text.
 
     Returns:
         Token ids and the mask of the assistant's tokens; both ``[N]``.

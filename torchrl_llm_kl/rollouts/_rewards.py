@@ -1,4 +1,4 @@
-"""Rewards per token, and the denominators of a whole batch beside its rows."""
+"""Rewards per token, and the denominators of a whole batch, stored beside its rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placemen
         found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
         raise ValueError(
             f"The rewards have shape {found} but the kl has {sizes} tokens per sequence. The rewards should have "
-            f"one number for each sequence, or one more dimension than the KL: [*B, T, 1], one number for each token."
+            f"one number per sequence, or one more dimension than the KL: [*B, T, 1], one number per token."
         )
     return like.like(values.unsqueeze(-1))
 
@@ -118,7 +118,7 @@ def _last_true(like: Ragged, mask: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def write_denominators(td: TensorDictBase, key: NestedKey, counts: Mapping[tuple[str, str], Tensor]) -> None:
-    """Store the counts of a whole batch beside each of its rows, so that they travel with any part of it.
+    """Store the counts of a whole batch beside each of its rows, so that every part of the batch has them.
 
     Args:
         td: the batch.
@@ -156,8 +156,8 @@ def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[
         values = torch.stack(column).flatten() if isinstance(column, list) else column.flatten()
         if values.device.type == "cpu" and values.numel() and bool((values != values[0]).any()):
             raise ValueError(
-                f"rows of batches that were counted apart: found denominators {values.unique().tolist()} of {name}. Put the "
-                f"batch of one optimiser step together first, then count it."
+                f"rows of batches that were counted apart: found denominators {values.unique().tolist()} of {name}. "
+                f"Concatenate the batch of one optimiser step first, then count it."
             )
         out[name] = values[0]
     return out

@@ -1,7 +1,7 @@
 """Which tokens of a rollout are scored: the sampled ones, and which of them the assistant produced.
 
-Sampled tokens come first. They are what the policy produced, and the rollout's bookkeeping (where the prompt ended) tells what
-the assistant said without a template. Text and conversations are rendered only when the data holds no tokens.
+Sampled tokens come first: the policy produced them, and the end of the prompt separates the assistant's part without a
+template. Text and conversations are rendered only when the data holds no tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
 
-#: torchrl's names. ``sft``: the response of each step; ``rlhf``: everything the assistant said; ``generic``: all tokens with a
-#: prefix.
+#: torchrl's names. ``sft``: the response of each step; ``rlhf``: all assistant turns; ``generic``: all tokens with a prefix.
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 
 
@@ -64,12 +63,12 @@ def locate(
         interface: keys and tokenisation of the model; TorchRL's defaults if None.
 
     Keyword Args:
-        assistant_only: only what the assistant produced; otherwise every token that has a prefix.
+        assistant_only: only the assistant's tokens; otherwise every token that has a prefix.
         scope: ``"turn"``: the response of this step; ``"full"``: the assistant's earlier turns too.
         options: for text and conversations.
 
     Raises:
-        KeyError: if there is nothing to score.
+        KeyError: if the data holds neither tokens nor text.
         ValueError: if the assistant's tokens cannot be told from the prompt.
 
     Example:
@@ -232,7 +231,7 @@ def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -
 
 
 def _check_given(mask: Tensor, response: Tensor | None, tokens: Ragged, interface: ModelInterface) -> None:
-    """Refuse a mask that is False throughout a sequence in which the assistant spoke: it would silently score nothing."""
+    """Raise if the mask is empty in a sequence that has a response: it would silently score nothing."""
     spoken = tokens.lengths > 0 if response is None else tokens.like(response.long()).sum() > 0
     empty = spoken & (tokens.like(mask.long()).sum() == 0)
     if bool(empty.any()):
@@ -265,7 +264,7 @@ def _with_earlier_turns(
     key = sub_key(interface.history_key, "prompt")
     if not options.can_tokenise(interface) or not has_entry(td, key):
         raise ValueError(
-            f"scope='full' scores the assistant turns inside the prompt too, and the data does not tell where they are: "
+            f"scope='full' scores the assistant turns inside the prompt too, and the data does not show where they are: "
             f"found neither {interface.assistant_mask!r} nor {key!r} with a tokenizer. Add one of them, or use scope='turn'."
         )
     rendered, mask = render_history(td, interface, options, scope="full", key=key, add_generation_prompt=True)
@@ -295,7 +294,7 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
     return None
 
 
-# ------------------------------------------------------------------ what a loss trains on
+# ------------------------------------------------------------------ the tokens that a loss trains on
 
 
 @dataclass(frozen=True)

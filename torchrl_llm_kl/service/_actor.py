@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, WeightVersionError, portable
@@ -23,7 +24,6 @@ from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
 from torchrl_llm_kl.service._weights import end_keeper, kept_weights
 from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.transforms._interface import ModelInterface
 
 #: Concurrent calls of a replica. Fewer may be requests, so that weights get through however many requests wait.
 MAX_CONCURRENCY = 1000

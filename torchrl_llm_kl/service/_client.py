@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
 from torchrl_llm_kl.service._lifecycle import ServiceSpec, client_name
 from torchrl_llm_kl.service._replicas import Patience, Replicas, Router, failures
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
-from torchrl_llm_kl.transforms._interface import ModelInterface
 
 
 class RemoteModel:

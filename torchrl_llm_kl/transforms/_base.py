@@ -1,83 +1,114 @@
-"""What all transforms here share: where they run, what they leave alone, and how outputs are declared."""
+"""The base of every transform here: where it runs, what it declares, which of its settings may change, which env holds it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import Transform
+from torchrl.envs import EnvBase, Transform
 
-from torchrl_llm_kl.ragged import Container, Ragged, Rows, own_leaves, read_node, write_ragged
+from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
+from torchrl_llm_kl.rollouts import check_scope
 
-__all__ = ["Output", "StepPlaces", "StepTransform", "declare"]
+#: Setting -> a function that checks a new value and returns it in the form that is kept.
+Checks = Mapping[str, Callable[[Any], Any]]
 
-
-class Output:
-    """Values ready to be written: all of a transform's outputs are computed before the first is stored."""
-
-    def __init__(self, key: NestedKey, slots: torch.Tensor, container: Container) -> None:
-        self.key, self.slots, self.container = key, slots, container
-
-    @classmethod
-    def of(cls, key: NestedKey, data: Ragged) -> Output:
-        """From per-token values; 0 at padding."""
-        return cls(key, data.slots(), data.container)
+# ------------------------------------------------------------------ where a transform runs
 
 
-class StepPlaces(ABC):
+class StepMixin(ABC):
     """Runs :meth:`outputs` wherever TorchRL runs a transform; a mixin for transforms and compositions of them.
 
-    Nothing is written before everything is computed, so that a bad input leaves the data as it was.
+    All outputs are computed before the first is written, so that bad input leaves the data unchanged.
     """
 
+    if TYPE_CHECKING:
+
+        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+            """See :meth:`forward`."""
+
     @abstractmethod
-    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
-        """Compute everything from the step ``td`` and its result ``next_td``, writing nothing."""
+    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
+        """Compute the entries to write from the step ``td`` and its result ``next_td``; padding will hold 0."""
+
+    def _ordered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[tuple[NestedKey, Ragged]]:
+        # Nested keys last: they always fit, so that an entry which does not fit raises before anything is written.
+        return sorted(self.outputs(td, next_td).items(), key=lambda output: isinstance(output[0], tuple))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for output in self._ordered(tensordict, next_tensordict):
-            next_tensordict = write_ragged(next_tensordict, output.key, output.slots, output.container)
+        for key, data in self._ordered(tensordict, next_tensordict):
+            next_tensordict = write_ragged(next_tensordict, key, data.slots(), data.container)
         return next_tensordict
-
-    def _ordered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
-        # Nested keys last: they always fit, so that an entry which does not fit is refused before anything is written.
-        return sorted(self.outputs(td, next_td), key=lambda output: isinstance(output.key, tuple))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to data that was collected before: on a direct call, or when a replay buffer is sampled."""
         if tensordict.batch_size.numel() == 0:
             raise ValueError(
-                f"the batch is empty: a TensorDict of batch size {tuple(tensordict.batch_size)} holds nothing to score, drop it"
+                f"the batch is empty: a TensorDict of batch size {tuple(tensordict.batch_size)} holds nothing to score, "
+                "drop it."
             )
         if tensordict.is_locked:
             raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
         next_td = read_node(tensordict, "next")
-        outputs = self._ordered(tensordict, tensordict if next_td is None else next_td)
         inside = () if next_td is None else ("next",)
-        keys = [unravel_key((*inside, output.key)) for output in outputs]
-        own_leaves(tensordict, *keys)
-        for key, output in zip(keys, outputs, strict=True):
-            tensordict = write_ragged(tensordict, key, output.slots, output.container)
+        outputs = [
+            (unravel_key((*inside, key)), data)
+            for key, data in self._ordered(tensordict, tensordict if next_td is None else next_td)
+        ]
+        own_leaves(tensordict, *(key for key, _ in outputs))
+        for key, data in outputs:
+            tensordict = write_ragged(tensordict, key, data.slots(), data.container)
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``.
+        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`.
         return self.forward(next_tensordict)
 
 
-class StepTransform(StepPlaces, Transform):
-    """A transform of one step, that works the same in an env, in a replay buffer and called directly.
+class StepTransform(StepMixin, Transform):
+    """A transform of one step that behaves the same in an env, in a replay buffer and called directly.
 
-    Subclasses say what to compute (:meth:`outputs`) and which per-token entries that adds (:attr:`token_entries`).
+    Settings are attributes. They may change at any time: :attr:`checks` apply to each new value, and keys and specs follow
+    those in :attr:`declaring`. The names in :attr:`fixed` are used by the constructor alone.
     """
 
+    checks: ClassVar[Checks] = {"scope": check_scope}
+    declaring: ClassVar[frozenset[str]] = frozenset()
+    fixed: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        """The ``in_keys`` and ``out_keys`` of the current settings."""
+
     @property
+    @abstractmethod
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """Per-token entries written beside the observations: key -> feature shape behind the token dimension."""
-        return {}
+        """Per-token entries written beside the observations: key -> feature shape after the token dimension."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_fixed(self, name)
+        check = self.checks.get(name)
+        super().__setattr__(name, value if check is None else check(value))
+        if name in self.declaring and "_out_keys" in self.__dict__:
+            self.declare()
+
+    def declare(self) -> None:
+        """Set the keys of the current settings; envs that hold the transform compute their specs again."""
+        self.in_keys, self.out_keys = self.keys()
+        for container in containers(self):
+            if isinstance(container, EnvBase):
+                container.empty_cache()
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Declare the per-token entries: float32 of shape ``[*B, -1, *F]``, one number per token."""
+        for key, features in self.token_entries.items():
+            declare_entry(observation_spec, key, features)
+        return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         # After a reset no token has been produced yet: the declared entries exist, with length 0.
@@ -87,16 +118,15 @@ class StepTransform(StepPlaces, Transform):
             tensordict_reset = write_ragged(tensordict_reset, key, empty, Rows(lengths, tensordict_reset.batch_size))
         return tensordict_reset
 
-    # ------------------------------------------------------------------ specs
 
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Declare the per-token entries: float32 of shape ``[*B, -1, *F]``, one number for each token."""
-        for key, features in self.token_entries.items():
-            declare(observation_spec, key, features)
-        return observation_spec
+def refuse_fixed(transform: Any, name: str) -> None:
+    """Raise an AttributeError if the transform uses ``name`` in its constructor alone."""
+    if name in transform.fixed:
+        owner = next(cls.__name__ for cls in type(transform).__mro__ if "fixed" in vars(cls))
+        raise AttributeError(f"{owner}.{name} is fixed at construction: build a new {owner}({name}=...).")
 
 
-def declare(spec: Composite, key: NestedKey, features: tuple[int, ...]) -> None:
+def declare_entry(spec: Composite, key: NestedKey, features: tuple[int, ...]) -> None:
     """Add an entry ``[*B, -1, *F]`` of float32 to a spec."""
     path: Any = unravel_key(key)
     path = (path,) if isinstance(path, str) else path
@@ -105,3 +135,81 @@ def declare(spec: Composite, key: NestedKey, features: tuple[int, ...]) -> None:
             spec[name] = Composite(shape=spec.shape, device=spec.device)
         spec = spec[name]
     spec[path[-1]] = Unbounded(shape=(*spec.shape, -1, *features), device=spec.device, dtype=torch.float32)
+
+
+# ------------------------------------------------------------------ envs and collectors around a transform
+
+
+def containers(transform: Transform) -> Iterator[Any]:
+    """The env that holds the transform, however deep, then the envs around that one."""
+    try:
+        container: Any = transform.container
+    except ValueError:  # inside a Compose that is in no env
+        return
+    while container is not None:
+        yield container
+        outer = getattr(container, "_container", None)
+        container = outer() if callable(outer) else outer
+
+
+def in_env(transform: Transform) -> bool:
+    """Whether an env holds the transform: its conversations continue, so that caching them pays."""
+    return next(containers(transform), None) is not None
+
+
+class NoCollectorError(ValueError):
+    """No collector runs the env that holds the transform, or no env holds it."""
+
+
+def collector_policy(transform: Transform) -> Any:
+    """The policy of the collector whose env holds ``transform``.
+
+    Raises:
+        NoCollectorError: if there is no env or no collector, with advice.
+    """
+    missing = "container"
+    for container in containers(transform):
+        missing = "collector"
+        collector = getattr(container, "collector", None)
+        if collector is not None:
+            return collector.policy
+    raise NoCollectorError(
+        f"The {missing} is not set. Please set the {missing} before calling this method. 'from_collector' works in an env "
+        "that a collector runs: append the transform to the env and pass the env to an LLMCollector. Anywhere else pass the "
+        "model itself, for example `policy.get_new_version(generate=False)`."
+    )
+
+
+# ------------------------------------------------------------------ models from factories, models behind a service
+
+
+def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *, default: Any) -> Any:
+    """The model, built by the factory if there is one.
+
+    Raises:
+        ValueError: if both are given; a model that is still the argument's ``default`` was not given.
+    """
+    if factory is None:
+        return model
+    if model is not None and not (isinstance(model, str) and model == default):
+        raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
+    return factory()
+
+
+class RayVariant:
+    """A mixin: ``use_ray_service=True`` builds the subclass whose models are behind a service."""
+
+    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
+        """An object of this class, or of its Ray variant."""
+        if use_ray_service:
+            service = import_module("torchrl_llm_kl.service")
+            variants = (service.RayKLRewardTransform, service.RayRetrieveKL, service.RayRetrieveLogProb)
+            if not issubclass(cls, variants):
+                found = [variant for variant in variants if cls in variant.__bases__]
+                if not found:
+                    raise TypeError(
+                        f"use_ray_service=True: {cls.__name__} has no variant for Ray. Derive it from one of "
+                        f"{[variant.__name__ for variant in variants]}, or pass it the model of a ScoringService."
+                    )
+                cls = found[0]
+        return super().__new__(cls)

@@ -1,31 +1,34 @@
-"""The KL penalty of two sets of log-probs, and the penalised reward."""
+"""The KL of two sets of log-probs in the data, and the penalised reward."""
 
 from __future__ import annotations
 
-from functools import reduce
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
-from torchrl.data import Composite
 
-from torchrl_llm_kl.estimators import as_coefficient, get_estimator
-from torchrl_llm_kl.ragged import Ragged, check_padding_side, read_column, read_ragged, same_rows
-from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
-from torchrl_llm_kl.transforms._errors import entries
-from torchrl_llm_kl.transforms._interface import TOKENS_FULL, ModelInterface
-from torchrl_llm_kl.transforms._located import counted_mask
-from torchrl_llm_kl.transforms._pairs import check_finite, check_finite_kl, check_pair, estimate_kl, match
-from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, penalised_reward
+from torchrl_llm_kl.ragged import Ragged, check_padding_side, read_ragged, same_rows
+from torchrl_llm_kl.rollouts import (
+    ATTENTION_MASK,
+    TOKENS_FULL,
+    ModelInterface,
+    RewardPlacement,
+    assistant_mask,
+    describe_entries,
+    read_result,
+)
+from torchrl_llm_kl.transforms._base import Checks
+from torchrl_llm_kl.transforms._penalty import LOG_PROB_ADVICE, Estimator, KLPenalty, check_pair, match, where_scored
 
-__all__ = ["KLComputation"]
-
-_ATTENTION: NestedKey = ("masks", "all_attention_mask")
 _OTHER_TOKENS = "only one of them has tokens: RetrieveLogProb(policy, reference=reference) writes both on the same data"
+_EXACT_KL_ADVICE = (
+    "It is infinite where the reference excludes a token that the policy allows; check both models' weights and dtypes. "
+    "RetrieveLogProb(policy, reference=reference) writes this entry."
+)
 
 
-class KLComputation(StepTransform):
+class KLComputation(KLPenalty):
     r"""Per-token KL between two log-prob entries, and optionally ``reward - coeff * KL``.
 
     Args:
@@ -34,29 +37,31 @@ class KLComputation(StepTransform):
 
     Keyword Args:
         kl_key: where the KL goes. Default ``"kl_penalty"``.
-        add_to_reward: subtract ``coeff * KL`` from ``"reward"``; a missing reward counts as 0. Default True.
+        add_to_reward: subtract ``coeff * KL`` from the reward; a missing reward is 0. Default True.
         coeff: a number, a tensor, or a coefficient module such as ``AdaptiveKLCoefficient``. Default 1.
         padding_side: the side of the padding, where one entry is padded and the other is nested.
         estimator: a name of :func:`~torchrl_llm_kl.estimators.get_estimator` or a function like those. Default ``"k1"``,
-            whose use in the reward gives the unbiased gradient of the reverse KL. ``"exact"`` estimates nothing: the KL
-            over the whole vocabulary is read from ``exact_kl_key``, and the log-probs need not be there (the policy's, if
-            they are, must be of the same tokens).
+            whose use in the reward has the unbiased gradient of the reverse KL. ``"exact"`` reads the KL over the whole
+            vocabulary from ``exact_kl_key``: the log-probs are optional then (the policy's, if present, must be of the
+            same tokens).
         old_log_probs_key: log-probs at sampling time, for estimators that correct for a policy that has moved on since;
             by default the policy's, as right after sampling.
-        reward_placement: where an outcome reward (one number a sequence) sits. ``"last"``: on the last assistant token,
+        reward_placement: where an outcome reward (one number per sequence) goes. ``"last"``: on the last assistant token,
             so that the token rewards sum to ``outcome - coeff * sum KL``; ``"broadcast"``: on every token, as torchrl.
         reward_key: default ``"reward"``.
         exact_kl_key: where ``RetrieveLogProb(policy, reference=reference)`` wrote the exact KL. Only with
             ``estimator="exact"``, whose default is ``("exact_kl", "full")``.
 
+    Every argument is an attribute that may change at any time; keys and specs follow.
+
     Shapes:
-        log-probs and exact KL ``[*B, T]``, padded or nested; KL in nats of the same form; reward ``[*B, T, 1]`` of the same
-        form. Padding holds exactly 0. A leading run of NaN (torchrl's marker for "not scored") counts as padding.
+        log-probs and exact KL ``[*B, T]``, padded or nested; KL in nats in the same layout; reward ``[*B, T, 1]`` in the
+        same layout. Padding holds exactly 0. A leading run of NaN (torchrl's marker for "not scored") is padding.
 
     Raises:
-        ValueError: if an entry is missing, the lengths differ (says sequence and lengths), a log-prob or an exact KL is NaN
-            or infinite (says sequence and position), or the reward fits neither sequences nor tokens; at construction,
-            for ``exact_kl_key`` with an estimator, and ``old_log_probs_key`` without one.
+        ValueError: if an entry is missing, the lengths differ (names sequence and lengths), a log-prob or an exact KL is
+            NaN or infinite (names sequence and position), or the reward fits neither sequences nor tokens; for
+            ``exact_kl_key`` with an estimator, and for ``old_log_probs_key`` without one.
 
     Example:
         >>> import torch
@@ -71,6 +76,15 @@ class KLComputation(StepTransform):
         ([[0.0, 0.5, -1.0]], [[0.0, -0.25, 1.5]])
     """
 
+    checks: ClassVar[Checks] = {**KLPenalty.checks, "padding_side": check_padding_side}
+    declaring = KLPenalty.declaring | {
+        "gen_log_probs_full_key",
+        "ref_log_probs_full_key",
+        "kl_key",
+        "estimator",
+        "exact_kl_key",
+    }
+
     def __init__(
         self,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
@@ -80,70 +94,116 @@ class KLComputation(StepTransform):
         add_to_reward: bool = True,
         coeff: float | Tensor | nn.Module = 1.0,
         padding_side: str = "left",
-        estimator: Any = "k1",
+        estimator: Estimator = "k1",
         old_log_probs_key: NestedKey | None = None,
         reward_placement: RewardPlacement = "last",
         reward_key: NestedKey = "reward",
         exact_kl_key: NestedKey | None = None,
     ) -> None:
-        exact_kl_key = _checked_exact_key(estimator, exact_kl_key, old_log_probs_key)
-        reward_keys = [reward_key] if add_to_reward else []
-        read = [gen_log_probs_full_key, ref_log_probs_full_key] if exact_kl_key is None else [exact_kl_key]
-        super().__init__(in_keys=[*read, *reward_keys], out_keys=[kl_key, *reward_keys])
+        super().__init__()
         self.gen_log_probs_full_key = gen_log_probs_full_key
         self.ref_log_probs_full_key = ref_log_probs_full_key
         self.kl_key = kl_key
+        self.reward_key = reward_key
         self.add_to_reward = add_to_reward
-        self.coeff = as_coefficient(coeff)
+        self.coeff = coeff
         self.padding_side = check_padding_side(padding_side)
-        named = isinstance(estimator, str) and estimator != "exact"
-        self.estimator = get_estimator(estimator) if named else estimator
+        self.reward_placement = reward_placement
+        self.estimator = estimator
         self.exact_kl_key = exact_kl_key
         self.old_log_probs_key = old_log_probs_key
-        self.reward_placement = check_reward_placement(reward_placement)
-        self.reward_key = reward_key
+        self.declare()
+
+    # ------------------------------------------------------------------ settings
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Later too, a coefficient may be given as a number.
-        super().__setattr__(name, as_coefficient(value) if name == "coeff" else value)
+        if name == "estimator":
+            _check_old(value, getattr(self, "old_log_probs_key", None))
+        elif name == "old_log_probs_key":
+            _check_old(self.estimator, value)
+        super().__setattr__(name, value)
+
+    @property
+    def exact_kl_key(self) -> NestedKey | None:
+        """Where the exact KL is; None for an estimator of log-probs."""
+        if self.estimator != "exact":
+            return None
+        return ("exact_kl", "full") if self._exact_kl_key is None else self._exact_kl_key
+
+    @exact_kl_key.setter
+    def exact_kl_key(self, key: NestedKey | None) -> None:
+        if key is not None and self.estimator != "exact":
+            found = getattr(self.estimator, "__name__", self.estimator)
+            raise ValueError(f"exact_kl_key={key!r} is read with estimator='exact' only, found estimator={found!r}.")
+        self._exact_kl_key = key
+
+    def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        """Log-probs or exact KL, and the reward; the KL, and the penalised reward."""
+        exact = self.exact_kl_key
+        read = [self.gen_log_probs_full_key, self.ref_log_probs_full_key] if exact is None else [exact]
+        reward = [self.reward_key] if self.add_to_reward else []
+        return [*read, *reward], [self.kl_key, *reward]
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
         """The KL."""
         return {self.kl_key: ()}
 
-    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
-        """Read the entries and compute."""
-        kl = self._kl_of_entries(td, next_td)
-        # Who spoke matters to the place of the outcome alone.
-        assistant = _response(td, kl) if self.add_to_reward else None
-        return self._outputs(kl, assistant, next_td)
+    # ------------------------------------------------------------------ computation
 
-    def _kl_of_entries(self, td: TensorDictBase, next_td: TensorDictBase) -> Ragged:
-        attention = read_ragged(td, _ATTENTION)
+    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
+        """Read the log-probs, or the exact KL, and charge the KL to the reward."""
+        attention = read_ragged(td, ATTENTION_MASK)
+        gen = _read(td, next_td, self.gen_log_probs_full_key, attention)
         if self.exact_kl_key is not None:
-            exact = self._read(td, next_td, self.exact_kl_key, attention)
-            gen = _find(td, next_td, self.gen_log_probs_full_key, attention)
+            exact = _read(td, next_td, self.exact_kl_key, attention)
+            if exact is None:
+                self._missing(td, next_td, self.exact_kl_key)
             if gen is not None:
                 gen, exact = check_pair(gen, exact, "exact_kl", padding_side=self.padding_side, advice=_OTHER_TOKENS)
-            return (exact if gen is None else gen).like(self._exact(exact))
-        gen = self._read(td, next_td, self.gen_log_probs_full_key, attention)
-        ref = self._read(td, next_td, self.ref_log_probs_full_key, attention)
-        gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
-        return gen.like(self._estimate(gen, ref, self.read_old(td, next_td, gen)))
+            kl = self.checked_exact(exact, exact if gen is None else gen)
+        else:
+            ref = _read(td, next_td, self.ref_log_probs_full_key, attention)
+            if gen is None or ref is None:
+                self._missing(td, next_td, self.gen_log_probs_full_key if gen is None else self.ref_log_probs_full_key)
+            gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
+            kl = self.estimate(gen, ref, self.read_old(td, next_td, gen))
+        # The assistant's tokens matter to the place of an outcome alone.
+        return self.charged(next_td, kl, _response(td, kl) if self.add_to_reward else None)
+
+    def charged(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> dict[NestedKey, Ragged]:
+        """The entries to write for a KL; see :meth:`KLPenalty.penalised`."""
+        reward = {self.reward_key: self.penalised(next_td, kl, mask)} if self.add_to_reward else {}
+        return {self.kl_key: kl, **reward}
 
     def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:
-        """Log-probs at sampling time, in the form of ``gen``; None if no key was given."""
+        """Log-probs at sampling time, in the layout of ``gen``; None without a key."""
         if self.old_log_probs_key is None:
             return None
-        old = self._read(td, next_td, self.old_log_probs_key, read_ragged(td, _ATTENTION))
+        old = _read(td, next_td, self.old_log_probs_key, read_ragged(td, ATTENTION_MASK))
+        if old is None:
+            self._missing(td, next_td, self.old_log_probs_key)
         return match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
 
-    def _read(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, attention: Ragged | None) -> Ragged:
-        value = _find(td, next_td, key, attention)
-        if value is not None:
-            return value
-        found = entries(td) if td is next_td else f"{entries(td)}; in 'next': {entries(next_td)}"
+    def estimate(self, gen: Ragged, ref: Ragged, old: Ragged | None) -> Ragged:
+        """The KL of matching log-probs of the policy, the reference and, if given, the policy at sampling time."""
+        named = {
+            f"the log-prob of the policy under {self.gen_log_probs_full_key!r}": gen,
+            f"the log-prob of the reference under {self.ref_log_probs_full_key!r}": ref,
+        }
+        if old is not None:
+            named[f"the log-prob of the policy at sampling time under {self.old_log_probs_key!r}"] = old
+        scored = where_scored(named, LOG_PROB_ADVICE)
+        return gen.like(self.kl(gen.values, ref.values, gen.values.detach() if old is None else old.values, scored))
+
+    def checked_exact(self, exact: Ragged, like: Ragged) -> Ragged:
+        """A copy of the exact KL, in float32 or wider, in the layout of ``like``."""
+        scored = where_scored({f"the exact KL under {self.exact_kl_key!r}": exact}, _EXACT_KL_ADVICE)
+        values = exact.values.to(torch.promote_types(exact.values.dtype, torch.float32), copy=True)
+        return like.like(values if scored is None else torch.where(scored, values, 0))
+
+    def _missing(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> NoReturn:
+        found = describe_entries(td, next_td)
         if key == self.exact_kl_key:
             raise ValueError(
                 f"Exact KL not found. Expected key: {key!r}. Found: {found}. Put RetrieveLogProb(policy, "
@@ -154,91 +214,27 @@ class KLComputation(StepTransform):
             f"Missing: {key!r}. Found: {found}. Put RetrieveLogProb before, or give the keys that hold them."
         )
 
-    def compute(
-        self,
-        gen: Ragged,
-        ref: Ragged | None,
-        assistant: Tensor | None,
-        next_td: TensorDictBase,
-        *,
-        old: Ragged | None = None,
-        exact: Ragged | None = None,
-    ) -> list[Output]:
-        """KL and reward of two matching sets of log-probs.
 
-        Args:
-            gen: the policy's log-probs; ``[N]``.
-            ref: the reference's; ``[N]``; None with ``exact``.
-            assistant: the assistant's tokens, for the place of the outcome; ``[N]``; None for all.
-            next_td: holds the reward.
-            old: log-probs at sampling time; ``[N]``.
-            exact: the KL over the whole vocabulary; ``[N]``; then nothing is estimated.
-        """
-        kl = gen.like(self._estimate(gen, ref, old) if exact is None else self._exact(exact))
-        return self._outputs(kl, assistant, next_td)
-
-    def _outputs(self, kl: Ragged, assistant: Tensor | None, next_td: TensorDictBase) -> list[Output]:
-        outputs = [Output.of(self.kl_key, kl)]
-        if self.add_to_reward:
-            reward = read_column(next_td, self.reward_key)
-            penalised = penalised_reward(reward, kl, assistant, self.coeff, self.reward_placement)
-            outputs.append(Output.of(self.reward_key, penalised))
-        return outputs
-
-    def _estimate(self, gen: Ragged, ref: Ragged | None, old: Ragged | None) -> Tensor:
-        assert ref is not None
-        masks = [
-            check_finite(gen, "the policy", self.gen_log_probs_full_key),
-            check_finite(ref, "the reference", self.ref_log_probs_full_key),
-        ]
-        if old is not None:
-            masks.append(check_finite(old, "the policy at sampling time", self.old_log_probs_key or ""))
-        some = [mask for mask in masks if mask is not None]
-        scored = reduce(torch.logical_and, some) if some else None
-        sampling = gen.values.detach() if old is None else old.values
-        return estimate_kl(self.estimator, gen.values, ref.values, sampling, scored)
-
-    def _exact(self, kl: Ragged) -> Tensor:
-        scored = check_finite_kl(kl, self.exact_kl_key or "")
-        values = kl.values.to(torch.promote_types(kl.values.dtype, torch.float32), copy=True)
-        return values if scored is None else torch.where(scored, values, 0)
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """The penalised reward: one number for each token, ``[*B, -1, 1]``."""
-        if self.add_to_reward:
-            declare(reward_spec, self.reward_key, (1,))
-        return reward_spec
-
-
-def _checked_exact_key(estimator: Any, key: NestedKey | None, old_key: NestedKey | None) -> NestedKey | None:
-    """Where the exact KL is, None for an estimator of log-probs."""
-    if estimator != "exact":
-        if key is not None:
-            raise ValueError(f"exact_kl_key={key!r} is read with estimator='exact' only, found estimator={estimator!r}")
-        return None
-    if old_key is not None:
+def _check_old(estimator: Estimator, old_log_probs_key: NestedKey | None) -> None:
+    if old_log_probs_key is not None and estimator == "exact":
         raise ValueError(
-            f"old_log_probs_key={old_key!r} corrects an estimate from sampled tokens; estimator='exact' makes none"
+            f"old_log_probs_key={old_log_probs_key!r} corrects an estimate from sampled tokens, and estimator='exact' reads "
+            "the KL: leave one of them out."
         )
-    return ("exact_kl", "full") if key is None else key
 
 
-def _find(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, attention: Ragged | None) -> Ragged | None:
+def _read(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, attention: Ragged | None) -> Ragged | None:
     """An entry of the step's result, else of the step, without its padding; ``[N]``."""
-    value = read_ragged(next_td, key)
-    if value is None and next_td is not td:
-        value = read_ragged(td, key)
-    if value is None or attention is None:
-        return value
-    if not same_rows(attention.container, value.container):
+    value = read_result(td, next_td, key)
+    if value is None or attention is None or not same_rows(attention.container, value.container):
         return value
     return Ragged.from_slots(value.slots(), value.container, attention.slots().bool())
 
 
-def _response(td: TensorDictBase, log_prob: Ragged) -> Tensor | None:
-    """Which of these tokens are the assistant's, if the data is a rollout that says so; ``[N]``."""
+def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
+    """The assistant's tokens; ``[N]``, or None if the data is no rollout of these tokens."""
     tokens = read_ragged(td, TOKENS_FULL)
-    if tokens is None or not same_rows(tokens.container, log_prob.container):
+    if tokens is None or not same_rows(tokens.container, kl.container):
         return None
-    kept = Ragged.from_slots(tokens.slots(), log_prob.container, log_prob.keep)
-    return counted_mask(td, kept, ModelInterface(), every=tokens)
+    kept = Ragged.from_slots(tokens.slots(), kl.container, kl.keep)
+    return assistant_mask(td, kept, ModelInterface(), every=tokens)

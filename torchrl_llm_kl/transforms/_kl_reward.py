@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
-from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged
-from torchrl_llm_kl.rollouts import TokenisingOptions
+from torchrl_llm_kl._numerics import check_finite
+from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
+from torchrl_llm_kl.rollouts import (
+    Located,
+    MissingEntryError,
+    ModelInterface,
+    RewardPlacement,
+    Scope,
+    TokenisingOptions,
+    describe_entries,
+    locate,
+    read_result,
+    sub_key,
+)
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot
-from torchrl_llm_kl.transforms._base import Output, StepTransform, declare
-from torchrl_llm_kl.transforms._container import in_env
-from torchrl_llm_kl.transforms._errors import MissingEntryError, entries
-from torchrl_llm_kl.transforms._factories import RayVariant, resolve_factory
-from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
-from torchrl_llm_kl.transforms._located import Located, Scope, locate
-from torchrl_llm_kl.transforms._pairs import check_finite, check_pair, estimate_kl
-from torchrl_llm_kl.transforms._reward import RewardPlacement, check_reward_placement, penalised_reward
-from torchrl_llm_kl.transforms._sampled import sampled_log_probs
-
-__all__ = ["KLRewardTransform"]
+from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory
+from torchrl_llm_kl.transforms._penalty import (
+    LOG_PROB_ADVICE,
+    Estimator,
+    KLPenalty,
+    check_pair,
+    place_in,
+    resolve_estimator,
+)
 
 
-class KLRewardTransform(RayVariant, StepTransform):
+def _check_estimator(estimator: Estimator) -> Estimator:
+    if estimator == "exact":
+        raise ValueError(
+            "estimator='exact' needs the policy's whole distributions, which the data does not hold: use "
+            "RetrieveKL(policy, reference, estimator='exact')."
+        )
+    return resolve_estimator(estimator)
+
+
+def _check_reference(model: Any) -> Any:
+    if getattr(model, "generate", False) is True:
+        raise ValueError("The actor is configured to generate text, not compute the log-probs.")
+    if getattr(model, "input_mode", "tokens") != "tokens":
+        raise ValueError(
+            "The ref_model must be configured to use tokens as input. Please set the `input_mode` argument to `tokens`."
+        )
+    return model
+
+
+class KLRewardTransform(RayVariant, KLPenalty):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
     Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
@@ -38,24 +66,24 @@ class KLRewardTransform(RayVariant, StepTransform):
         ref_model: the reference, a wrapper with ``input_mode="tokens"`` and ``generate=False`` or a transformers model.
 
     Keyword Args:
-        ref_model_factory: makes ``ref_model``.
+        ref_model_factory: builds ``ref_model``.
         coef: a number, a tensor or a coefficient module. Default 1.
         in_keys: the reward's key. Default ``["reward"]``.
         out_keys: where the penalised reward goes, and optionally the KL and the reference's log-probs. Default
             ``["reward", "kl_penalty", "ref_log_probs"]``.
         log_prob_key: the policy's log-probs, of the whole sequence. Default ``("log_probs", "full")``; where that is
             missing, the ``"response"`` entry beside it is used.
-        device: move the reference there first. Data stays where it is.
         add_to_reward: write the penalised reward. Default True.
-        tokenizer: instead of the reference's own.
-        assistant_only: count only what the assistant produced. Default True.
         padding_side: the side of the padding where the data is padded in one entry and nested in another.
-        estimator: see :class:`KLComputation`; so is ``reward_placement``. The policy is not run here, so that ``"exact"``
-            is not possible.
-        temperature: see :class:`RetrieveLogProb`; so are ``scope``, ``dtype`` and ``memory``.
+        estimator: see :class:`KLComputation`; so is ``reward_placement``. ``"exact"`` is impossible: the policy is not
+            run here.
+
+    ``device``, ``tokenizer``, ``assistant_only``, ``temperature``, ``scope``, ``dtype`` and ``memory`` are those of
+    :class:`RetrieveLogProb`, for the reference. All but ``device``, ``tokenizer`` and ``padding_side`` are attributes that
+    may change at any time.
 
     Shapes:
-        KL, reference log-probs and reward: ``[*B, T, 1]``, in the form of the tokens.
+        KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout of the tokens.
 
     Raises:
         ValueError: see :class:`RetrieveLogProb` and :class:`KLComputation`.
@@ -78,6 +106,11 @@ class KLRewardTransform(RayVariant, StepTransform):
 
     DEFAULT_IN_KEYS: tuple[NestedKey, ...] = ("reward",)
 
+    checks: ClassVar[Checks] = {**KLPenalty.checks, "estimator": _check_estimator, "ref_model": _check_reference}
+    declaring = KLPenalty.declaring | {"ref_model"}
+    fixed = frozenset({"device", "padding_side", "tokenizer"})
+    coefficient = "coef"
+
     def __init__(
         self,
         ref_model: Any = None,
@@ -93,7 +126,7 @@ class KLRewardTransform(RayVariant, StepTransform):
         assistant_only: bool = True,
         padding_side: str = "left",
         use_ray_service: bool = False,
-        estimator: EstimatorName | Callable[..., Tensor] = "k1",
+        estimator: Estimator = "k1",
         temperature: float = 1.0,
         reward_placement: RewardPlacement = "last",
         scope: Scope = "turn",
@@ -103,48 +136,45 @@ class KLRewardTransform(RayVariant, StepTransform):
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if ref_model is None:
             raise ValueError("Must provide exactly one of 'ref_model' or 'ref_model_factory'.")
-        reward_key, out = _check_keys(
-            list(self.DEFAULT_IN_KEYS) if in_keys is None else list(in_keys),
-            None if out_keys is None else list(out_keys),
-        )
-        if estimator == "exact":
-            raise ValueError(
-                "estimator='exact' needs the policy's whole distributions, which the data does not hold: use "
-                "RetrieveKL(policy, reference, estimator='exact')"
-            )
-        if getattr(ref_model, "generate", False) is True:
-            raise ValueError("The actor is configured to generate text, not compute the log-probs.")
-        if getattr(ref_model, "input_mode", "tokens") != "tokens":
-            raise ValueError(
-                "The ref_model must be configured to use tokens as input. Please set the `input_mode` argument to `tokens`."
-            )
-        self_interface = ModelInterface.of(ref_model)
-        super().__init__(in_keys=[reward_key, *self_interface.in_keys], out_keys=out)
-        self._interface = self_interface
+        read = list(self.DEFAULT_IN_KEYS) if in_keys is None else list(in_keys)
+        written = _three_keys(read, None if out_keys is None else list(out_keys))
+        estimator = _check_estimator(estimator)
+        _check_reference(ref_model)
+        super().__init__(in_keys=read)
         self.ref_model = ref_model if device is None else ref_model.to(device)
-        self.reward_key = unravel_key(reward_key)
+        self.reward_key = self.in_keys[0]
         self.log_prob_full_key = log_prob_key
         self.add_to_reward = add_to_reward
         self.assistant_only = assistant_only
-        self.coef = as_coefficient(coef)
-        self.estimator = get_estimator(estimator) if isinstance(estimator, str) else estimator
-        self.reward_placement = check_reward_placement(reward_placement)
+        self.coef: Any = coef
+        self.estimator = estimator
+        self.reward_placement = reward_placement
         self.scope: Scope = scope
-        self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self.temperature = temperature
         self.dtype = dtype
         self.memory = memory
+        self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
-        _ = self.scorer  # a model that cannot be scored is refused here
+        self.out_keys = written
+        self.declare()
+        self.check_model()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Later too, a coefficient may be given as a number.
-        super().__setattr__(name, as_coefficient(value) if name == "coef" else value)
+    # ------------------------------------------------------------------ keys and specs
+
+    def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        """The reward and what the reference reads; the penalised reward, the KL and the reference's log-probs."""
+        return [self.reward_key, *self._interface.in_keys], list(self.out_keys)
 
     @property
-    def scorer(self) -> LogProbScorer:
-        """The engine."""
-        return self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
+    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
+        """KL and reference log-probs, and the penalised reward if it does not replace the reward."""
+        reward_key, *others = self.out_keys
+        new_reward = [reward_key] if self.add_to_reward and reward_key != self.reward_key else []
+        return dict.fromkeys([*others, *new_reward], (1,))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Declare the penalised reward where it replaces the reward."""
+        return super().transform_reward_spec(reward_spec) if self.out_keys[0] == self.reward_key else reward_spec
 
     @property
     def pad_output(self) -> bool:
@@ -165,68 +195,67 @@ class KLRewardTransform(RayVariant, StepTransform):
             )
         return tokenizer
 
-    @property
-    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """KL and reference log-probs, and the penalised reward if it does not replace the reward."""
-        entries: dict[NestedKey, tuple[int, ...]] = {self.out_keys[1]: (1,), self.out_keys[2]: (1,)}
-        if self.add_to_reward and self.out_keys[0] != self.reward_key:
-            entries[self.out_keys[0]] = (1,)
-        return entries
+    # ------------------------------------------------------------------ computation
 
-    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
+    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Score the reference and compare."""
         located = locate(
             td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options
         )
         ref = self.scorer.score(located.tokens, located.mask, remember=in_env(self))
         gen, known = self._policy_log_probs(td, next_td, located)
-        scored = located.mask & known
-        kl = ref.like(estimate_kl(self.estimator, gen.values, ref.values, gen.values, scored))
-        outputs = [
-            Output.of(self.out_keys[1], kl.like(kl.values.unsqueeze(-1))),
-            Output.of(self.out_keys[2], ref.like(ref.values.unsqueeze(-1))),
-        ]
+        kl = ref.like(self.kl(gen, ref.values, gen, located.mask & known))
+        reward_key, kl_key, ref_key = self.out_keys
+        outputs = {key: x.like(x.values.unsqueeze(-1)) for key, x in ((kl_key, kl), (ref_key, ref))}
         if self.add_to_reward:
-            reward = read_column(next_td, self.reward_key)
-            penalised = penalised_reward(reward, kl, located.mask, self.coef, self.reward_placement)
-            outputs.append(Output.of(self.out_keys[0], penalised))
+            outputs[reward_key] = self.penalised(next_td, kl, located.mask)
         return outputs
 
-    def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Ragged, Tensor]:
-        """Log-probs of the policy at the located tokens, and where they are known; both ``[N]``."""
-        for source in (next_td, td):  # what an earlier transform of this step wrote comes before what came in
-            if has_entry(source, self.log_prob_full_key):
-                gen = read_ragged(source, self.log_prob_full_key)
-                assert gen is not None
-                gen = self._align(gen, located)
-                zero = torch.where(located.mask, gen.values, torch.zeros_like(gen.values)).detach()
-                check_finite(gen.like(zero), "the policy", self.log_prob_full_key)
-                return gen.like(zero), torch.ones_like(located.mask)
+    def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
+        """Log-probs of the policy at the located tokens, 0 at others, and where they are known; both ``[N]``."""
         key = self.log_prob_full_key
-        response_key = sub_key(key[:-1], "response") if isinstance(key, tuple) and len(key) > 1 else None
-        if response_key is None or not has_entry(td, response_key):
-            raise MissingEntryError(
-                f"the policy's log-probs are missing: expected {key!r}, found: {entries(td)}. "
-                f"Collect with return_log_probs=True, put RetrieveLogProb before, or use RetrieveKL, which scores both."
-            )
-        return sampled_log_probs(td, response_key, located)
+        gen = read_result(td, next_td, key)
+        if gen is not None:
+            values, known = self._align(gen, located), torch.ones_like(located.mask)
+        else:
+            key = sub_key(key[:-1], "response") if isinstance(key, tuple) and len(key) > 1 else None
+            if key is None or not has_entry(td, key):
+                raise MissingEntryError(
+                    f"the policy's log-probs are missing: expected {self.log_prob_full_key!r}, found: "
+                    f"{describe_entries(td, next_td)}. Collect with return_log_probs=True, put RetrieveLogProb before, or "
+                    "use RetrieveKL, which scores both."
+                )
+            values, known = _sampled_log_probs(td, key, located)
+        values = torch.where(known & located.mask, values, 0).detach()
+        name = f"the log-prob of the policy under {key!r}"
+        check_finite({name: values}, place=place_in(located.tokens), advice=LOG_PROB_ADVICE)
+        return values, known
 
-    def _align(self, gen: Ragged, located: Located) -> Ragged:
+    def _align(self, gen: Ragged, located: Located) -> Tensor:
         tokens = located.tokens
         if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
-            return Ragged.from_slots(gen.slots(), tokens.container, tokens.keep)
-        gen, _ = check_pair(gen, tokens, padding_side=self._options.padding_side)
-        return tokens.like(gen.values)
+            return Ragged.from_slots(gen.slots(), tokens.container, tokens.keep).values
+        return check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
 
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """The penalised reward: one number for each token, ``[*B, -1, 1]``."""
-        if self.add_to_reward and self.out_keys[0] == self.reward_key:
-            declare(reward_spec, self.reward_key, (1,))
-        return reward_spec
+    # ------------------------------------------------------------------ the reference
+
+    def check_model(self) -> None:
+        """Build the scorer: a reference that cannot be scored raises an error."""
+        self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
+
+    @property
+    def scorer(self) -> LogProbScorer:
+        """The engine."""
+        return self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
+
+    @property
+    def _interface(self) -> ModelInterface:
+        return ModelInterface.of(self.ref_model)
 
 
-def _check_keys(in_keys: list[NestedKey], out_keys: list[NestedKey] | None) -> tuple[NestedKey, list[NestedKey]]:
-    out = copy(in_keys) if out_keys is None else out_keys
+def _three_keys(in_keys: list[NestedKey], out_keys: list[NestedKey] | None) -> list[NestedKey]:
+    """The keys of reward, KL and reference log-probs."""
+    out = list(in_keys) if out_keys is None else out_keys
     if len(out) == len(in_keys):
         out = [*out, "kl_penalty", "ref_log_probs"]
     elif len(out) != len(in_keys) + 2:
@@ -235,4 +264,44 @@ def _check_keys(in_keys: list[NestedKey], out_keys: list[NestedKey] | None) -> t
         )
     if len(in_keys) != 1 or len(out) != 3:
         raise ValueError(f"Only one in_key/out_key is allowed, got in_keys={in_keys}, out_keys={out}.")
-    return in_keys[0], [unravel_key(key) for key in out]
+    return out
+
+
+def _sampled_log_probs(td: TensorDictBase, key: NestedKey, located: Located) -> tuple[Tensor, Tensor]:
+    """Put log-probs that the policy stored for its response at the response's place in the whole sequence.
+
+    torchrl's wrappers store exactly 0 for the first token they generate, whatever its probability. Such a token is left
+    out, with a warning: a KL of ``0 - ref_log_prob`` would charge it for the reference's whole log-prob.
+
+    Returns:
+        The log-probs, 0 where there is none, and where they are known; both ``[N]``.
+
+    Raises:
+        ValueError: if a sequence has more log-probs than tokens.
+    """
+    response = read_ragged(td, key)
+    assert response is not None
+    tokens = located.tokens
+    slots = Ragged(tokens.slots(), tokens.container.row_lengths, tokens.container)
+    widths = response.container.row_lengths
+    starts = slots.lengths - widths
+    if bool((starts < 0).any()):
+        row = int((starts < 0).nonzero()[0])
+        raise ValueError(
+            f"sequence {row} has {int(widths[row])} log-probs under {key!r} but {int(slots.lengths[row])} tokens."
+        )
+    start = starts[slots.sequence_ids]
+    known = slots.positions >= start
+    values = torch.zeros(known.shape, dtype=torch.float32, device=known.device)
+    values[known] = response.slots().detach().float()
+    unknown = (slots.positions == start) & (values == 0)
+    if tokens.keep is not None:
+        values, known, unknown = values[tokens.keep], known[tokens.keep], unknown[tokens.keep]
+    skipped = int((unknown & located.mask).sum())
+    if skipped:
+        warnings.warn(
+            f"{key!r} holds exactly 0 for the first generated token of {skipped} sequences: torchrl never computes it. That "
+            "token is left out of the KL; RetrieveKL scores every token.",
+            stacklevel=2,
+        )
+    return values, known & ~unknown

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
-from torchrl_llm_kl.transforms._base import Output, StepPlaces
-from torchrl_llm_kl.transforms._factories import RayVariant, resolve_factory
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY
+from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, refuse_fixed, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
-from torchrl_llm_kl.transforms._pairs import check_same_tokens
-from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb
-from torchrl_llm_kl.transforms._reward import RewardPlacement
+from torchrl_llm_kl.transforms._penalty import Estimator
+from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb, check_scored_model, full_key_problem
 
-__all__ = ["RetrieveKL"]
-
-# What goes to both RetrieveLogProb, beside the arguments that torchrl names.
-_OF_BOTH = {"adapters", "dtype", "memory", "scope", "temperature"}
-# Attributes of the parts that are read and written on the whole too.
-_OF_PARTS = {
-    **dict.fromkeys(("assistant_only", "dtype", "memory", "scope", "temperature"), (0, 1)),
-    **dict.fromkeys(("coeff", "reward_placement"), (2,)),
+_POLICY, _REFERENCE, _KL = range(3)
+#: Settings of the parts that are attributes of the whole too: name -> (part, its attribute).
+_SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
+    **{
+        name: ((_POLICY, name), (_REFERENCE, name))
+        for name in ("adapters", "assistant_only", "dtype", "memory", "scope", "temperature")
+    },
+    "detach": ((_POLICY, "detach"),),
+    "entropy_key": ((_POLICY, "entropy_key"),),
+    "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
+    "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
+    **{
+        name: ((_KL, name),)
+        for name in (
+            "add_to_reward",
+            "coeff",
+            "estimator",
+            "kl_key",
+            "old_log_probs_key",
+            "reward_key",
+            "reward_placement",
+        )
+    },
 }
 
 
-class RetrieveKL(RayVariant, StepPlaces, Compose):
+class RetrieveKL(RayVariant, StepMixin, Compose):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
     A composition of two :class:`RetrieveLogProb` and a :class:`KLComputation` that locates the tokens once for both
@@ -37,26 +53,26 @@ class RetrieveKL(RayVariant, StepPlaces, Compose):
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
             (default): the policy of the collector that runs the env, found at the first step.
-        ref_model: the reference, the same way; ``"base"``: the policy's own weights with its PEFT adapters switched off.
+        ref_model: the reference, likewise; ``"base"``: the policy's own weights with its PEFT adapters switched off.
 
     Keyword Args:
-        gen_model_factory: makes ``gen_model``.
-        ref_model_factory: makes ``ref_model``.
-        assistant_only: count only what the assistant produced. Default True.
-        history_key: where conversations are, used when the data holds no tokens. Default ``"history"``.
-        tokenizer_kwargs: see :class:`RetrieveLogProb`; so are ``detach``, ``device``, ``tokenizer``, ``padding_side``,
-            ``temperature``, ``scope``, ``dtype`` and ``memory``, which hold for both models; ``detach=False`` gives the
-            policy's log-probs a gradient, the frozen reference never has one.
+        gen_model_factory: builds ``gen_model``.
+        ref_model_factory: builds ``ref_model``.
+        detach: with False the policy's log-probs have a gradient; the frozen reference's never do. Default True.
+        gen_log_probs_full_key: where the policy's log-probs go. Default ``("log_probs", "full")``.
+        ref_log_probs_full_key: where the reference's go. Default ``("ref_log_probs", "full")``.
+        estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
+            vocabulary at each token (both must have the same one).
         entropy_key: where to write the policy's entropy, if anywhere.
-        gen_log_probs_full_key: default ``("log_probs", "full")``.
-        ref_log_probs_full_key: default ``("ref_log_probs", "full")``.
-        kl_key: see :class:`KLComputation`; so are ``add_to_reward``, ``coeff``, ``reward_placement``,
-            ``old_log_probs_key`` and ``reward_key``.
-        estimator: see :class:`KLComputation`; with ``"exact"`` both models are run side by side, and the KL at each token
-            is the sum over the whole vocabulary (both must have the same one).
+
+    The other arguments are those of :class:`RetrieveLogProb`, for both models (``assistant_only``, ``history_key``,
+    ``tokenizer_kwargs``, ``device``, ``tokenizer``, ``padding_side``, ``adapters``, ``dtype``, ``memory``, ``scope``,
+    ``temperature``), and of :class:`KLComputation` (``kl_key``, ``add_to_reward``, ``coeff``, ``reward_placement``,
+    ``old_log_probs_key``, ``reward_key``). They are attributes that may change at any time, except the models and what is
+    fixed in a :class:`RetrieveLogProb`.
 
     Shapes:
-        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the form of the tokens.
+        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout of the tokens.
 
     Raises:
         ValueError: at construction, for models that generate, differ in ``pad_output``, or write to one key; on data, see
@@ -74,6 +90,8 @@ class RetrieveKL(RayVariant, StepPlaces, Compose):
         >>> data["next", "kl_penalty"].tolist(), data["next", "reward"].squeeze(-1).tolist()
         ([[0.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 1.0]])
     """
+
+    fixed: ClassVar[frozenset[str]] = RetrieveLogProb.fixed | {"gen_model", "ref_model"}
 
     def __init__(
         self,
@@ -95,39 +113,51 @@ class RetrieveKL(RayVariant, StepPlaces, Compose):
         add_to_reward: bool = True,
         coeff: float | Tensor | nn.Module = 1.0,
         use_ray_service: bool = False,
-        estimator: Any = "k1",
+        estimator: Estimator = "k1",
         reward_placement: RewardPlacement = "last",
         old_log_probs_key: NestedKey | None = None,
         reward_key: NestedKey = "reward",
         entropy_key: NestedKey | None = None,
-        **kwargs: Any,
+        adapters: bool = True,
+        dtype: torch.dtype | None = None,
+        memory: int = DEFAULT_MEMORY,
+        scope: Scope = "turn",
+        temperature: float = 1.0,
     ) -> None:
-        if unknown := sorted(set(kwargs) - _OF_BOTH):
-            raise TypeError(
-                f"RetrieveKL() got unexpected keyword arguments {unknown}; beyond those named it takes {sorted(_OF_BOTH)}"
-            )
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         _check_models(gen_model, ref_model)
         if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
-            _check_full_keys(gen=gen_log_probs_full_key, ref=ref_log_probs_full_key)
+            for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
+                if problem := full_key_problem(f"{name}_log_probs_full_key", key):
+                    raise ValueError(problem)
         shared: dict[str, Any] = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
-            "detach": detach,
             "device": device,
             "tokenizer": tokenizer,
             "padding_side": padding_side,
             "history_key": history_key,
-            **kwargs,
+            "dtype": dtype,
+            "memory": memory,
+            "scope": scope,
+            "temperature": temperature,
         }
         base = isinstance(ref_model, str)
         super().__init__(
-            RetrieveLogProb(gen_model, log_probs_full_key=gen_log_probs_full_key, entropy_key=entropy_key, **shared),
+            RetrieveLogProb(
+                gen_model,
+                log_probs_full_key=gen_log_probs_full_key,
+                entropy_key=entropy_key,
+                detach=detach,
+                adapters=adapters,
+                **shared,
+            ),
             RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
-                **{**shared, "detach": True, **({"adapters": False} if base else {})},
+                adapters=adapters and not base,
+                **shared,
             ),
             KLComputation(
                 gen_log_probs_full_key,
@@ -142,69 +172,64 @@ class RetrieveKL(RayVariant, StepPlaces, Compose):
                 reward_key=reward_key,
             ),
         )
+        self._reference_is_base = base
 
-    @property
-    def coeff(self) -> nn.Module:
-        """The coefficient module: call it for its value, ``update`` it if it adapts."""
-        return self[2].coeff
+    # ------------------------------------------------------------------ settings
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for part in _OF_PARTS.get(name, ()):
-            setattr(self[part], name, value)
-        if name not in _OF_PARTS:
+        refuse_fixed(self, name)
+        for part, attribute in _SETTINGS.get(name, ()):
+            if not (
+                name == "adapters" and part == _REFERENCE and self._reference_is_base
+            ):  # off, whatever the policy's
+                setattr(self[part], attribute, value)
+        if name not in _SETTINGS:
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_PARTS:
-            return getattr(self[_OF_PARTS[name][0]], name)
+        if name in _SETTINGS:
+            part, attribute = _SETTINGS[name][0]
+            return getattr(self[part], attribute)
         return super().__getattr__(name)
 
     def clone(self) -> RetrieveKL:
-        """A copy that another env can hold: a transform of this class, with the same models."""
+        """A copy for another env: a transform of this class, with the same models."""
         found = Transform.clone(self)
         found.transforms = nn.ModuleList(part.clone() for part in self)
         for part in found:
             part.set_container(found)
         return found
 
-    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
-        """Locate once, score twice, compute."""
-        gen, ref, kl = self[0], self[1], self[2]
+    # ------------------------------------------------------------------ computation
+
+    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
+        """Locate once, score twice, compare."""
+        gen, ref, kl = self[_POLICY], self[_REFERENCE], self[_KL]
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
-            check_same_tokens(located, ref.locate(td))
-        exact = kl.estimator == "exact"
-        ref_scores = (
-            None if exact else ref.begin(located)
-        )  # in another process it works while the policy is scored here
-        scores = gen.evaluate(located, ref.scorer if exact else None)
-        ref_log_prob = scores.ref_log_prob if ref_scores is None else ref_scores().log_prob
-        assert ref_log_prob is not None
-        old = kl.read_old(td, next_td, scores.log_prob)
-        outputs = [
-            Output.of(gen.log_probs_full_key, scores.log_prob),
-            Output.of(ref.log_probs_full_key, ref_log_prob),
-            *kl.compute(scores.log_prob, ref_log_prob, located.mask, next_td, old=old, exact=scores.kl),
-        ]
+            _check_same_tokens(located, ref.locate(td))
+        if kl.estimator == "exact":
+            scores = gen.evaluate(located, ref.scorer)
+            ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
+        else:
+            finish = ref.begin(located)  # a model in another process works while the policy is scored here
+            scores = gen.evaluate(located)
+            ref_log_prob = finish().log_prob
+            penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
+        outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
+        outputs |= kl.charged(next_td, penalty, located.mask)
         if scores.entropy is not None:
-            outputs.append(Output.of(gen.entropy_key, scores.entropy))
+            outputs[gen.entropy_key] = scores.entropy
         return outputs
 
 
-def _check_full_keys(**keys: NestedKey) -> None:
-    for name, key in keys.items():
-        if not isinstance(key, tuple) or key[-1] != "full":
-            raise ValueError(
-                f"The {name}_log_probs_full_key {key} is not a tuple or does not end with 'full'. "
-                "This may cause issues with the KL computation. "
-                "Please use a tuple with the log_probs_key and 'full' as the last element."
-            )
+# ------------------------------------------------------------------ checks
 
 
 def _check_models(gen_model: Any, ref_model: Any) -> None:
-    """The checks of torchrl, with its texts, on whichever models are known at construction."""
+    """The checks of torchrl, with its texts, on the models that are known at construction."""
     if isinstance(ref_model, str) and ref_model != "base":
-        raise ValueError(f"ref_model must be a model or 'base', got {ref_model!r}")
+        raise ValueError(f"ref_model must be a model or 'base', got {ref_model!r}.")
     if ref_model is None:
         raise ValueError("ref_model cannot be None")
     if gen_model is None:
@@ -216,16 +241,31 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
             f"pad_output mismatch: gen_model.pad_output={paddings[0]}, ref_model.pad_output={paddings[1]}. "
             "Both models must use the same padding strategy for KL computation."
         )
-    for name, model in (("generation", gen_model), ("reference", ref_model)):
-        if isinstance(model, str):
-            continue
-        if not getattr(model, "return_log_probs", True):
-            raise ValueError(f"The {name} model must have `return_log_probs=True` to use the `RetrieveKL` transform.")
-        if getattr(model, "generate", False) is True:
-            raise ValueError(f"The {name} model must have `generate=False` to use the `RetrieveKL` transform.")
+    for name, model in (("generation model", gen_model), ("reference model", ref_model)):
+        if not isinstance(model, str):
+            check_scored_model(model, name, "RetrieveKL")
     if both and getattr(gen_model, "log_probs_key", "gen_log_probs") == getattr(
         ref_model, "log_probs_key", "log_probs"
     ):
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."
+        )
+
+
+def _check_same_tokens(gen: Located, ref: Located) -> None:
+    difference = first_difference(gen.tokens, ref.tokens)
+    if difference is not None:
+        row, position = difference
+        a, b = (x.tokens.to_list()[row] for x in (gen, ref))
+        found = f"{a[position : position + 4].tolist()} and {b[position : position + 4].tolist()}"
+        raise ValueError(
+            f"the two models see different tokens, first at sequence {row}, position {position}: {found} (lengths "
+            f"{len(a)} and {len(b)}). Give both the same tokenizer and chat template, or store the sampled tokens."
+        )
+    if not torch.equal(gen.mask, ref.mask):
+        at = int((gen.mask != ref.mask).nonzero()[0])
+        row, position = int(gen.tokens.sequence_ids[at]), int(gen.tokens.positions[at])
+        raise ValueError(
+            f"the two models mask in different assistant tokens, first at sequence {row}, position {position}: give both "
+            "the same chat template."
         )

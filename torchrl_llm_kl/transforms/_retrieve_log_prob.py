@@ -1,31 +1,58 @@
-"""Score what was sampled under a model."""
+"""Score what was sampled: log-probs under a model, values under a critic."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import nn
 
-from torchrl_llm_kl.rollouts import TokenisingOptions
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores
-from torchrl_llm_kl.transforms._base import Output, StepTransform
-from torchrl_llm_kl.transforms._container import collector_policy, in_env
-from torchrl_llm_kl.transforms._factories import RayVariant
-from torchrl_llm_kl.transforms._interface import ModelInterface, sub_key
-from torchrl_llm_kl.transforms._located import Located, Scope, locate
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, locate, sub_key
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, evaluating
+from torchrl_llm_kl.transforms._base import (
+    Checks,
+    NoCollectorError,
+    RayVariant,
+    StepTransform,
+    collector_policy,
+    in_env,
+)
 
-__all__ = ["RetrieveLogProb"]
+
+def check_scored_model(model: Any, name: str = "model", transform: str = "RetrieveLogProb") -> Any:
+    """Return ``model`` unless its settings say that it returns no log-probs of given tokens.
+
+    Raises:
+        ValueError: with torchrl's texts.
+    """
+    if not getattr(model, "return_log_probs", True):
+        raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
+    if getattr(model, "generate", False) is True:
+        raise ValueError(f"The {name} must have `generate=False` to use the `{transform}` transform.")
+    return model
+
+
+def full_key_problem(name: str, key: NestedKey) -> str | None:
+    """The text of torchrl about a key that does not end with ``"full"``; None for one that does."""
+    if isinstance(key, tuple) and key[-1] == "full":
+        return None
+    return (
+        f"The {name} {key} is not a tuple or does not end with 'full'. This may cause issues with the KL computation. "
+        "Please use a tuple with the log_probs_key and 'full' as the last element."
+    )
 
 
 class RetrieveLogProb(RayVariant, StepTransform):
     r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss to use.
 
-    Scored are the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise the
-    conversation or text is rendered and tokenised on the model's own template. The result has the form of those tokens:
+    It scores the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise it renders
+    and tokenises the conversation or text with the model's own template. The result has the layout of those tokens:
     padded in, padded out; nested in, nested out.
 
     Works in a ``ChatEnv`` (written to ``"next"`` at each step), in an ``LLMCollector``, in a replay buffer (on sample, or
@@ -33,36 +60,39 @@ class RetrieveLogProb(RayVariant, StepTransform):
 
     Args:
         model: a TorchRL wrapper with ``generate=False``, a transformers causal language model, or ``"from_collector"``
-            for the policy of the collector that runs the env (found at the first step, never changed).
+            for the policy of the collector that runs the env (found at the first step, never modified).
 
     Keyword Args:
         log_probs_full_key: where to write; by default ``(model.log_probs_key, "full")``.
-        assistant_only: score only what the assistant produced, 0 elsewhere. Default True.
+        assistant_only: score only the assistant's tokens, 0 elsewhere. Default True.
         tokenizer_kwargs: arguments of the chat template, used where conversations must be rendered.
-        detach: no gradient, nothing of the graph kept. With False the result is differentiable. Default True.
+        detach: no gradient, and nothing of the graph is kept. With False the result is differentiable. Default True.
         device: move the model there first. Data stays where it is.
-        tokenizer: instead of the model's own, where text must be tokenised.
+        tokenizer: replaces the model's own, where text must be tokenised.
         padding_side: the side of padding where text is tokenised for a model with ``pad_output=True``.
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. Without effect when the data is one whole conversation.
-        adapters: False switches the PEFT adapters of the model off while it scores: the base model, with no second copy
-            of its weights. Default True.
+        adapters: False switches the model's PEFT adapters off while it scores: the base model, without a second copy of
+            its weights. Default True.
         history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
         dtype: of the model's body while it scores, by autocast; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that are remembered in an env, so that each turn of a conversation costs its new
-            tokens only; 0 remembers nothing. Weights that change are never served what the old ones gave.
+        memory: bytes of cached keys and values in an env, so that each turn of a conversation costs its new tokens only; 0
+            caches nothing. A change of the weights clears the cache.
         reference: another model, to which the exact KL over the whole vocabulary is written too, from the same pass.
         exact_kl_key: where that goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of each distribution that a token was drawn from, if anywhere.
-        use_ray_service: True makes a ``RayRetrieveLogProb``, whose model is behind a service.
+        use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
+
+    Arguments are attributes that may change at any time, except those that set up tokenisation and devices
+    (``tokenizer``, ``tokenizer_kwargs``, ``padding_side``, ``history_key``, ``device``).
 
     Shapes:
-        float32 nats ``[*B, T]``, in the form of the tokens, exactly 0 at padding and wherever nothing is scored.
+        float32 nats ``[*B, T]``, in the layout of the tokens, exactly 0 at padding and at tokens that are not scored.
 
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
-            cannot be told, a sequence is longer than the model's positions, or a log-prob is not finite.
+            cannot be separated from the prompt, a sequence is longer than the model's positions, or a log-prob is not finite.
         KeyError: if the data holds nothing to score.
 
     Example:
@@ -78,6 +108,10 @@ class RetrieveLogProb(RayVariant, StepTransform):
 
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
+
+    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model}
+    declaring = frozenset({"model", "log_probs_full_key", "reference", "exact_kl_key", "entropy_key"})
+    fixed = frozenset({"device", "history_key", "padding_side", "tokenizer", "tokenizer_kwargs"})
 
     def __init__(
         self,
@@ -101,108 +135,57 @@ class RetrieveLogProb(RayVariant, StepTransform):
         entropy_key: NestedKey | None = None,
         use_ray_service: bool = False,
     ) -> None:
-        if scope not in ("turn", "full"):
-            raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}")
-        if exact_kl_key is None:
-            exact_kl_key = ("exact_kl", "full")
-        elif reference is None:
-            raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=")
-        deferred = isinstance(model, str)
-        if deferred and model != "from_collector":
-            raise ValueError(f"model must be a model or 'from_collector', got {model!r}")
-        interface = ModelInterface() if deferred else _checked_interface(model).with_history_key(history_key)
+        super().__init__()
+        self.scope: Scope = scope
+        if exact_kl_key is not None and reference is None:
+            raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=.")
+        if isinstance(model, str):
+            if model != "from_collector":
+                raise ValueError(f"model must be a model or 'from_collector', got {model!r}.")
+        else:
+            check_scored_model(model)
+            self.model = model if device is None else model.to(device)
+        self._history_key = history_key
         if log_probs_full_key is None:
-            log_probs_full_key = sub_key(interface.log_probs_key, "full")
-        elif not isinstance(log_probs_full_key, tuple) or log_probs_full_key[-1] != "full":
-            warnings.warn(
-                f"The log_probs_full_key {log_probs_full_key} is not a tuple or does not end with 'full'. "
-                "This may cause issues with the KL computation. "
-                "Please use a tuple with the log_probs_key and 'full' as the last element.",
-                stacklevel=2,
-            )
-        extra = [key for key, wanted in ((exact_kl_key, reference), (entropy_key, entropy_key)) if wanted is not None]
-        super().__init__(in_keys=list(interface.in_keys), out_keys=[log_probs_full_key, *extra])
+            log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
+        elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
+            warnings.warn(problem, stacklevel=2)
         self.log_probs_full_key = log_probs_full_key
         self.assistant_only = assistant_only
         self.detach = detach
         self.temperature = temperature
-        self.scope = scope
         self.adapters = adapters
         self.dtype = dtype
         self.memory = memory
         self.reference = reference
-        self.exact_kl_key = exact_kl_key
+        self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
         self.entropy_key = entropy_key
-        self._ref_slot = ScorerSlot()
         self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
-        self._interface = interface
-        self._history_key = history_key
-        self._slot = ScorerSlot()
-        self._from_collector = deferred
-        if not deferred:
-            self.model = model if device is None else model.to(device)
-            _ = self.scorer  # a model that cannot be scored is refused here
-        _ = self.reference_scorer
+        self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
+        self.declare()
+        self.check_models()
 
-    # ------------------------------------------------------------------ what it computes
+    # ------------------------------------------------------------------ keys and specs
+
+    def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        """What the model reads; the log-probs, and the exact KL and the entropy if requested."""
+        out = [self.log_probs_full_key]
+        if self.reference is not None:
+            out.append(self.exact_kl_key)
+        if self.entropy_key is not None:
+            out.append(self.entropy_key)
+        return list(self._known_interface().in_keys), out
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """The log-probs, and the exact KL and the entropy if they are asked for."""
+        """Everything that is written."""
         return {key: () for key in self.out_keys}
-
-    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> list[Output]:
-        """Locate and score."""
-        scores = self.evaluate(self.locate(td), self.reference_scorer)
-        found = {
-            self.log_probs_full_key: scores.log_prob,
-            self.exact_kl_key: scores.kl,
-            self.entropy_key: scores.entropy,
-        }
-        return [Output.of(key, values) for key, values in found.items() if key is not None and values is not None]
-
-    def locate(self, td: TensorDictBase) -> Located:
-        """The tokens that count for this model; see :func:`locate`."""
-        self.scorer  # noqa: B018 -- the interface of a collector's policy is known once the policy is
-        return locate(td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options)
-
-    def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
-        """Log-probs of the located tokens ``[N]``, and what else is asked for, in one pass."""
-        return self.scorer.evaluate(
-            located.tokens,
-            located.mask,
-            entropy=self.entropy_key is not None,
-            reference=reference,
-            grad=not self.detach,
-            remember=in_env(self),
-        )
-
-    def begin(self, located: Located) -> Callable[[], Scores]:
-        """:meth:`evaluate` in two steps: a model in another process is asked now, any other when the scores are asked for."""
-        ask = getattr(self.scorer, "begin", None)
-        if ask is None:
-            return partial(self.evaluate, located)
-        found: Callable[[], Scores] = ask(
-            located.tokens,
-            located.mask,
-            entropy=self.entropy_key is not None,
-            grad=not self.detach,
-            remember=in_env(self),
-        )
-        return found
-
-    def tokenises_like(self, other: RetrieveLogProb) -> bool:
-        """Whether text becomes the same tokens here and there, as far as the settings tell."""
-        return (
-            self.tokenizer is other.tokenizer
-            and self._interface.template_kwargs == other._interface.template_kwargs
-            and self._interface.input_key == other._interface.input_key
-        )
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer where text must be tokenised: the one given, else the model's."""
-        return self._options.tokenizer if self._options.tokenizer is not None else self._interface.tokenizer
+        own = self._options.tokenizer
+        return self._known_interface().tokenizer if own is None else own
 
     @property
     def tokenizer_kwargs(self) -> dict[str, Any]:
@@ -214,13 +197,62 @@ class RetrieveLogProb(RayVariant, StepTransform):
         """The side of padding where text is tokenised for a model that pads its output."""
         return self._options.padding_side
 
+    # ------------------------------------------------------------------ computation
+
+    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
+        """Locate and score."""
+        scores = self.evaluate(self.locate(td), self.reference_scorer)
+        found = {
+            self.log_probs_full_key: scores.log_prob,
+            self.exact_kl_key: scores.kl,
+            self.entropy_key: scores.entropy,
+        }
+        return {key: values for key, values in found.items() if key is not None and values is not None}
+
+    def locate(self, td: TensorDictBase) -> Located:
+        """The tokens, and the mask of those that this model scores."""
+        return locate(
+            td, self._interface(), assistant_only=self.assistant_only, scope=self.scope, options=self._options
+        )
+
+    def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
+        """Log-probs of the located tokens ``[N]``, and whatever else is requested, in one pass."""
+        return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested)
+
+    def begin(self, located: Located) -> Callable[[], Scores]:
+        """:meth:`evaluate` in two steps: a model in another process starts now, any other when the scores are read."""
+        begin = getattr(self.scorer, "begin", None)
+        if begin is None:
+            return partial(self.evaluate, located)
+        started: Callable[[], Scores] = begin(located.tokens, located.mask, **self._requested)
+        return started
+
+    @property
+    def _requested(self) -> dict[str, Any]:
+        return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)}
+
+    def tokenises_like(self, other: RetrieveLogProb) -> bool:
+        """Whether both tokenise text alike, judging by their settings."""
+        ours, theirs = self._interface(), other._interface()
+        return (
+            self.tokenizer is other.tokenizer
+            and ours.template_kwargs == theirs.template_kwargs
+            and ours.input_key == theirs.input_key
+        )
+
+    # ------------------------------------------------------------------ the models
+
+    def check_models(self) -> None:
+        """Build the scorers of the models that are known by now: one that cannot be scored raises an error."""
+        if hasattr(self, "model"):
+            self._slot.get(self.model, adapters=self.adapters, **self._settings)
+        if self.reference is not None:
+            self._ref_slot.get(self.reference, **self._settings)
+
     @property
     def scorer(self) -> LogProbScorer:
         """The engine; for ``"from_collector"`` that of the policy of the collector that runs the env now."""
-        model = collector_policy(self) if self._from_collector else self.model
-        if self._from_collector:
-            self._interface = ModelInterface.of(model).with_history_key(self._history_key)
-        return self._slot.get(model, adapters=self.adapters, **self._settings)
+        return self._slot.get(self._scored_model(), adapters=self.adapters, **self._settings)
 
     @property
     def reference_scorer(self) -> LogProbScorer | None:
@@ -231,10 +263,85 @@ class RetrieveLogProb(RayVariant, StepTransform):
     def _settings(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
 
+    def _scored_model(self) -> Any:
+        return self.model if hasattr(self, "model") else collector_policy(self)
 
-def _checked_interface(model: Any) -> ModelInterface:
-    if not getattr(model, "return_log_probs", True):
-        raise ValueError("The model must have `return_log_probs=True` to use the `RetrieveLogProb` transform.")
-    if getattr(model, "generate", False) is True:
-        raise ValueError("The model must have `generate=False` to use the `RetrieveLogProb` transform.")
-    return ModelInterface.of(model)
+    def _interface(self) -> ModelInterface:
+        """Keys and tokenisation of the model as it is now."""
+        return ModelInterface.of(self._scored_model()).with_history_key(self._history_key)
+
+    def _known_interface(self) -> ModelInterface:
+        """:meth:`_interface`, or TorchRL's defaults while no collector runs the env."""
+        try:
+            return self._interface()
+        except NoCollectorError:
+            return ModelInterface()
+
+
+class RetrieveValue(StepTransform):
+    """Write the value of each response token's prefix, for advantages and for a clipped value loss.
+
+    A critic that is a module is evaluated without dropout, and its mode restored.
+
+    Works wherever :class:`~torchrl_llm_kl.RetrieveLogProb` does.
+
+    Args:
+        critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, or any function ``(tokens, mask) -> values`` of
+            :class:`~torchrl_llm_kl.Ragged`.
+
+    Keyword Args:
+        value_key: where to write. Default ``"state_value"``, torchrl's name.
+        scope: as for :class:`~torchrl_llm_kl.RetrieveLogProb`.
+        assistant_only: as for :class:`~torchrl_llm_kl.RetrieveLogProb`.
+
+    Shapes:
+        float32 ``[*B, T]``, in the layout of the tokens and the unit of the reward; 0 at all other tokens. Without graph.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> lengths = lambda tokens, mask: tokens.like(torch.where(mask, tokens.positions.float(), 0))
+        >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
+        >>> RetrieveValue(lengths)(TensorDict(tokens=tokens, batch_size=[1]))["state_value"].tolist()
+        [[0.0, 0.0, 2.0, 3.0]]
+    """
+
+    declaring = frozenset({"value_key"})
+
+    def __init__(
+        self,
+        critic: Any,
+        *,
+        value_key: NestedKey = "state_value",
+        scope: Scope = "turn",
+        assistant_only: bool = True,
+    ) -> None:
+        super().__init__()
+        self.critic = critic
+        self.value_key, self.scope, self.assistant_only = value_key, scope, assistant_only
+        self.declare()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "critic":
+            super().__setattr__(name, value)
+        elif callable(value):
+            self.__dict__["critic"] = value  # not a submodule: the state of an env is not the critic's
+        else:
+            raise TypeError(
+                f"critic must be a TokenCritic or a function (tokens, mask) -> values, got {type(value).__name__}."
+            )
+
+    def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
+        """The tokens and the values."""
+        return list(ModelInterface().in_keys), [self.value_key]
+
+    @property
+    def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
+        """The values."""
+        return {self.value_key: ()}
+
+    @torch.no_grad()
+    def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
+        """Locate and evaluate."""
+        located = locate(td, assistant_only=self.assistant_only, scope=self.scope)
+        with evaluating(self.critic) if isinstance(self.critic, nn.Module) else nullcontext():
+            return {self.value_key: self.critic(located.tokens, located.mask)}

@@ -1,0 +1,92 @@
+"""Response tokens as dense tensors and back, against values written by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import ResponseTokens
+
+# Three sequences of 3, 2 and 1 tokens, of which 2, 1 and 0 are masked in; the first response has a gap.
+MASK = torch.tensor([True, False, True, False, True, False])
+VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+KEEP = torch.tensor([[True, True, True], [False, True, True], [True, False, False]])
+
+
+def layout(name: str) -> Ragged:
+    rows = [torch.zeros(3), torch.zeros(2), torch.zeros(1)]
+    if name == "padded":
+        return Ragged.from_padded(torch.zeros(3, 3), mask=KEEP)
+    if name == "rows":
+        return Ragged.from_list(rows)
+    return Ragged.from_nested(torch.nested.as_nested_tensor(rows, layout=getattr(torch, name)))
+
+
+LAYOUTS = ["padded", "rows", "strided", "jagged"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gather_and_scatter(name: str) -> None:
+    response = ResponseTokens(layout(name), MASK)
+    assert response.mask.tolist() == [[True, True], [True, False], [False, False]]
+    gathered = response.gather(VALUES)
+    assert gathered.tolist() == [[1.0, 3.0], [5.0, 0.0], [0.0, 0.0]]
+    assert response.scatter(gathered).tolist() == [1.0, 0.0, 3.0, 0.0, 5.0, 0.0]
+    # What a value function leaves at masked-out places goes nowhere.
+    assert response.scatter(torch.full((3, 2), 7.0)).tolist() == [7.0, 0.0, 7.0, 0.0, 7.0, 0.0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_restore_and_write(name: str) -> None:
+    tokens = layout(name)
+    response = ResponseTokens(tokens, MASK)
+    rows = [[1.0, 0.0, 3.0], [0.0, 5.0], [0.0]]
+    if name == "padded":
+        rows = [[1.0, 0.0, 3.0], [0.0, 0.0, 5.0], [0.0, 0.0, 0.0]]
+    restored = response.restore(response.gather(VALUES))
+    assert [row.tolist() for row in restored] == rows
+    data = lazy_stack([TensorDict() for _ in range(3)]) if name == "rows" else TensorDict(batch_size=[3])
+    written = response.write(data, ("out", "x"), response.scatter(response.gather(VALUES)))
+    found = written.get(("out", "x"), as_list=True)
+    assert [row.squeeze(-1).tolist() for row in (found if isinstance(found, list) else found.unbind())] == rows
+
+
+def test_values_of_whole_sequences_and_of_pairs() -> None:
+    tokens = Ragged.from_list([torch.zeros(2)] * 4, torch.Size([2, 2]))
+    response = ResponseTokens(tokens, torch.ones(8, dtype=torch.bool))
+    assert response.restore(torch.tensor([[1.0], [2.0], [3.0], [4.0]])).tolist() == [[1.0, 2.0], [3.0, 4.0]]  # type: ignore[union-attr]
+    assert response.restore(torch.tensor([[1.0], [2.0]])).tolist() == [1.0, 2.0]  # type: ignore[union-attr]
+
+
+def test_numbers_per_sequence() -> None:
+    response = ResponseTokens(layout("padded"), MASK)
+    assert response.broadcast(torch.tensor([2.0, 3.0, 4.0])).tolist() == [2.0, 0.0, 2.0, 0.0, 3.0, 0.0]
+    assert response.mean(torch.tensor([1.0, torch.nan, 3.0, torch.inf, 5.0, 6.0])).tolist() == [2.0, 5.0, 0.0]
+
+
+def test_the_gradient_goes_to_masked_in_tokens_alone() -> None:
+    values = VALUES.clone().requires_grad_()
+    response = ResponseTokens(layout("padded"), MASK)
+    weights = torch.tensor([[1.0, 2.0], [3.0, 9.0], [9.0, 9.0]])
+    (response.gather(values) * weights).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1.0, 0.0, 2.0, 0.0, 3.0, 0.0]
+
+
+def test_an_empty_mask() -> None:
+    response = ResponseTokens(layout("rows"), torch.zeros(6, dtype=torch.bool))
+    assert response.is_empty
+    assert not ResponseTokens(layout("rows"), MASK).is_empty
+    assert response.gather(VALUES).tolist() == [[0.0], [0.0], [0.0]]
+    assert response.mean(VALUES).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_first_number_that_is_not_finite_is_named() -> None:
+    response = ResponseTokens(layout("padded"), MASK)
+    values = torch.tensor([[1.0, torch.nan], [2.0, torch.inf], [torch.nan, torch.nan]])
+    response.check_finite({"x": values}, ignore=torch.tensor([[False, True], [False, True], [False, False]]))
+    with pytest.raises(ValueError, match=r"x is nan at sequence 0, position 2: expected a finite number\. Mask"):
+        response.check_finite({"x": values})
+    response.check_finite({"ids": torch.ones(3, 2, dtype=torch.long), "per sequence": torch.tensor([[torch.nan]] * 3)})

@@ -1,0 +1,150 @@
+"""Entries of a rollout: where they are found, and their values per token and per sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, find_key, per_sequence, per_token, require_key
+
+# ------------------------------------------------------------------ lookup
+
+
+def holding(*keys: Any, lazy: bool = False) -> TensorDictBase:
+    entries = {key: torch.ones(1) if lazy else torch.ones(2, 1) for key in keys}
+    return lazy_stack([TensorDict(entries), TensorDict(entries)]) if lazy else TensorDict(entries, batch_size=[2])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("held", "key", "found"),
+    [
+        (["reward"], "reward", "reward"),
+        (["reward"], ("next", "reward"), "reward"),
+        ([("next", "reward")], "reward", ("next", "reward")),
+        ([("next", "reward")], ("next", "reward"), ("next", "reward")),
+        (["reward", ("next", "reward")], "reward", "reward"),
+        (["reward", ("next", "reward")], ("next", "reward"), ("next", "reward")),
+        ([("log_probs", "full")], ("next", "log_probs", "full"), ("log_probs", "full")),
+        ([("next", "log_probs", "full")], ("log_probs", "full"), ("next", "log_probs", "full")),
+        (["reward"], "advantage", None),
+        ([("next", "reward")], ("next", "advantage"), None),
+    ],
+)
+def test_a_key_falls_back_to_the_other_side_of_next(held: list[Any], key: Any, found: Any, lazy: bool) -> None:
+    assert find_key(holding(*held, lazy=lazy), key) == found
+
+
+def test_an_entry_that_one_row_misses_is_not_found() -> None:
+    data = lazy_stack([TensorDict(reward=torch.ones(1), query=torch.ones(1)), TensorDict(reward=torch.ones(1))])
+    assert find_key(data, ("next", "query")) is None
+    assert find_key(data, ("next", "reward")) == "reward"
+
+
+def test_a_missing_entry_is_named_with_what_there_is() -> None:
+    data = holding(("tokens", "full"), ("next", "reward"))
+    assert require_key(data, "reward", "no reward", "Add one.") == ("next", "reward")
+    with pytest.raises(MissingEntryError) as error:
+        require_key(data, "value", "no value", "Add one.")
+    assert str(error.value) == (
+        "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
+    )
+
+
+def test_entries_of_a_step_and_its_result_apart() -> None:
+    step, result = holding(("tokens", "full")), holding("reward")
+    assert describe_entries(step) == "tokens.full"
+    assert describe_entries(step, step) == "tokens.full"
+    assert describe_entries(step, result) == "tokens.full; in 'next': reward"
+    assert describe_entries(TensorDict(batch_size=[2])) == "nothing"
+
+
+# ------------------------------------------------------------------ per token
+
+# Two sequences, prompts of 1 and 2 tokens, responses of 2 and 1; padded on both sides to 4 slots.
+ROWS = [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0]]
+RESPONSES = torch.tensor([False, True, True, False, False, True])
+KEEP = torch.tensor([[True, True, True, False], [False, True, True, True]])
+
+
+def unpadded() -> Ragged:
+    return Ragged.from_list([torch.zeros(3), torch.zeros(3)])
+
+
+def padded() -> Ragged:
+    return Ragged.from_padded(torch.zeros(2, 4), mask=KEEP)
+
+
+def under_x(value: Any) -> TensorDictBase:
+    if isinstance(value, list):
+        return lazy_stack([TensorDict(x=torch.tensor(row)) for row in value])
+    return TensorDict(x=value, batch_size=[2])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.tensor([3.0, 4.0]), [3, 3, 3, 4, 4, 4]),
+        (torch.tensor([[3.0], [4.0]]), [3, 3, 3, 4, 4, 4]),
+        (ROWS, [10, 11, 12, 20, 21, 22]),
+        (torch.tensor(ROWS), [10, 11, 12, 20, 21, 22]),
+        (torch.tensor(ROWS).unsqueeze(-1), [10, 11, 12, 20, 21, 22]),
+        ([[1.0, 2.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
+        ([[11.0, 12.0], [21.0, 22.0]], [-9, 11, 12, -9, 21, 22]),
+    ],
+    ids=["outcome", "outcome [S, 1]", "rows", "dense", "dense with feature", "responses", "all but the first"],
+)
+def test_values_at_each_token(value: Any, expected: list[float]) -> None:
+    assert per_token(under_x(value), "x", unpadded(), RESPONSES, fill=-9).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([[1.0, 2.0, 3.0, -1.0], [-1.0, 4.0, 5.0, 6.0]], [1, 2, 3, 4, 5, 6]),
+        ([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [1, 2, 3, 4, 5, 6]),
+        ([[1.0, 2.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
+        ([[1.0, 2.0, -1.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
+    ],
+    ids=["padding included", "tokens", "responses", "response and padding after it"],
+)
+def test_values_at_the_tokens_of_a_padded_batch(value: Any, expected: list[float]) -> None:
+    assert per_token(under_x(value), "x", padded(), RESPONSES, fill=-9).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[1.0] * 4, [1.0] * 3], "sequence 0 has 4 values and 3 tokens"),
+        ([[1.0], [1.0, 2.0, 3.0]], "must have the length of the tokens"),
+        (torch.zeros(2, 3, 2), r"one number per token, found rows of \(2,\) each"),
+    ],
+)
+def test_rows_that_fit_nowhere(value: Any, message: str) -> None:
+    data = under_x(value)
+    with pytest.raises(ValueError, match=message):
+        per_token(data, "x", unpadded(), RESPONSES)
+
+
+def test_another_number_of_sequences() -> None:
+    data = TensorDict(x=torch.zeros(2, 3), batch_size=[2])
+    with pytest.raises(ValueError, match="'x' has 2 sequences, the tokens have 1"):
+        per_token(data, "x", Ragged.from_list([torch.zeros(3)]), None)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1)])
+def test_one_number_per_sequence(shape: tuple[int, ...]) -> None:
+    found = per_sequence(TensorDict(x=torch.tensor([3.0, 4.0]).reshape(shape), batch_size=[2]), "x")
+    assert isinstance(found, Tensor)
+    assert found.tolist() == [3.0, 4.0]
+
+
+def test_several_numbers_per_sequence_are_none() -> None:
+    assert per_sequence(under_x(torch.zeros(2, 3)), "x") is None
+    assert per_sequence(under_x([[1.0], [1.0, 2.0]]), "x") is None
+    assert per_sequence(under_x([[1.0], [2.0]]), "x").tolist() == [1.0, 2.0]  # type: ignore[union-attr]

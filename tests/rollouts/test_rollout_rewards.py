@@ -1,0 +1,90 @@
+"""The reward of each token, and denominators that travel with the rows of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import read_denominators, token_reward, write_denominators
+
+KEEP = torch.tensor([[True, True, True, False], [False, True, True, True]])
+PADDED = Ragged.from_padded(torch.zeros(2, 4), mask=KEEP)
+MASK = torch.tensor([False, True, False, False, False, False])  # the second sequence has no response
+
+
+@pytest.mark.parametrize(
+    ("reward", "mask", "placement", "expected"),
+    [
+        (None, None, "last", [0, 0, 0, 0, 0, 0]),
+        (torch.tensor([2.0, 3.0]), None, "last", [0, 0, 2, 0, 0, 3]),
+        (torch.tensor([2.0, 3.0]), MASK, "last", [0, 2, 0, 0, 0, 3]),
+        (torch.tensor([[2.0], [3.0]]), MASK, "broadcast", [2, 2, 2, 3, 3, 3]),
+        (torch.tensor([2, 3]), None, "last", [0, 0, 2, 0, 0, 3]),
+        (torch.arange(8.0).reshape(2, 4, 1), MASK, "last", [0, 1, 2, 5, 6, 7]),
+        ([torch.arange(4.0), torch.arange(4.0)], None, "broadcast", [0, 1, 2, 1, 2, 3]),
+        ([torch.tensor(2.0), torch.tensor(3.0)], None, "last", [0, 0, 2, 0, 0, 3]),
+    ],
+)
+def test_token_reward(reward: Any, mask: Any, placement: Any, expected: list[float]) -> None:
+    found = token_reward(reward, PADDED, mask, placement).values
+    assert found.shape == (6, 1)
+    assert found.dtype == torch.float32
+    assert found.squeeze(-1).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "message"),
+    [
+        (torch.zeros(2, 3), ValueError, r"shape \(2, 3\) but the kl has \[4, 4\] tokens per sequence"),
+        (torch.zeros(3), ValueError, r"shape \(3,\): expected one or more for each of 2 sequences"),
+        ("good", TypeError, "expected the reward to be a tensor, found str"),
+    ],
+)
+def test_a_reward_that_fits_nothing(reward: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        token_reward(reward, PADDED, None, "last")
+
+
+def test_an_empty_sequence_cannot_hold_its_outcome() -> None:
+    like = Ragged.from_list([torch.zeros(2), torch.zeros(0)])
+    assert token_reward(torch.tensor([1.0, 0.0]), like, None, "last").values.flatten().tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="sequence 1 has no token to hold its reward of 3"):
+        token_reward(torch.tensor([1.0, 3.0]), like, None, "last")
+
+
+# ------------------------------------------------------------------ denominators
+
+COUNTS = {("policy", "token-mean"): torch.tensor(7), ("kl", "seq-mean-token-sum"): torch.tensor(3)}
+TERMS = list(COUNTS)
+
+
+@pytest.mark.parametrize("key", ["denominators", ("loss", "denominators")])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_denominators_come_back_from_any_rows(key: Any, lazy: bool) -> None:
+    data: Any = TensorDict(x=torch.zeros(4), batch_size=[4])
+    data = lazy_stack(list(data.unbind(0))) if lazy else data
+    assert read_denominators(data, key, TERMS) is None
+    write_denominators(data, key, COUNTS)
+    for part in (data, data[1:3], data[:1]):
+        found = read_denominators(part, key, TERMS)
+        assert found is not None
+        assert {name: int(value) for name, value in found.items()} == {"policy": 7, "kl": 3}
+
+
+def test_rows_that_were_counted_apart() -> None:
+    data = TensorDict(batch_size=[2])
+    write_denominators(data, "n", COUNTS)
+    data["n", "kl/seq-mean-token-sum"] = torch.tensor([3, 4])
+    with pytest.raises(ValueError, match=r"counted apart: found denominators \[3, 4\] of kl"):
+        read_denominators(data, "n", TERMS)
+
+
+def test_denominators_of_another_loss() -> None:
+    data = TensorDict(batch_size=[2])
+    write_denominators(data, "n", COUNTS)
+    with pytest.raises(ValueError, match="was counted for kl/seq-mean-token-sum, policy/token-mean but not for x/none"):
+        read_denominators(data, "n", [("x", "none")])

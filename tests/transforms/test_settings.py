@@ -1,0 +1,298 @@
+"""Settings that change after construction: the next call follows, keys and specs stay true, and the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch.testing import assert_close
+
+from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
+from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
+from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
+
+GEN, REF, OLD, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("old", "full"), ("exact_kl", "full")
+# d = log_prob - ref_log_prob = 0.5, -1
+LOG_PROBS, REF_LOG_PROBS = [0.0, -1.0, -2.0], [0.0, -1.5, -1.0]
+
+
+def entries(**more: list[float]) -> TensorDictBase:
+    rows = {"log_probs": LOG_PROBS, "ref_log_probs": REF_LOG_PROBS, **more}
+    inner = {(name, "full"): torch.tensor([row]) for name, row in rows.items()}
+    return TensorDict(next=TensorDict({**inner, "reward": torch.tensor([[3.0]])}, batch_size=[1]), batch_size=[1])
+
+
+def kl_and_reward(transform: Any, data: TensorDictBase) -> tuple[list[float], list[float]]:
+    out = transform(data)["next"]
+    return out["kl_penalty"].flatten().tolist(), out["reward"].flatten().tolist()
+
+
+# ------------------------------------------------------------------ KLComputation
+
+
+def test_a_name_becomes_its_estimator() -> None:
+    transform = KLComputation(coeff=2.0)
+    transform.estimator = "k2"
+    assert transform.estimator is k2
+    assert kl_and_reward(transform, entries()) == ([0.0, 0.125, 0.5], [0.0, -0.25, 2.0])
+
+
+def test_to_the_exact_kl_and_back() -> None:
+    transform = KLComputation()
+    transform.estimator = "exact"
+    assert transform.in_keys == [EXACT, "reward"]
+    assert transform.exact_kl_key == EXACT
+    assert kl_and_reward(transform, entries(exact_kl=[0.0, 7.0, 5.0])) == ([0.0, 7.0, 5.0], [0.0, -7.0, -2.0])
+    transform.estimator = "k1"
+    assert transform.in_keys == [GEN, REF, "reward"]
+    assert transform.exact_kl_key is None
+    assert kl_and_reward(transform, entries(exact_kl=[0.0, 7.0, 5.0])) == ([0.0, 0.5, -1.0], [0.0, -0.5, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("estimator", "k9", "unknown KL estimator 'k9'"),
+        ("estimator", "exact", "old_log_probs_key=.*'old'.* estimator='exact'"),
+        ("exact_kl_key", "x", "exact_kl_key='x' is read with estimator='exact' only"),
+        ("reward_placement", "first", "reward_placement must be one of"),
+        ("padding_side", "middle", "'left' or 'right'"),
+        ("coeff", float("nan"), "must be finite"),
+    ],
+)
+def test_what_the_constructor_refuses_is_refused_later(name: str, value: Any, message: str) -> None:
+    transform = KLComputation(old_log_probs_key=OLD)
+    before = getattr(transform, name)
+    with pytest.raises(ValueError, match=message):
+        setattr(transform, name, value)
+    assert getattr(transform, name) is before
+
+
+def test_an_estimator_that_is_no_function() -> None:
+    with pytest.raises(TypeError, match="estimator must be a name or a function, got int"):
+        KLComputation(estimator=3)  # type: ignore[arg-type]
+
+
+def test_old_log_probs_do_not_go_with_the_exact_kl() -> None:
+    transform = KLComputation(estimator="exact")
+    with pytest.raises(ValueError, match=r"old_log_probs_key=.*'old'.*estimator='exact'"):
+        transform.old_log_probs_key = OLD
+
+
+def test_keys_follow() -> None:
+    transform = KLComputation()
+    transform.kl_key, transform.reward_key, transform.gen_log_probs_full_key = "kl", "score", "mine"
+    assert transform.in_keys == ["mine", REF, "score"]
+    assert transform.out_keys == ["kl", "score"]
+    data = entries()["next"].rename_key_(GEN, "mine").rename_key_("reward", "score")
+    assert transform(data)["kl"].tolist() == [[0.0, 0.5, -1.0]]
+
+
+def test_add_to_reward_changes_what_is_declared() -> None:
+    transform = KLComputation(add_to_reward=False)
+    transform.add_to_reward = True
+    assert (transform.in_keys, transform.out_keys) == ([GEN, REF, "reward"], ["kl_penalty", "reward"])
+    assert kl_and_reward(transform, entries())[1] == [0.0, -0.5, 4.0]
+    transform.add_to_reward = False
+    assert (transform.in_keys, transform.out_keys) == ([GEN, REF], ["kl_penalty"])
+    assert kl_and_reward(transform, entries())[1] == [3.0]
+
+
+def test_copies_keep_their_own_settings() -> None:
+    transform = KLComputation(coeff=1.0)
+    other = transform.clone()
+    other.estimator, other.coeff = "k2", 5.0
+    assert kl_and_reward(transform, entries()) == ([0.0, 0.5, -1.0], [0.0, -0.5, 4.0])
+    assert kl_and_reward(other, entries()) == ([0.0, 0.125, 0.5], [0.0, -0.625, 0.5])
+    assert list(other.state_dict()) == ["coeff.value"]
+
+
+# ------------------------------------------------------------------ with models
+
+
+@pytest.fixture
+def data(tokenizer: Any, policy_model: Any) -> TensorDictBase:
+    return flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=True)))
+
+
+@pytest.fixture
+def make(tokenizer: Any, policy_model: Any, ref_model: Any) -> Any:
+    def build(**kwargs: Any) -> RetrieveKL:
+        gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=True, log_probs_key="log_probs")
+        ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=True, log_probs_key="ref_log_probs")
+        return RetrieveKL(gen, ref, **kwargs)
+
+    return build
+
+
+def assert_same(a: TensorDictBase, b: TensorDictBase) -> None:
+    for one, other in zip(steps(a), steps(b), strict=True):
+        keys = [set(td.keys(True, True)) for td in (one, other)]
+        assert keys[0] == keys[1]
+        for key in keys[0]:
+            if isinstance(one[key], torch.Tensor) and one[key].is_floating_point():
+                assert_close(one[key], other[key], rtol=0, atol=0, equal_nan=True)
+                assert one[key].requires_grad == other[key].requires_grad
+
+
+SETTINGS: list[tuple[str, Any]] = [
+    ("estimator", "k2"),
+    ("estimator", "exact"),
+    ("add_to_reward", False),
+    ("coeff", 0.25),
+    ("coeff", FixedKLCoefficient(0.25)),
+    ("reward_placement", "broadcast"),
+    ("temperature", 0.5),
+    ("assistant_only", False),
+    ("scope", "full"),
+    ("detach", False),
+    ("dtype", torch.bfloat16),
+    ("memory", 0),
+    ("kl_key", "kl"),
+    ("reward_key", "score"),
+    ("entropy_key", ("entropy", "full")),
+    ("gen_log_probs_full_key", ("gen", "full")),
+    ("ref_log_probs_full_key", ("reference", "full")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS, ids=lambda x: str(x)[:30])
+def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, make: Any, data: TensorDictBase) -> None:
+    if name == "scope":  # needs to know who spoke in earlier turns
+        for step in data.tensordicts:
+            step["masks", "all_assistant_mask"] = step["masks", "all_attention_mask"].clone()
+    changed, built = make(), make(**{name: value})
+    plain = changed(data.clone())
+    setattr(changed, name, value)
+    found = getattr(changed, name)
+    assert found == value or callable(found)
+    result = changed(data.clone())
+    assert_same(result, built(data.clone()))
+    if name != "memory":
+        with pytest.raises(AssertionError):
+            assert_same(result, plain)
+    for part, other in zip(changed, built, strict=True):
+        assert (part.in_keys, part.out_keys) == (other.in_keys, other.out_keys)
+
+
+def test_retrieve_kl_reads_old_log_probs_set_later(make: Any, data: TensorDictBase) -> None:
+    for step in data.tensordicts:
+        step["old", "full"] = torch.full(step["tokens", "full"].shape, -1.0)
+    changed = make(estimator="corrected_k3")
+    changed.old_log_probs_key = OLD
+    built = make(estimator="corrected_k3", old_log_probs_key=OLD)
+    assert_same(changed(data.clone()), built(data.clone()))
+
+
+FIXED = ["gen_model", "ref_model", "device", "history_key", "tokenizer", "tokenizer_kwargs", "padding_side"]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_retrieve_kl_refuses_what_it_cannot_change(name: str, make: Any) -> None:
+    with pytest.raises(AttributeError, match=rf"RetrieveKL\.{name} is fixed at construction: build a new RetrieveKL"):
+        setattr(make(), name, "left")
+
+
+@pytest.mark.parametrize("name", FIXED[2:])
+def test_retrieve_log_prob_refuses_what_it_cannot_change(name: str, ref_model: Any) -> None:
+    with pytest.raises(AttributeError, match=rf"RetrieveLogProb\.{name} is fixed at construction: build a new"):
+        setattr(RetrieveLogProb(ref_model), name, "left")
+
+
+def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
+    peft = pytest.importorskip("peft")
+    from toy_rollouts import make_model
+
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    model = peft.get_peft_model(make_model(tokenizer, seed=0), config).eval()
+    transform = RetrieveKL(model, "base")
+    transform.adapters = False
+    assert [part.adapters for part in transform.transforms[:2]] == [False, False]
+    transform.adapters = True
+    assert [part.adapters for part in transform.transforms[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("cls", [KLRewardTransform, RetrieveLogProb, RetrieveValue])
+def test_scope_is_checked(cls: Any, ref_model: Any) -> None:
+    with pytest.raises(ValueError, match="scope must be 'turn' or 'full', got 'word'"):
+        cls(ref_model, scope="word")
+    transform = cls(ref_model)
+    with pytest.raises(ValueError, match="scope must be 'turn' or 'full', got 'word'"):
+        transform.scope = "word"
+
+
+def test_retrieve_kl_checks_scope(make: Any) -> None:
+    transform = make()
+    with pytest.raises(ValueError, match="scope must be 'turn' or 'full', got 'word'"):
+        transform.scope = "word"
+
+
+def test_the_keys_of_retrieve_log_prob_follow(ref_model: Any, data: TensorDictBase) -> None:
+    transform = RetrieveLogProb(ref_model)
+    transform.log_probs_full_key, transform.entropy_key = ("mine", "full"), "entropy"
+    assert transform.out_keys == [("mine", "full"), "entropy"]
+    out = transform(data)
+    assert {"mine", "entropy"} <= set(next(steps(out))["next"].keys())
+
+
+def test_another_model_brings_its_own_interface(tokenizer: Any, ref_model: Any) -> None:
+    transform = RetrieveLogProb(ref_model)
+    transform.model = make_scoring_wrapper(ref_model, tokenizer, pad_output=True, input_mode="history")
+    assert transform.tokenizer is tokenizer
+    assert transform.in_keys == [("history", "full")]
+    with pytest.raises(ValueError, match="must have `generate=False`"):
+        transform.model = make_policy(ref_model, tokenizer, pad_output=True)
+
+
+def test_a_critic_set_later_is_used_and_stays_outside_the_state(data: TensorDictBase) -> None:
+    class Critic(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(value))
+
+        def forward(self, tokens: Any, mask: Any) -> Any:
+            return tokens.like(torch.where(mask, self.weight, 0.0))
+
+    transform = RetrieveValue(Critic(2.0))
+    transform.critic = Critic(3.0)
+    assert transform.state_dict() == {}
+    assert float(next(steps(transform(data)))["next", "state_value"].max()) == 3.0
+    with pytest.raises(TypeError, match="critic must be"):
+        transform.critic = 3
+
+
+# ------------------------------------------------------------------ KLRewardTransform
+
+
+def test_the_estimator_of_kl_reward_transform(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
+    policy = make_policy(policy_model, tokenizer, pad_output=True)
+    data = collect(tokenizer, policy, RetrieveLogProb(policy_model))
+    changed = KLRewardTransform(ref_model)
+    changed.estimator = "k2"
+    built = KLRewardTransform(ref_model, estimator="k2")
+    assert_same(changed(data.clone()), built(data.clone()))
+    with pytest.raises(ValueError, match="estimator='exact' needs the policy's whole distributions"):
+        changed.estimator = "exact"
+    with pytest.raises(ValueError, match="unknown KL estimator 'k9'"):
+        changed.estimator = "k9"
+    assert list(changed.state_dict())[-1] == "coef.value"
+
+
+# ------------------------------------------------------------------ in an env
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["RetrieveKL", "KLComputation"])
+def test_the_specs_of_an_env_follow(whole: bool, make: Any, tokenizer: Any, policy_model: Any) -> None:
+    transform = make()
+    env = make_env(tokenizer, transform)
+    policy = make_policy(policy_model, tokenizer, pad_output=True)
+    assert env.full_reward_spec["reward"].shape == (2, -1, 1)
+    (transform if whole else transform[2]).add_to_reward = False
+    assert env.full_reward_spec["reward"].shape == (2, 1)
+    for step, outcome in zip(steps(env.rollout(1, policy)), (1.0, -0.5), strict=True):
+        assert step["next", "reward"].tolist() == [outcome]
+        assert step["next", "kl_penalty"].ndim == 1
+    (transform if whole else transform[2]).add_to_reward = True
+    assert env.full_reward_spec["reward"].shape == (2, -1, 1)

@@ -1,0 +1,196 @@
+"""What a KL penalty is: which estimate, weighed how, charged where; and two sets of log-probs of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite
+
+from torchrl_llm_kl._numerics import all_finite, check_finite
+from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
+from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
+from torchrl_llm_kl.rollouts import RewardPlacement, check_reward_placement, token_reward
+from torchrl_llm_kl.transforms._base import Checks, StepTransform, declare_entry
+
+#: A name of :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
+Estimator = EstimatorName | Callable[..., Tensor]
+
+# ------------------------------------------------------------------ the penalty
+
+
+def resolve_estimator(estimator: Estimator) -> Estimator:
+    """The function of a name; ``"exact"`` stays a name: that KL is read, not estimated.
+
+    Raises:
+        ValueError: if the name is unknown.
+        TypeError: if it is neither a name nor a function.
+    """
+    if isinstance(estimator, str):
+        return estimator if estimator == "exact" else get_estimator(estimator)
+    if not callable(estimator):
+        raise TypeError(f"estimator must be a name or a function, got {type(estimator).__name__}.")
+    return estimator
+
+
+class KLPenalty(StepTransform):
+    """The base of the transforms that write a KL and charge it to the reward.
+
+    Attributes:
+        estimator: the function, or ``"exact"``; may be set to a name.
+        coeff: the coefficient module (of :class:`KLRewardTransform`: ``coef``); may be set to a number.
+        reward_placement: where an outcome reward goes.
+        add_to_reward: whether the penalised reward is written.
+        reward_key: the reward that is read.
+    """
+
+    checks: ClassVar[Checks] = {
+        **StepTransform.checks,
+        "estimator": resolve_estimator,
+        "coeff": as_coefficient,
+        "coef": as_coefficient,
+        "reward_placement": check_reward_placement,
+    }
+    declaring = frozenset({"add_to_reward", "reward_key"})
+    #: The attribute that holds the coefficient.
+    coefficient: ClassVar[str] = "coeff"
+
+    estimator: Estimator
+    coeff: Any
+    reward_placement: RewardPlacement
+    add_to_reward: bool
+    reward_key: NestedKey
+
+    def kl(self, gen: Tensor, ref: Tensor, old: Tensor, scored: Tensor | None) -> Tensor:
+        """The estimate where ``scored`` (None: everywhere), exactly 0 elsewhere; ``[N]``.
+
+        Log-probs that are not scored never enter the estimator.
+        """
+        assert not isinstance(self.estimator, str)
+        if scored is None or bool(scored.all()):
+            return self.estimator(gen, ref, old)
+        values = self.estimator(gen[scored], ref[scored], old[scored])
+        return values.new_zeros(scored.shape).index_put((scored,), values)
+
+    def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> Ragged:
+        """``reward - coeff * KL`` per token; ``[N, 1]``.
+
+        Args:
+            next_td: holds the reward; a missing one is 0.
+            kl: nats; ``[N]``.
+            mask: the response tokens, for the place of an outcome; ``[N]``; None for all.
+        """
+        placed = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
+        weight = getattr(self, self.coefficient)().to(kl.values.device)
+        return kl.like(torch.addcmul(placed.values, weight, kl.values.unsqueeze(-1), value=-1))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Declare the penalised reward: one number per token, ``[*B, -1, 1]``."""
+        if self.add_to_reward:
+            declare_entry(reward_spec, self.reward_key, (1,))
+        return reward_spec
+
+
+# ------------------------------------------------------------------ two sets of log-probs
+
+_SAME_TOKENS = (
+    "one model scored tokens that the other did not: score the same tokens under both models, with the same tokenizer and "
+    "template"
+)
+
+
+def check_pair(
+    gen: Ragged,
+    other: Ragged,
+    name: str = "ref_log_probs",
+    *,
+    padding_side: PaddingSide,
+    advice: str = _SAME_TOKENS,
+) -> tuple[Ragged, Ragged]:
+    """Bring the policy's log-probs and ``other``, called ``name`` in errors, to one form, that of ``gen``.
+
+    Raises:
+        ValueError: if the number of sequences or a length differs.
+    """
+    if gen.num_sequences == other.num_sequences:
+        gen = _without_padding(gen, other, padding_side)
+    return gen, match(gen, other, name, padding_side=padding_side, advice=advice)
+
+
+def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, advice: str = _SAME_TOKENS) -> Ragged:
+    """:func:`check_pair` for a ``gen`` that is in its final form: returns ``other`` alone."""
+    if gen.num_sequences != other.num_sequences:
+        raise ValueError(
+            f"Batch size mismatch: gen_log_probs has {gen.num_sequences} samples, {name} has {other.num_sequences} samples."
+        )
+    other = _without_padding(other, gen, padding_side)
+    a, b = gen.container, other.container
+    both_padded = isinstance(a, Dense) and isinstance(b, Dense)
+    same_widths = same_rows(a, b)
+    if both_padded and same_widths and gen.keep is not None and other.keep is None:
+        other = Ragged.from_slots(other.slots(), b, gen.keep)
+    if same_widths and gen.keep is other.keep:
+        return other
+    if bool((gen.lengths != other.lengths).any()):
+        # A mask can fit only one of two widths: then it is the widths that differ.
+        padded = both_padded and not same_widths
+        ours, theirs = (a.row_lengths, b.row_lengths) if padded else (gen.lengths, other.lengths)
+        i = int((ours != theirs).nonzero()[0])
+        m, n = int(ours[i]), int(theirs[i])
+        raise ValueError(
+            f"Sample {i} has different shapes: gen_log_probs[{i}].shape={torch.Size([m])}, {name}[{i}].shape="
+            f"{torch.Size([n])}. From position {min(m, n)} on, {advice}."
+        )
+    return other
+
+
+def _without_padding(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
+    """Drop the padding of ``a`` if it is padded and ``b`` holds rows of their own lengths."""
+    if not isinstance(a.container, Dense) or isinstance(b.container, Dense) or a.keep is not None:
+        return a
+    widths = b.container.row_lengths
+    if bool((widths > a.container.width).any()):
+        return a
+    position = torch.arange(a.container.width, device=a.values.device)
+    limit = widths.unsqueeze(-1)
+    keep = position < limit if side == "right" else position >= a.container.width - limit
+    return Ragged.from_slots(a.slots(), a.container, keep.reshape(-1))
+
+
+LOG_PROB_ADVICE = (
+    "A token that the policy sampled cannot have probability 0 under it; check the model's weights and dtype, or mask the "
+    "token."
+)
+
+
+def where_scored(named: Mapping[str, Ragged], advice: str) -> Tensor | None:
+    """True where every one of ``named`` holds a score; ``[N]``, None for everywhere.
+
+    A leading run of NaN is torchrl's marker for tokens that were not scored.
+
+    Raises:
+        ValueError: if any other number is NaN or infinite, naming the entry, the sequence and the position.
+    """
+    if all_finite(*(data.values.detach() for data in named.values())):
+        return None
+    scored = []
+    for name, data in named.items():
+        values = data.values.detach()
+        numbers = (~values.isnan()).long().cumsum(0)
+        before = torch.nn.functional.pad(numbers, (1, 0))[data.offsets[:-1]]
+        scored.append(numbers > before[data.sequence_ids])
+        check_finite({name: values}, read=scored[-1], place=place_in(data), advice=advice)
+    return reduce(torch.logical_and, scored)
+
+
+def place_in(data: Ragged) -> Callable[[int], str]:
+    """Describes a flat index into ``data``, for :func:`~torchrl_llm_kl._numerics.check_finite`."""
+
+    def place(at: int) -> str:
+        return f"sequence {int(data.sequence_ids[at])}, position {int(data.positions[at])}"
+
+    return place
