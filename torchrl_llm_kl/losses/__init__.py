@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient
 from torchrl_llm_kl.losses._aggregate import AGGREGATIONS, aggregate, count
-from torchrl_llm_kl.losses._modules import (
+from torchrl_llm_kl.losses._objective import (
+    ObjectiveSpec,
+    UnknownObjectiveError,
+    available_objectives,
+    get_objective,
+    objective,
+    spec_of,
+)
+from torchrl_llm_kl.losses._parts import (
     Correction,
     EntropyBonus,
     ImportanceWeights,
@@ -13,14 +21,6 @@ from torchrl_llm_kl.losses._modules import (
     OffPolicySequenceMask,
     TermPart,
     TopEntropyMask,
-)
-from torchrl_llm_kl.losses._objective import (
-    ObjectiveSpec,
-    UnknownObjectiveError,
-    available_objectives,
-    get_objective,
-    objective,
-    spec_of,
 )
 from torchrl_llm_kl.losses._placement import KLPlacementWarning, check_placement
 from torchrl_llm_kl.losses._policy_loss import PolicyLoss

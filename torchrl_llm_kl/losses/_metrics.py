@@ -1,16 +1,15 @@
-"""What is logged beside a loss: 0-dim tensors without graph, of the tokens that count alone."""
+"""Metrics beside a loss: 0-dim tensors without graph, over masked-in tokens only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.losses._numerics import LARGEST_LOG_RATIO, masked_mean
-
-__all__ = ["RATIO_QUANTILES", "common_metrics"]
+from torchrl_llm_kl.losses._term import LossTerm
 
 RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
@@ -62,3 +61,12 @@ def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Ten
         value = ordered.gather(0, (last * share).round().long().reshape(1)).reshape(())
         metrics[name] = torch.where(count == 0, torch.ones_like(value), value.exp())
     return metrics
+
+
+def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``metrics`` and those of the terms; where two share a name, the later one is called ``<term>_<name>``."""
+    out = dict(metrics)
+    for term in terms:
+        for name, value in term.metrics.items():
+            out[name if name not in out else f"{term.name}_{name}"] = value
+    return out
