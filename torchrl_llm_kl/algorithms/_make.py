@@ -32,7 +32,7 @@ from torchrl_llm_kl.losses import (
     ValueLoss,
     check_placement,
 )
-from torchrl_llm_kl.losses._tokens import MaskingStrategy
+from torchrl_llm_kl.rollouts import MaskingStrategy
 from torchrl_llm_kl.scoring import LogProbScorer
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 from torchrl_llm_kl.transforms._located import Scope

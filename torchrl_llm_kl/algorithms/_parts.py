@@ -13,8 +13,8 @@ from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
 from torchrl_llm_kl.algorithms._selection import KeepBest
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
-from torchrl_llm_kl.losses._entries import find_key, per_sequence
 from torchrl_llm_kl.ragged import own_leaves
+from torchrl_llm_kl.rollouts import find_key, per_sequence
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 __all__ = ["AlgorithmParts"]

@@ -11,8 +11,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.losses._entries import find_key
 from torchrl_llm_kl.ragged import read_column
+from torchrl_llm_kl.rollouts import find_key
 from torchrl_llm_kl.transforms._errors import entries
 
 __all__ = ["SCHEMAS", "Entry", "Schema", "SchemaError"]

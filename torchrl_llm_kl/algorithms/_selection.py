@@ -5,8 +5,8 @@ from __future__ import annotations
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_llm_kl.advantages import Advantage
-from torchrl_llm_kl.losses._entries import per_sequence
 from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, write_ragged
+from torchrl_llm_kl.rollouts import per_sequence
 
 __all__ = ["KeepBest"]
 
