@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.losses._aggregate import count
+from torchrl_llm_kl.losses._arithmetic import count
 from torchrl_llm_kl.ragged import read_column, read_node
 from torchrl_llm_kl.transforms._interface import sub_key
 

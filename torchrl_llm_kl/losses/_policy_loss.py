@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,8 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_sequence, per_token, require_key
 from torchrl_llm_kl.losses._metrics import common_metrics
-from torchrl_llm_kl.losses._modules import INPUTS, Correction, TermPart, dummies, try_out
-from torchrl_llm_kl.losses._objective import PER_ROW, PER_TOKEN, get_objective, spec_of, translate
-from torchrl_llm_kl.losses._part import Part, name_of
-from torchrl_llm_kl.losses._term import LossTerm
+from torchrl_llm_kl.losses._objective import INPUTS, PER_ROW, PER_TOKEN, LossTerm, get_objective, spec_of
+from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummies, name_of, try_out
 from torchrl_llm_kl.losses._token_loss import TokenLoss, merged_metrics, zero_of
 from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
 from torchrl_llm_kl.losses.corrections import apply_correction
@@ -169,7 +166,7 @@ class PolicyLoss(TokenLoss):
         self._reference_slot = ScorerSlot()
 
         if spec is not None:
-            hyper = translate(spec, tuple(inspect.signature(objective).parameters), hyper)
+            hyper = spec.hyperparameters.translate(hyper, stacklevel=4)
         self.objective = TermPart(objective, **hyper)
         self.terms = nn.ModuleList(term if isinstance(term, Part) else TermPart(term) for term in terms)
         self.corrections = nn.ModuleList(corrections)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.losses._aggregate import aggregate, check_aggregation
+from torchrl_llm_kl.losses._arithmetic import aggregate, check_aggregation
 from torchrl_llm_kl.losses._denominators import read_denominators, total_counts, write_denominators
 from torchrl_llm_kl.losses._entries import Counted, find_key, per_token
-from torchrl_llm_kl.losses._part import Part
-from torchrl_llm_kl.losses._term import LossTerm
+from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._tokens import MASKING_STRATEGIES, MaskingStrategy, TokenReader
 from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.transforms._interface import sub_key

@@ -12,11 +12,11 @@ from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._numerics import check_range, check_same_shape
+from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl.losses._arithmetic import clamp
 from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_token, require_key
-from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean
-from torchrl_llm_kl.losses._part import Part
-from torchrl_llm_kl.losses._term import LossTerm
+from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._token_loss import TokenLoss, zero_of
 from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
 from torchrl_llm_kl.transforms._interface import TOKENS_FULL
