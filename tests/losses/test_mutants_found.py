@@ -13,15 +13,16 @@ from objective_cases import CASES, random_batch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from torchrl_llm_kl._numerics import masked_mean, masked_sum
 from torchrl_llm_kl.losses import aggregate, count, get_objective, ppo, value_error
-from torchrl_llm_kl.losses._numerics import clean, masked_mean, masked_sum, sequence_mean, sequence_sum
+from torchrl_llm_kl.losses._arithmetic import clean, sequence_mean, sequence_sum
 from torchrl_llm_kl.losses.corrections import (
     entropy_threshold,
     importance_weights,
     off_policy_sequence_mask,
     top_entropy_mask,
 )
-from torchrl_llm_kl.losses.objectives._ppo import clipped_surrogate
+from torchrl_llm_kl.losses.objectives._clipped import clipped_surrogate
 
 NAN = float("nan")
 # Two tokens, one token, none.

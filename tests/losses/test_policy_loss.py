@@ -626,10 +626,11 @@ def test_functions_without_a_name(model: nn.Module) -> None:
 
     data = batch()
     expected = 2 * PolicyLoss(model, "gpg")(data)["loss_objective"]
-    for objective in (functools.partial(scaled, scale=2.0), Scaled()):
+    # Required are the inputs that a signature names without a default.
+    for objective, message in ((functools.partial(scaled, scale=2.0), "'advantage'"), (Scaled(), "needs advantage")):
         loss = PolicyLoss(model, objective)
         assert_close(loss(data)["loss_mine"], expected)
-        with pytest.raises(KeyError, match="needs advantage"):
+        with pytest.raises(KeyError, match=message):
             loss(data.exclude("advantage"))
         repr(loss)
 

@@ -1,10 +1,13 @@
-"""Losses: objectives per token, how they are summed, and the modules that tie them to TensorDict keys."""
+"""Losses: objectives per token, their reduction, and the modules that tie them to TensorDict keys."""
 
 from __future__ import annotations
 
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient
-from torchrl_llm_kl.losses._aggregate import AGGREGATIONS, aggregate, count
+from torchrl_llm_kl.losses._arithmetic import AGGREGATIONS, Aggregation, aggregate, count
 from torchrl_llm_kl.losses._objective import (
+    LossTerm,
+    ObjectiveArgs,
+    ObjectiveName,
     ObjectiveSpec,
     UnknownObjectiveError,
     available_objectives,
@@ -24,7 +27,6 @@ from torchrl_llm_kl.losses._parts import (
 )
 from torchrl_llm_kl.losses._placement import KLPlacementWarning, check_placement
 from torchrl_llm_kl.losses._policy_loss import PolicyLoss
-from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
 from torchrl_llm_kl.losses.corrections import (
     apply_correction,
@@ -40,6 +42,7 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 __all__ = [
     "AGGREGATIONS",
     "AdaptiveKLCoefficient",
+    "Aggregation",
     "Correction",
     "EntropyBonus",
     "FixedKLCoefficient",
@@ -48,6 +51,8 @@ __all__ = [
     "KLToReference",
     "KLToSampler",
     "LossTerm",
+    "ObjectiveArgs",
+    "ObjectiveName",
     "ObjectiveSpec",
     "OffPolicySequenceMask",
     "PolicyLoss",

@@ -1,4 +1,4 @@
-"""Metrics beside a loss: 0-dim tensors without graph, over masked-in tokens only."""
+"""Metrics logged beside a loss: 0-dim tensors without graph, over masked-in tokens alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import masked_mean
 from torchrl_llm_kl.estimators import k3
-from torchrl_llm_kl.losses._numerics import LARGEST_LOG_RATIO, masked_mean
-from torchrl_llm_kl.losses._term import LossTerm
+from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO
+from torchrl_llm_kl.losses._objective import LossTerm
 
 RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
@@ -19,11 +20,11 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Metrics that do not depend on the objective.
 
     Args:
-        inputs: ``log_prob`` and ``mask``, and whatever there is of ``old_log_prob``, ``ref_log_prob``,
-            ``sampler_log_prob`` and ``entropy``; ``[*B, T]``.
+        inputs: ``log_prob`` and ``mask``, and any of ``old_log_prob``, ``ref_log_prob``, ``sampler_log_prob`` and
+            ``entropy``; ``[*B, T]``.
 
     Returns:
-        ``num_tokens``, ``num_sequences`` (that have a token that counts); with old log-probs ``ESS``, quantiles of the
+        ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the
         ratio to them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
     """
     mask = inputs["mask"]
@@ -34,7 +35,7 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         metrics |= _ratio_metrics(log_prob, torch.where(mask, old, 0), mask)
     sampler = inputs.get("sampler_log_prob", old)
     if sampler is not None:
-        # Sampled by the sampler: k3 of its own KL to the policy, which is never negative.
+        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative.
         metrics["kl_to_sampler"] = _k3(torch.where(mask, sampler, 0), log_prob, mask)
     if inputs.get("ref_log_prob") is not None:
         metrics["kl_to_ref"] = _k3(log_prob, torch.where(mask, inputs["ref_log_prob"], 0), mask)
@@ -44,13 +45,12 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Mean k3; a log-ratio counts as 80 nats at most, so that one token cannot make it infinite."""
+    """Mean k3, with log-ratios of at most 80 nats so that one token cannot make it infinite."""
     return masked_mean(k3(torch.zeros_like(ref), (ref - log_prob).clamp(max=LARGEST_LOG_RATIO)), mask)
 
 
 def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
     log_ratio = (log_prob - old).clamp(max=LARGEST_LOG_RATIO)
-    # Behind the mask stands what has no weight.
     weight = torch.where(mask, log_ratio, -torch.inf)
     count = mask.sum()
     size = (2 * weight.logsumexp((-2, -1)) - (2 * weight).logsumexp((-2, -1))).exp() / count

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl.losses._objective import PER_ROW, PER_TOKEN
+from torchrl_llm_kl.losses._objective import INPUTS, LossTerm, spec_of
 from torchrl_llm_kl.losses._placement import check_placement
 from torchrl_llm_kl.losses.corrections import importance_weights, off_policy_sequence_mask, top_entropy_mask
 from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
-
-INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_ROW)
 
 # Hyper-parameters that are whole numbers and change from step to step.
 _COUNTERS = frozenset({"step"})
@@ -43,11 +41,13 @@ class Part(nn.Module):
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
         self.function = function
         self.inputs = tuple(name for name in inputs if name in signature or takes_any)
+        without = {name for name, parameter in signature.items() if parameter.default is parameter.empty}
+        self._required = tuple(name for name in inputs if name in without and name not in ("log_prob", "mask"))
         self.settings: dict[str, Any] = {}
         defaults = {
             name: parameter.default
             for name, parameter in signature.items()
-            if name not in inputs and parameter.default is not parameter.empty
+            if name not in inputs and name not in without
         }
         self._floats = frozenset(name for name, value in defaults.items() if isinstance(value, float))
         for name, value in {**defaults, **hyper}.items():
@@ -61,20 +61,12 @@ class Part(nn.Module):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The inputs that the function requires under its current hyper-parameters."""
-        return tuple(self._ablate())
+        """The inputs that the function requires under its current hyper-parameters, beside ``log_prob`` and ``mask``.
 
-    def _ablate(self) -> Iterator[str]:
-        inputs = dummy_inputs(self)
-        del inputs["pair_id"], inputs["chosen"]
-        with torch.no_grad():
-            for name in self.inputs:
-                if name in ("log_prob", "mask") or name not in inputs:
-                    continue
-                try:
-                    self({key: value for key, value in inputs.items() if key != name})
-                except Exception:
-                    yield name
+        A function without an :class:`~torchrl_llm_kl.losses.ObjectiveSpec` requires its inputs that have no default.
+        """
+        spec = spec_of(self.function)
+        return self._required if spec is None else spec.required(self.hyper)
 
     # ------------------------------------------------------------------ hyper-parameters
 
@@ -181,7 +173,7 @@ def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
 class TermPart(Part):
     """A function that returns loss terms, with its hyper-parameters."""
 
-    def __init__(self, function: Callable[..., Any], **hyper: Any) -> None:
+    def __init__(self, function: Callable[..., tuple[LossTerm, ...]], **hyper: Any) -> None:
         super().__init__(function, INPUTS, hyper)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,20 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
+from typing_extensions import Unpack
 
-from torchrl_llm_kl.losses._aggregate import Aggregation
+from torchrl_llm_kl.losses._arithmetic import Aggregation
 from torchrl_llm_kl.losses._metrics import common_metrics, merge_metrics
-from torchrl_llm_kl.losses._objective import PER_ROW, PER_TOKEN, get_objective, spec_of, translate
+from torchrl_llm_kl.losses._objective import (
+    PER_ROW,
+    PER_TOKEN,
+    LossTerm,
+    ObjectiveArgs,
+    ObjectiveName,
+    get_objective,
+    spec_of,
+)
 from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummy_inputs, name_of
-from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.losses._token_loss import TokenLoss, zero_of
 from torchrl_llm_kl.losses.corrections import apply_correction
 from torchrl_llm_kl.rollouts import (
@@ -129,7 +136,7 @@ class PolicyLoss(TokenLoss):
     def __init__(
         self,
         actor: Any,
-        objective: str | Callable[..., tuple[LossTerm, ...]] = "ppo",
+        objective: ObjectiveName | Callable[..., tuple[LossTerm, ...]] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., tuple[LossTerm, ...]]] = (),
         corrections: Sequence[Correction] = (),
@@ -142,7 +149,7 @@ class PolicyLoss(TokenLoss):
         dtype: torch.dtype | None = None,
         log_entropy: bool = False,
         functional: bool = False,
-        **hyper: Any,
+        **hyper: Unpack[ObjectiveArgs],
     ) -> None:
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
@@ -152,7 +159,7 @@ class PolicyLoss(TokenLoss):
                 raise TypeError("'loss_agg_mode' and 'aggregation' are the same argument: pass one of them.")
             aggregation = own.pop("loss_agg_mode")
         if spec is not None:
-            own = translate(spec, tuple(inspect.signature(function).parameters), own)
+            own = spec.hyperparameters.translate(own)
             aggregation = aggregation or spec.aggregation
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         settings = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "dtype": dtype}
@@ -275,7 +282,9 @@ class PolicyLoss(TokenLoss):
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ValueError(f"two terms of the loss are called {twice.pop()!r}: give them different names.")
-        known = self._needs | {"log_prob", "mask"} | ({"entropy"} if self.log_entropy else set())
+        known = {"log_prob", "mask", *self._needs}
+        known |= {"entropy"} if self.log_entropy else set()
+        known |= {"ref_log_prob"} if "kl" in known else set()  # scored along with an exact KL
         common = common_metrics({name: value for name, value in inputs.items() if name in known})
         return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
 

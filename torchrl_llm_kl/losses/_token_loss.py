@@ -13,10 +13,10 @@ from torch import Tensor
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.losses._aggregate import Aggregation, aggregate, check_aggregation, count
+from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
 from torchrl_llm_kl.losses._metrics import merge_metrics
+from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
-from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.rollouts import (
     MaskingStrategy,
@@ -146,7 +146,7 @@ class TokenLoss(LossModule):
             out[f"loss_{term.name}"] = value
         return TensorDict(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 
-    def _mode(self, term: LossTerm) -> Any:
+    def _mode(self, term: LossTerm) -> Aggregation:
         return term.aggregation or self.aggregation
 
     def _denominator(self, term: LossTerm) -> Tensor:
@@ -197,8 +197,8 @@ class TokenLoss(LossModule):
                 counts = counts / torch.distributed.get_world_size(process_group)
         key = self.tensor_keys.denominators
         own_leaves(tensordict, sub_key(key, "any"))  # do not write into the storage of a replay buffer
-        named = {(term.name, self._mode(term)): value for term, value in zip(terms, counts.unbind(), strict=True)}
-        write_denominators(tensordict, key, named)
+        modes: list[tuple[str, str]] = [(term.name, self._mode(term)) for term in terms]
+        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)))
         return tensordict
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._aggregate import Aggregation
-from torchrl_llm_kl.losses._numerics import clamp
+from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
+from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
-from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.losses._token_loss import TokenLoss, zero_of
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
