@@ -656,6 +656,34 @@ def test_log_probs_of_experts_may_be_missing(model: nn.Module) -> None:
         loss(data)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3+", "corrected_k3"])
+@pytest.mark.filterwarnings("ignore:KL estimator")
+def test_terms_that_leave_experts_out_read_nothing_of_them(model: nn.Module, estimator: str) -> None:
+    data = batch()
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    loss = PolicyLoss(model, "mix", terms=[KLToReference(0.5, estimator, leave_out_experts=True)])
+    expected = loss(data)
+    want = gradients(total(expected), model)
+    data["next", "ref_log_probs", "full"][1] = float("nan")
+    data["next", "log_probs", "full"][4] = float("nan")
+    out = loss(data)
+    assert_close(total(out), total(expected))
+    for name, gradient in gradients(total(out), model).items():
+        assert_close(gradient, want[name])
+
+
+@pytest.mark.parametrize("missing", [("next", "ref_log_probs", "full"), "advantage"])
+def test_what_any_part_reads_of_experts_is_checked(model: nn.Module, missing: Any) -> None:
+    """PPO does not tell experts from the policy, and neither does the KL beside "mix"."""
+    data = batch()
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    ppo = PolicyLoss(model, "ppo", terms=[EntropyBonus(0.1, leave_out_experts=True)])
+    mix = PolicyLoss(model, "mix", terms=[KLToReference(0.5)])
+    data[missing][1] = float("nan")
+    with pytest.raises(ValueError, match="is nan at sequence 1, position 4"):
+        (ppo if missing == "advantage" else mix)(data)
+
+
 def test_a_frozen_actor_has_a_loss_all_the_same(model: nn.Module) -> None:
     frozen = copy.deepcopy(model).requires_grad_(False)
     data = batch()

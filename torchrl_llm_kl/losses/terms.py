@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar
 from torchrl_llm_kl.estimators import StraightThrough, corrected_k3, get_estimator
+from torchrl_llm_kl.losses._arithmetic import clean
 from torchrl_llm_kl.losses._objective import LossTerm, term
 
 __all__ = ["entropy_bonus", "kl_to_ref", "kl_to_sampler"]
@@ -81,13 +82,15 @@ def kl_to_ref(
         >>> term.value, term.weight
         (tensor([[0.1250, 0.0000]]), 0.001)
     """
+    if leave_out_experts:
+        mask, log_prob, ref_log_prob, old_log_prob = _without(expert_mask, mask, log_prob, ref_log_prob, old_log_prob)
     if _is_exact(estimator):
         assert kl is not None  # needs_if
         value = kl
     else:
         estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
         value = estimate(log_prob, ref_log_prob, old_log_prob)
-    return (LossTerm("kl_to_ref", value, _scope(mask, expert_mask, leave_out_experts), weight=coeff),)
+    return (LossTerm("kl_to_ref", value, mask, weight=coeff),)
 
 
 @term(
@@ -132,9 +135,10 @@ def kl_to_sampler(
         raise ValueError("kl_to_sampler needs log-probs of the sampler: pass sampler_log_prob= or old_log_prob=.")
     if _is_exact(estimator):
         raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not kept. Use 'k2'.")
+    if leave_out_experts:
+        mask, log_prob, sampler = _without(expert_mask, mask, log_prob, sampler)
     estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
-    value = estimate(log_prob, sampler, sampler)
-    return (LossTerm("kl_to_sampler", value, _scope(mask, expert_mask, leave_out_experts), weight=coeff),)
+    return (LossTerm("kl_to_sampler", estimate(log_prob, sampler, sampler), mask, weight=coeff),)
 
 
 @term(
@@ -172,8 +176,12 @@ def entropy_bonus(
         >>> term.value, term.weight
         (tensor([[-0.5000, -0.0000]]), 0.01)
     """
-    return (LossTerm("entropy", -entropy, _scope(mask, expert_mask, leave_out_experts), weight=coeff),)
+    if leave_out_experts:
+        (mask,) = _without(expert_mask, mask)
+    return (LossTerm("entropy", -entropy, mask, weight=coeff),)
 
 
-def _scope(mask: Tensor, expert_mask: Tensor | None, leave_out_experts: bool) -> Tensor:
-    return mask & ~expert_mask if leave_out_experts and expert_mask is not None else mask
+def _without(expert_mask: Any, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """The mask without tokens of experts, and tensors that are 0 there: no NaN of theirs may reach a gradient."""
+    mask = mask & ~expert_mask
+    return mask, *(None if tensor is None else clean(tensor, mask) for tensor in tensors)
