@@ -49,6 +49,12 @@ _FOR_METRICS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
 
 
+class PolicyArgs(ObjectiveArgs, total=False):
+    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``, which it has among them."""
+
+    loss_agg_mode: Aggregation | None
+
+
 class PolicyLoss(TokenLoss):
     r"""A policy loss for language models: an objective, further terms, and their aggregation over tokens.
 
@@ -149,7 +155,7 @@ class PolicyLoss(TokenLoss):
         dtype: torch.dtype | None = None,
         log_entropy: bool = False,
         functional: bool = False,
-        **hyper: Unpack[ObjectiveArgs],
+        **hyper: Unpack[PolicyArgs],
     ) -> None:
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
