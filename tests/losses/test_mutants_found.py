@@ -13,8 +13,8 @@ from objective_cases import CASES, random_batch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import aggregate, count, get_objective, ppo, value_error
 from torchrl_llm_kl._numerics import masked_mean, masked_sum
+from torchrl_llm_kl.losses import aggregate, count, get_objective, ppo, value_error
 from torchrl_llm_kl.losses._arithmetic import clean, sequence_mean, sequence_sum
 from torchrl_llm_kl.losses.corrections import (
     entropy_threshold,
@@ -60,7 +60,7 @@ def test_no_aggregation_is_0_behind_the_mask() -> None:
     result = aggregate(value, MASK, "none")
     assert_close(result, tensor([[1, 2, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]))
     assert_close(torch.autograd.grad(result.sum(), value)[0], MASK.double())
-    with pytest.raises(ValueError, match="'none' divides by nothing, got denominator=3"):
+    with pytest.raises(ValueError, match="'none' has no denominator, got denominator=3"):
         aggregate(value, MASK, "none", denominator=3)
 
 

@@ -6,7 +6,7 @@ Shapes: ``[*B, T]``, any batch dimensions ``*B`` before the ``T`` tokens of a se
 from __future__ import annotations
 
 import warnings
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ def check_aggregation(mode: str) -> Aggregation:
     """``mode``, or a ValueError that lists the modes."""
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}.")
-    return cast("Aggregation", mode)
+    return mode
 
 
 # ------------------------------------------------------------------ what objectives are written with
