@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.losses._arithmetic import count
+from torchrl_llm_kl.losses._arithmetic import Aggregation, count
 from torchrl_llm_kl.ragged import read_column, read_node
 from torchrl_llm_kl.transforms._interface import sub_key
 
@@ -17,7 +17,7 @@ __all__ = ["read_denominators", "total_counts", "write_denominators"]
 
 
 def total_counts(
-    terms: Sequence[tuple[str, Tensor, str]],
+    terms: Sequence[tuple[str, Tensor, Aggregation]],
     *,
     max_len: int | None,
     process_group: Any,

@@ -16,7 +16,7 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_sequence, per_token, require_key
 from torchrl_llm_kl.losses._metrics import common_metrics
-from torchrl_llm_kl.losses._objective import INPUTS, PER_ROW, PER_TOKEN, LossTerm, get_objective, spec_of
+from torchrl_llm_kl.losses._objective import INPUTS, PER_ROW, PER_TOKEN, LossTerm, ObjectiveName, get_objective, spec_of
 from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummies, name_of, try_out
 from torchrl_llm_kl.losses._token_loss import TokenLoss, merged_metrics, zero_of
 from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
@@ -120,7 +120,7 @@ class PolicyLoss(TokenLoss):
     def __init__(
         self,
         actor: Any,
-        objective: str | Callable[..., tuple[LossTerm, ...]] = "ppo",
+        objective: ObjectiveName | Callable[..., tuple[LossTerm, ...]] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., tuple[LossTerm, ...]]] = (),
         corrections: Sequence[Correction] = (),
@@ -171,7 +171,6 @@ class PolicyLoss(TokenLoss):
         self.terms = nn.ModuleList(term if isinstance(term, Part) else TermPart(term) for term in terms)
         self.corrections = nn.ModuleList(corrections)
         self.log_entropy = log_entropy
-        self._needs = {name for part in self._parts for name in _needs(part)}
         if isinstance(reference, LogProbScorer) and reference.temperature != self.scorer_temperature:
             raise ValueError(
                 f"the policy is scored at temperature {self.scorer_temperature:g} and the reference at "
@@ -179,7 +178,7 @@ class PolicyLoss(TokenLoss):
             )
         if "kl" in self._needs and reference is None:
             raise ValueError("an exact KL is calculated from both models: pass the reference model as reference=")
-        self._names, self._metric_names = self._dry_names()
+        self._dry_names()  # raises for two terms of one name
         self._expose(self._exposed_names())
 
     # ------------------------------------------------------------------ what it is made of
@@ -187,6 +186,11 @@ class PolicyLoss(TokenLoss):
     @property
     def _parts(self) -> list[Part]:
         return [self.objective, *self.terms, *self.corrections]
+
+    @property
+    def _needs(self) -> set[str]:
+        """The inputs that a part requires under its current hyper-parameters."""
+        return {name for part in self._parts for name in part.needs}
 
     @property
     def functional(self) -> bool:
@@ -219,14 +223,17 @@ class PolicyLoss(TokenLoss):
 
     @property
     def _data_keys(self) -> list[NestedKey]:
-        return [getattr(self.tensor_keys, name) for name in (*PER_TOKEN, *PER_ROW) if name in self._data_needs]
+        needs = self._data_needs
+        return [getattr(self.tensor_keys, name) for name in (*PER_TOKEN, *PER_ROW) if name in needs]
 
     @property
     def out_keys(self) -> list[NestedKey]:
         """The terms as ``loss_<name>``, and the metrics."""
-        if self.__dict__.get("_out_keys") is None:
-            self.__dict__["_out_keys"] = [*(f"loss_{name}" for name in self._names), *self._metric_names]
-        return self.__dict__["_out_keys"]
+        given = self.__dict__.get("_out_keys")
+        if given is not None:
+            return given
+        names, metrics = self._dry_names()
+        return [*(f"loss_{name}" for name in names), *metrics]
 
     @out_keys.setter
     def out_keys(self, values: Sequence[NestedKey] | None) -> None:
@@ -252,7 +259,8 @@ class PolicyLoss(TokenLoss):
         td, counted, inputs = self._read(tensordict)
         inputs |= self._score(counted, inputs)
         # A sampler's log-prob that is NaN is one that it did not give: importance weights take it for no difference.
-        needed = {name for part in (self.objective, *self.terms) for name in part.inputs} & self._needs
+        needs = self._needs
+        needed = {name for part in (self.objective, *self.terms) for name in part.inputs} & needs
         read = {name: value for name, value in inputs.items() if name in needed or name == "log_prob"}
         check_finite_inputs(read, vars(self.tensor_keys), counted, unread=self._of_experts(inputs))
         terms, metrics = self._terms(inputs)
@@ -276,13 +284,13 @@ class PolicyLoss(TokenLoss):
         td, tokens, mask, responses = self._count_tokens(tensordict)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
-        who = name_of(self.objective.function)
+        who, data_needs = name_of(self.objective.function), self._data_needs
         taken = {name for part in self._parts for name in part.inputs} | set(_FOR_METRICS)
         for name in (*PER_TOKEN, *PER_ROW):
             if name in _FROM_ACTOR or name not in taken:
                 continue
             key = getattr(self.tensor_keys, name)
-            needed = name in self._data_needs
+            needed = name in data_needs
             found = require_key(td, key, name, who) if needed else find_key(td, key)
             if found is None:
                 continue
@@ -311,18 +319,19 @@ class PolicyLoss(TokenLoss):
 
     def _score(self, counted: Counted, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the models say of the tokens that count."""
-        wants_entropy = self.log_entropy or "entropy" in self._needs
+        needs = self._needs
+        wants_entropy = self.log_entropy or "entropy" in needs
         grad = torch.is_grad_enabled()
         keep = torch.zeros_like(counted.tokens.values, dtype=torch.bool)
         keep[counted.elements] = True
         reference = self._reference_scorer
-        exact = reference if "kl" in self._needs else None
+        exact = reference if "kl" in needs else None
         with self._parameters_in_place():
             scores: Scores = self.scorer.evaluate(
                 counted.tokens, keep, entropy=wants_entropy, reference=exact, grad=grad
             )
             ref = scores.ref_log_prob
-            if ref is None and reference is not None and "ref_log_prob" in self._needs and "ref_log_prob" not in inputs:
+            if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
                 ref = reference.score(counted.tokens, keep)
         found = {"log_prob": scores.log_prob, "entropy": scores.entropy, "kl": scores.kl}
         if "ref_log_prob" not in inputs:
@@ -383,19 +392,6 @@ class PolicyLoss(TokenLoss):
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ValueError(f"two terms of the loss are called {twice.pop()!r}: give them different names")
-        known = {name: value for name, value in inputs.items() if name in self._needs or name in ("log_prob", "mask")}
+        needs = self._needs
+        known = {name: value for name, value in inputs.items() if name in needs or name in ("log_prob", "mask")}
         return names, list(merged_metrics(terms, {**common_metrics(known), **metrics}))
-
-
-def _needs(part: Part) -> Iterator[str]:
-    """The inputs without which a part raises."""
-    inputs = dummies()
-    del inputs["pair_id"], inputs["chosen"]
-    with torch.no_grad():
-        for name in part.inputs:
-            if name in ("log_prob", "mask") or name not in inputs:
-                continue
-            try:
-                part({key: value for key, value in inputs.items() if key != name})
-            except Exception:  # a function of one's own may fail in any way without it
-                yield name

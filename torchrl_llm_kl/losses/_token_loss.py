@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.losses._arithmetic import aggregate, check_aggregation
+from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation
 from torchrl_llm_kl.losses._denominators import read_denominators, total_counts, write_denominators
 from torchrl_llm_kl.losses._entries import Counted, find_key, per_token
 from torchrl_llm_kl.losses._objective import LossTerm
@@ -32,13 +32,13 @@ class TokenLoss(LossModule):
 
     def __init__(self, *, aggregation: str, max_len: int | None, masking_strategy: MaskingStrategy) -> None:
         super().__init__()
-        check_aggregation(aggregation)
+        mode = check_aggregation(aggregation)
         check_choice(MASKING_STRATEGIES, masking_strategy=masking_strategy)
-        if aggregation == _BY_LENGTH and max_len is None:
+        if mode == _BY_LENGTH and max_len is None:
             raise ValueError(
                 f"aggregation {_BY_LENGTH!r} divides by the longest response that is sampled: pass max_len="
             )
-        self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
+        self.aggregation, self.max_len, self.masking_strategy = mode, max_len, masking_strategy
 
     # ------------------------------------------------------------------ hyper-parameters
 
@@ -168,11 +168,11 @@ class TokenLoss(LossModule):
         summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
         if counted.is_empty and denominators is None:
-            warnings.warn("no token counts: the mask is False everywhere and the loss is 0", stacklevel=3)
+            warnings.warn("the mask is empty: the loss is 0.", stacklevel=3)
         out = {f"loss_{term.name}": self._summed(term, counted, denominators) for term in terms}
         return TensorDict({**out, **{name: x.detach() for name, x in merged_metrics(terms, metrics).items()}})
 
-    def _mode(self, term: LossTerm) -> str:
+    def _mode(self, term: LossTerm) -> Aggregation:
         return term.aggregation or self.aggregation
 
     def _summed(self, term: LossTerm, counted: Counted, denominators: Mapping[str, Tensor] | None) -> Any:
@@ -182,7 +182,7 @@ class TokenLoss(LossModule):
         denominator = None if denominators is None else denominators[term.name]
         max_len = self.max_len if denominator is None and mode == _BY_LENGTH else None
         with warnings.catch_warnings():  # said once for the batch, not for each term
-            warnings.filterwarnings("ignore", message="no token counts")
+            warnings.filterwarnings("ignore", message="the mask is empty")
             return term.weight * aggregate(term.value, term.mask, mode, denominator=denominator, max_len=max_len)
 
 
