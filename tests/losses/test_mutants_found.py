@@ -72,7 +72,7 @@ def test_aggregation_of_half_precision_is_in_float32_and_has_a_gradient() -> Non
 
 
 def test_nothing_to_aggregate() -> None:
-    with pytest.warns(UserWarning, match="no token counts"):
+    with pytest.warns(UserWarning, match="the mask is empty"):
         assert aggregate(VALUE[2:], MASK[2:]) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")

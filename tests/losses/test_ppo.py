@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from by_hand import own_names
 from torch import Tensor
 from torch.testing import assert_close
 
-from by_hand import own_names
 from torchrl_llm_kl.losses import ppo
 
 LOG_2 = math.log(2.0)

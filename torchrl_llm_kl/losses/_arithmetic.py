@@ -83,7 +83,7 @@ def aggregate(
         value = value / mask.sum(-1, keepdim=True).clamp(min=1)
     if denominator is None:
         if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any()):
-            warnings.warn("no token counts: the mask is False everywhere and the loss is 0", stacklevel=2)
+            warnings.warn("the mask is empty: the loss is 0.", stacklevel=2)
         denominator = count(mask, mode, max_len=max_len)
     elif max_len is not None:
         raise ValueError(
