@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import assert_result, evaluate, tensor
+from by_hand import assert_result, evaluate, own_names, tensor
 from objective_cases import random_batch, rows_of
 from torch.testing import assert_close
 
@@ -128,7 +128,7 @@ def test_kl_cov_pulls_the_chosen_tokens_back() -> None:
     penalty = 0.25 * math.log(2)
     for name in ("coeff", "ppo_kl_coef"):
         assert_result(
-            evaluate(kl_cov, **tokens, selected=selected, **{name: 0.25}),
+            evaluate(kl_cov, **tokens, selected=selected, **own_names(kl_cov, **{name: 0.25})),
             value=[[-6 + penalty, -1.5 + penalty, -6.0, -3.0]],
             gradient=[[-5.75, -1.75, -6.0, -3.0]],
             selected_fraction=0.75,
@@ -144,6 +144,7 @@ def test_kl_cov_pulls_the_chosen_tokens_back() -> None:
     ],
 )
 def test_without_a_choice_it_is_made_of_the_batch_at_hand(function: Any, hyper: dict[str, float]) -> None:
+    hyper = own_names(function, **hyper)
     batch = random_batch(1, rows=8)
     batch["advantage"][:4] += 2.0
     inputs = {key: batch[key] for key in ("log_prob", "mask", "advantage")}
@@ -171,7 +172,7 @@ def test_without_a_choice_it_is_made_of_the_batch_at_hand(function: Any, hyper: 
     [
         (clip_cov, {"clip_low": 2.0}, "clip_low must be at least 0 and at most 1, got 2.0"),
         (clip_cov, {"fraction": 0.0}, "fraction must be greater than 0 and at most 1, got 0.0"),
-        (kl_cov, {"ppo_kl_coef": -1.0}, "coeff must be at least 0, got -1.0"),
+        (kl_cov, {"coeff": -1.0}, "coeff must be at least 0, got -1.0"),
     ],
 )
 def test_bad_hyper_parameters(function: Any, hyper: dict[str, float], message: str) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from by_hand import assert_result, evaluate
+from by_hand import assert_result, evaluate, own_names
 from objective_cases import random_batch
 from torch.testing import assert_close
 
@@ -77,7 +77,7 @@ def test_defaults_and_names() -> None:
     free = evaluate(gspo, ratio=[[high, high]], advantage=[[1.0, 1.0]])
     assert_result(free, value=[[-high] * 2], gradient=[[-high] * 2])
     ours = evaluate(gspo, ratio=RATIO, advantage=ADVANTAGE, **BOUNDS)
-    named = evaluate(gspo, ratio=RATIO, advantage=ADVANTAGE, clip_range_low=0.3, clip_range_high=0.2)
+    named = evaluate(gspo, ratio=RATIO, advantage=ADVANTAGE, **own_names(gspo, clip_range_low=0.3, clip_range_high=0.2))
     assert_close(named[0].value, ours[0].value)
 
 

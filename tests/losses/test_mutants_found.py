@@ -60,7 +60,7 @@ def test_no_aggregation_is_0_behind_the_mask() -> None:
     result = aggregate(value, MASK, "none")
     assert_close(result, tensor([[1, 2, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]))
     assert_close(torch.autograd.grad(result.sum(), value)[0], MASK.double())
-    with pytest.raises(ValueError, match="'none' divides by nothing, got denominator=3"):
+    with pytest.raises(ValueError, match="'none' has no denominator, got denominator=3"):
         aggregate(value, MASK, "none", denominator=3)
 
 
@@ -72,7 +72,7 @@ def test_aggregation_of_half_precision_is_in_float32_and_has_a_gradient() -> Non
 
 
 def test_nothing_to_aggregate() -> None:
-    with pytest.warns(UserWarning, match="no token counts"):
+    with pytest.warns(UserWarning, match="the mask is empty"):
         assert aggregate(VALUE[2:], MASK[2:]) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
+from torchrl_llm_kl.losses import ObjectiveName
 
 __all__ = ["Algorithm"]
 
@@ -48,7 +49,7 @@ class Algorithm:
     """
 
     name: str
-    objective: str
+    objective: ObjectiveName
     objective_args: Mapping[str, Any] = field(default_factory=dict)
     advantage: str | None = None
     advantage_args: Mapping[str, Any] = field(default_factory=dict)

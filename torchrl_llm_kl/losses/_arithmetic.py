@@ -6,7 +6,7 @@ Shapes: ``[*B, T]``, any batch dimensions ``*B`` before the ``T`` tokens of a se
 from __future__ import annotations
 
 import warnings
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def aggregate(
         value = value / mask.sum(-1, keepdim=True).clamp(min=1)
     if denominator is None:
         if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any()):
-            warnings.warn("no token counts: the mask is False everywhere and the loss is 0", stacklevel=2)
+            warnings.warn("the mask is empty: the loss is 0.", stacklevel=2)
         denominator = count(mask, mode, max_len=max_len)
     elif max_len is not None:
         raise ValueError(
@@ -136,7 +136,7 @@ def check_aggregation(mode: str) -> Aggregation:
     """``mode``, or a ValueError that lists the modes."""
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}.")
-    return cast("Aggregation", mode)
+    return mode
 
 
 # ------------------------------------------------------------------ what objectives are written with

@@ -291,11 +291,11 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms], like: Callable[
             if value.shape != mask.shape[:-1]:
                 expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
                 raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}.")
+        for key in (tensors | rows).keys() - _SHARED - own:
+            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(k for k in INPUTS if k in own)}.")
         for key in spec.required(hyper):
             if key not in tensors:
                 raise ValueError(_missing(spec, key, hyper))
-        for key in (tensors | rows).keys() - _SHARED - own:
-            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(k for k in INPUTS if k in own)}.")
         cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items() if key in own}
         return formula(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
 

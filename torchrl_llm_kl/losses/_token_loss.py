@@ -134,7 +134,7 @@ class TokenLoss(LossModule):
         summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
         if response.is_empty and denominators is None:
-            warnings.warn("The mask is empty: no token is trained and the loss is 0.", stacklevel=3)
+            warnings.warn("the mask is empty: no token is trained and the loss is 0.", stacklevel=3)
         out: dict[str, Any] = {}
         for term in terms:
             mode = self._mode(term)

@@ -104,12 +104,10 @@ def importance_weights(
     ``geometric``, ``mask``    geometric mask of long answers                                 close to 1
     ========================== ============================================================== ===========================
 
-    Args:
-        old_log_prob: computed by the trainer before its first update on the tokens; ``[*B, T]``.
-        sampler_log_prob: computed by the sampler; same shape. NaN, for a token that it did not score, leaves the weight 1.
-        mask: bool, same shape.
+    ``old_log_prob`` is computed by the trainer before its first update on the tokens, ``sampler_log_prob`` by the sampler: NaN,
+    for a token that it did not score, leaves the log-ratio 0.
 
-    Keyword Args:
+    Hyper-parameters:
         level: ``"token"``: the ratio of each token; ``"sequence"``: the product over a sequence, for all of its tokens;
             ``"geometric"``: the geometric mean over a sequence. verl: ``rollout_is``; TRL: in
             ``vllm_importance_sampling_mode``.
@@ -123,9 +121,6 @@ def importance_weights(
         tokens, or over sequences for the other levels: ``weight_mean`` and ``weight_max`` before the bounds,
         ``truncated_fraction`` or ``masked_fraction`` of the weights outside them, and ``effective_sample_size`` of the
         bounded weights as a share of all, ``(mean w)**2 / mean w**2``.
-
-    Raises:
-        ValueError: if shapes differ, a name is unknown, or ``low`` is above ``high``.
 
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
@@ -184,20 +179,11 @@ def off_policy_sequence_mask(
 
     A sequence has become unlikely if the mean of ``old_log_prob - log_prob`` over its tokens is above ``delta``.
 
-    Args:
-        log_prob: under the current policy; ``[*B, T]``.
-        old_log_prob: under the policy that sampled, or as the sampler computed it; same shape.
-        advantage: same shape.
-        mask: bool, same shape.
-
-    Keyword Args:
+    Hyper-parameters:
         delta: nats per token, at least 0. Trinity: ``delta_sequence_masking``; TRL: ``off_policy_mask_threshold``.
 
     Returns:
         Weights, and the metric ``sequence_masked_fraction`` of tokens.
-
-    Raises:
-        ValueError: if shapes differ or ``delta`` is negative.
 
     Example:
         >>> old, log_prob = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
@@ -224,11 +210,7 @@ def top_entropy_mask(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """1 for the tokens at which the policy is least decided, 0 for all others.
 
-    Args:
-        entropy: of the policy's distribution over the vocabulary, nats; ``[*B, T]``.
-        mask: bool, same shape.
-
-    Keyword Args:
+    Hyper-parameters:
         fraction: share of the masked-in tokens to keep, 0 to 1; see :func:`entropy_threshold` for the exact number. More are
             kept if several have the same entropy as the last. TRL: ``top_entropy_quantile``.
         threshold: keep tokens with at least this entropy, instead of a fraction of this batch: for the parts of a batch,
@@ -236,9 +218,6 @@ def top_entropy_mask(
 
     Returns:
         Weights, and the metrics ``entropy_threshold`` and ``entropy_kept_fraction``.
-
-    Raises:
-        ValueError: if shapes differ or ``fraction`` is not in (0, 1].
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
@@ -264,18 +243,10 @@ def top_entropy_mask(
 def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> Tensor:
     """The entropy that a fraction of the tokens reach: the ``k``-th largest, ``k`` being ``fraction`` times their number.
 
-    ``k`` is rounded to the nearest whole number (halves to the even one), and at least 1.
-
-    Args:
-        entropy: nats; ``[*B, T]``.
-        mask: bool, same shape.
-        fraction: 0 to 1.
+    ``k`` is rounded to the nearest whole number (halves to the even one), and at least 1. ``fraction`` is in (0, 1].
 
     Returns:
         0-dim, 0 if the mask is empty; not read on the host.
-
-    Raises:
-        ValueError: if shapes differ or ``fraction`` is not in (0, 1].
 
     Example:
         >>> entropy_threshold(torch.tensor([[0.1, 2.0, 0.3, 1.0]]), torch.ones(1, 4, dtype=torch.bool), fraction=0.5)

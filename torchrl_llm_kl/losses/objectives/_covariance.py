@@ -138,28 +138,18 @@ def select_clip_cov(
 ) -> Tensor:
     r"""Select tokens for :func:`clip_cov`: at random among those whose covariance lies between two bounds.
 
-    Inputs are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected, as they have no
-    gradient already.
+    Inputs and errors are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected, as
+    they have no gradient already.
 
-    Args:
-        log_prob: ``[*B, T]``. No gradient is taken.
-        mask: bool ``[*B, T]``.
-
-    Keyword Args:
-        old_log_prob: ``[*B, T]``.
-        advantage: ``[*B, T]``.
-        fraction: how many of the masked-in tokens to select: rounded down, but at least one (as the authors' code).
-        cov_low: only tokens with a covariance above this.
-        cov_high: only tokens with a covariance below this.
-        clip_low: see :func:`ppo`.
-        clip_high: see :func:`ppo`.
+    Hyper-parameters:
+        fraction: how many of the masked-in tokens to select, in ``(0, 1]``: rounded down, but at least one (as the authors'
+            code).
+        cov_low, cov_high: only tokens with a covariance strictly between them.
+        clip_low, clip_high: see :func:`ppo`.
         generator: of random numbers, on the device of the mask.
 
     Returns:
-        True for the selected tokens; bool, same shape.
-
-    Raises:
-        ValueError: if shapes differ or ``fraction`` is not in ``(0, 1]``.
+        True for the selected tokens; bool ``[*B, T]``.
 
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -9.0, -5.0, -5.0]])
@@ -183,21 +173,10 @@ def select_clip_cov(
 def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction: float = 2e-4) -> Tensor:
     r"""Select tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
 
-    Inputs are those of :func:`kl_cov`, for a whole batch.
-
-    Args:
-        log_prob: ``[*B, T]``. No gradient is taken.
-        mask: bool ``[*B, T]``.
-
-    Keyword Args:
-        advantage: ``[*B, T]``.
-        fraction: how many of the masked-in tokens to select: rounded down, but at least one (as the authors' code).
+    Inputs and errors are those of :func:`kl_cov`, for a whole batch; ``fraction`` is as for :func:`select_clip_cov`.
 
     Returns:
-        True for the selected tokens; bool, same shape.
-
-    Raises:
-        ValueError: if shapes differ or ``fraction`` is not in ``(0, 1]``.
+        True for the selected tokens; bool ``[*B, T]``.
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -9.0, -4.0, -6.0]]), torch.tensor([[1.0, -2.0, -1.0, 2.0]])

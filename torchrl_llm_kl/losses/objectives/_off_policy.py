@@ -131,12 +131,7 @@ def topr(
     "sppo", needs=("old_log_prob", "advantage"), source="Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO)"
 )
 def sppo(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    epsilon: Scalar = 0.3,
+    log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: Scalar = 0.3
 ) -> tuple[LossTerm, ...]:
     r"""A log-ratio surrogate: ``-A (log_prob - old_log_prob)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0.
 
