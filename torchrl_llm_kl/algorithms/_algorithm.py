@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
-from torchrl_llm_kl.losses import ObjectiveName
+from torchrl_llm_kl.losses import Aggregation, ObjectiveName
 
 __all__ = ["Algorithm"]
 
@@ -53,7 +53,7 @@ class Algorithm:
     objective_args: Mapping[str, Any] = field(default_factory=dict)
     advantage: str | None = None
     advantage_args: Mapping[str, Any] = field(default_factory=dict)
-    aggregation: str | None = None
+    aggregation: Aggregation | None = None
     kl_loss: str = "none"
     kl_loss_coeff: float = 1e-3
     kl_reward: str = "none"
