@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 from typing_extensions import Unpack
 
-from torchrl_llm_kl.losses._arithmetic import Aggregation
-from torchrl_llm_kl.losses._metrics import common_metrics, merge_metrics
+from torchrl_llm_kl._numerics import masked_mean
+from torchrl_llm_kl.estimators import k3
+from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
     PER_ROW,
     PER_TOKEN,
@@ -27,7 +28,7 @@ from torchrl_llm_kl.losses._objective import (
     spec_of,
 )
 from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummy_inputs, name_of
-from torchrl_llm_kl.losses._token_loss import TokenLoss, zero_of
+from torchrl_llm_kl.losses._token_loss import TokenLoss, merge_metrics, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
@@ -43,10 +44,11 @@ from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
-_FROM_ACTOR = ("log_prob", "entropy", "kl")
+_FROM_ACTOR = ("entropy", "kl")
 _FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
 _FOR_METRICS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
+_RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
 
 class PolicyArgs(ObjectiveArgs, total=False):
@@ -377,14 +379,15 @@ class PolicyLoss(TokenLoss):
     def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs that the models compute."""
         self._check_reference()
-        needs, reference, grad = self._needs, self._reference_scorer, torch.is_grad_enabled()
-        with self._parameters_in_place():
+        needs, reference = self._needs, self._reference_scorer
+        own = self.actor_network_params if self._functional else None
+        with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
             scores = self.scorer.evaluate(
                 response.tokens,
                 response.flat_mask,
                 entropy=self.log_entropy or "entropy" in needs,
                 reference=reference if "kl" in needs else None,
-                grad=grad,
+                grad=torch.is_grad_enabled(),
             )
             ref = scores.ref_log_prob
             if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
@@ -395,20 +398,8 @@ class PolicyLoss(TokenLoss):
             for name, value in found.items()
             if value is not None and name not in inputs
         }
-        if grad and not out["log_prob"].requires_grad:  # the mask is empty: a loss of 0 that can be differentiated
-            trained = (
-                self.actor_network_params.values(True, True) if self._functional else self.actor_network.parameters()
-            )
-            out["log_prob"] = out["log_prob"] + zero_of(trained).to(out["log_prob"].device)
-        return out
-
-    @contextlib.contextmanager
-    def _parameters_in_place(self) -> Iterator[None]:
-        if not self._functional:
-            yield
-            return
-        with self.actor_network_params.to_module(self.actor_network):
-            yield
+        trained = self.actor_network.parameters() if own is None else own.values(True, True)
+        return {**out, "log_prob": with_graph(out["log_prob"], trained)}
 
     # ------------------------------------------------------------------ terms
 
@@ -421,3 +412,54 @@ class PolicyLoss(TokenLoss):
             terms = apply_correction(terms, weights, inputs["mask"])
             metrics |= seen
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
+
+
+# ------------------------------------------------------------------ metrics
+
+
+@torch.no_grad()
+def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics that do not depend on the objective.
+
+    Args:
+        inputs: ``log_prob`` and ``mask``, and any of ``old_log_prob``, ``ref_log_prob``, ``sampler_log_prob`` and
+            ``entropy``; ``[*B, T]``.
+
+    Returns:
+        ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the
+        ratio to them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
+    """
+    mask = inputs["mask"]
+    log_prob = torch.where(mask, inputs["log_prob"], 0)
+    metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
+    old = inputs.get("old_log_prob")
+    if old is not None:
+        metrics |= _ratio_metrics(log_prob, torch.where(mask, old, 0), mask)
+    sampler = inputs.get("sampler_log_prob", old)
+    if sampler is not None:
+        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative.
+        metrics["kl_to_sampler"] = _k3(torch.where(mask, sampler, 0), log_prob, mask)
+    if inputs.get("ref_log_prob") is not None:
+        metrics["kl_to_ref"] = _k3(log_prob, torch.where(mask, inputs["ref_log_prob"], 0), mask)
+    if inputs.get("entropy") is not None:
+        metrics["entropy"] = masked_mean(inputs["entropy"], mask)
+    return metrics
+
+
+def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    """Mean k3, with log-ratios of at most 80 nats so that one token cannot make it infinite."""
+    return masked_mean(k3(torch.zeros_like(ref), (ref - log_prob).clamp(max=LARGEST_LOG_RATIO)), mask)
+
+
+def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    log_ratio = (log_prob - old).clamp(max=LARGEST_LOG_RATIO)
+    weight = torch.where(mask, log_ratio, -torch.inf)
+    count = mask.sum()
+    size = (2 * weight.logsumexp((-2, -1)) - (2 * weight).logsumexp((-2, -1))).exp() / count
+    metrics = {"ESS": torch.where(count == 0, 0, size).clamp(max=1)}
+    ordered = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
+    last = (count - 1).clamp(min=0)
+    for name, share in _RATIO_QUANTILES.items():
+        value = ordered.gather(0, (last * share).round().long().reshape(1)).reshape(())
+        metrics[name] = torch.where(count == 0, torch.ones_like(value), value.exp())
+    return metrics

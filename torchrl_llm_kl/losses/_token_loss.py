@@ -14,7 +14,6 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
-from torchrl_llm_kl.losses._metrics import merge_metrics
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.ragged import Ragged, own_leaves
@@ -202,8 +201,19 @@ class TokenLoss(LossModule):
         return tensordict
 
 
-def zero_of(parameters: Iterable[Tensor]) -> Tensor:
-    """0, with a gradient of 0 for each trained parameter: what a loss of no tokens is differentiated through."""
+def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """``value``, which no model computed if the mask is empty: then with a gradient of 0 for each trained parameter."""
+    if value.requires_grad or not torch.is_grad_enabled():
+        return value
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
     zeros = [torch.where(torch.zeros_like(end, dtype=torch.bool), end, 0).sum().float() for end in ends]
-    return torch.stack(zeros).sum() if zeros else torch.zeros(())
+    return value + torch.stack(zeros).sum().to(value.device) if zeros else value
+
+
+def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``metrics`` and those of the terms; where two share a name, the later one is called ``<term>_<name>``."""
+    out = dict(metrics)
+    for term in terms:
+        for name, value in term.metrics.items():
+            out[name if name not in out else f"{term.name}_{name}"] = value
+    return out

@@ -15,7 +15,7 @@ from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, mask
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
-from torchrl_llm_kl.losses._token_loss import TokenLoss, zero_of
+from torchrl_llm_kl.losses._token_loss import TokenLoss, with_graph
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
@@ -181,7 +181,6 @@ class ValueLoss(TokenLoss):
         }
         response.check_finite({f"{name} ({keys[name]!r})": value for name, value in inputs.items()})
         value = response.gather(self.critic_network(tokens, mask).values)
-        if torch.is_grad_enabled() and not value.requires_grad:  # the mask is empty
-            value = value + zero_of(self.critic_network.parameters()).to(value.device)
+        value = with_graph(value, self.critic_network.parameters())
         terms = self.error({**inputs, "value": value, "mask": response.mask})
         return self._output(td, response, terms, {})
