@@ -180,7 +180,7 @@ class ValueLoss(TokenLoss):
             if key is not None
         }
         response.check_finite({f"{name} ({keys[name]!r})": value for name, value in inputs.items()})
-        value = response.gather(self.critic_network(tokens, mask).values)
-        value = with_graph(value, self.critic_network.parameters())
+        value = self.critic_network(tokens, mask).values
+        value = with_graph(response.gather(value), self.critic_network.parameters())
         terms = self.error({**inputs, "value": value, "mask": response.mask})
         return self._output(td, response, terms, {})
