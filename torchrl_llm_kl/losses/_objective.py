@@ -179,16 +179,7 @@ def objective(
     called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
     :func:`~torchrl_llm_kl.make_algorithm` translate those of other libraries once, at construction.
 
-    Args:
-        name: in the registry.
-
-    Keyword Args:
-        needs: see :class:`ObjectiveSpec`.
-        aggregation: see :class:`ObjectiveSpec`.
-        aliases: see :class:`ObjectiveSpec`.
-        obsolete: see :class:`ObjectiveSpec`.
-        source: see :class:`ObjectiveSpec`.
-        needs_if: see :class:`ObjectiveSpec`.
+    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string.
 
     Raises:
         ValueError: if the name is taken.
@@ -214,18 +205,10 @@ def variant(
     source: str,
     **defaults: Any,
 ) -> Callable[..., Terms]:
-    """Register a registered objective again, under another name and with other defaults.
+    """Register the formula of ``base`` again, as the objective ``name`` with the docstring ``doc`` and other defaults.
 
-    Args:
-        base: the objective with the formula, in the module of the variant.
-        name: of the variant, in the registry and in its module.
-        doc: its docstring.
-
-    Keyword Args:
-        needs: see :class:`ObjectiveSpec`.
-        aggregation: see :class:`ObjectiveSpec`.
-        source: see :class:`ObjectiveSpec`.
-        **defaults: the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set.
+    ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set. The
+    variant is defined in the module of ``base``, under its own name. Other arguments are those of :class:`ObjectiveSpec`.
     """
     spec = cast("ObjectiveSpec", spec_of(base))
     aliases = {other: own for other, own in spec.aliases.items() if set(own) <= set(defaults)}

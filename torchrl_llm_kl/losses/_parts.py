@@ -152,7 +152,7 @@ def try_out(part: Part, hyper: Mapping[str, Any]) -> None:
 
 
 class TermPart(Part):
-    """A function that returns loss terms, with its hyper-parameters."""
+    """A function that returns loss terms, with its hyper-parameters, which it checks at construction."""
 
     def __init__(self, function: Callable[..., tuple[LossTerm, ...]], **hyper: Any) -> None:
         super().__init__(function, INPUTS, hyper)
