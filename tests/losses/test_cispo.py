@@ -37,7 +37,7 @@ def test_by_default_there_is_no_lower_bound() -> None:
     )
 
 
-def test_the_token_mask_drops_what_ppo_clips() -> None:
+def test_the_token_mask_drops_tokens_that_ppo_clips() -> None:
     tokens = {"ratio": [[2.0, 1.45, 2.0, 0.55, 0.65, 0.55]], "advantage": [[1.0, 1.0, -1.0, -1.0, -1.0, 1.0]]}
     hyper = own_names(cispo, enable_mask_clip=True, mask_clip_range_low=0.4, mask_clip_range_high=0.5)
     result = evaluate(cispo, **tokens, **hyper, **BOUNDS)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torchrl_llm_kl.losses import aggregate, gspo, spec_of
 
 BOUNDS = {"clip_low": 0.3, "clip_high": 0.2}
-# Geometric means 2, 2, 1/2, 1/2 of the two tokens that count; the third does not.
+# Geometric means 2, 2, 1/2, 1/2 of the two masked-in tokens; the third is masked out.
 RATIO = [[4.0, 1.0, 100.0], [1.0, 4.0, 100.0], [0.25, 1.0, 100.0], [0.5, 0.5, 100.0]]
 ADVANTAGE = [[3.0, 3.0, 9.0], [-3.0, -3.0, 9.0], [3.0, 3.0, 9.0], [-3.0, -3.0, 9.0]]
 MASK = torch.tensor([[True, True, False]]).expand(4, 3)

@@ -149,7 +149,7 @@ def test_trinitys_names(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])
-def test_the_sizes_of_batches_have_no_effect_and_that_is_said(name: str, key: str) -> None:
+def test_batch_sizes_have_no_effect_and_a_warning_says_so(name: str, key: str) -> None:
     with pytest.warns(UserWarning, match=f"{name}: {key} has no effect here: each part is divided by its own count"):
         assert own_names(get_objective(name), **{key: 7}) == {}
     with pytest.raises(TypeError, match=f"{name} has no hyper-parameter '{key}': leave it out"):

@@ -147,7 +147,7 @@ def test_old_log_probs_are_no_longer_needed_once_the_fallback_is_set() -> None:
         loss(bare)
 
 
-def test_names_of_metrics_follow_what_is_set_later() -> None:
+def test_names_of_metrics_follow_later_settings() -> None:
     loss, data = (
         PolicyLoss(tiny_model(seed=0)),
         batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs")),
@@ -165,7 +165,7 @@ def test_names_of_metrics_follow_what_is_set_later() -> None:
     assert set(loss(data).keys()) == set(loss.out_keys)
 
 
-def test_what_a_term_reads_follows_what_is_set_later() -> None:
+def test_the_inputs_of_a_term_follow_later_settings() -> None:
     loss = PolicyLoss(tiny_model(seed=0), "gpg", terms=[KLToReference(0.1)])
     assert "expert_mask" not in loss.in_keys
     loss.kl_to_ref_leave_out_experts = True

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl.losses import aggregate, get_objective, spec_of
 
-# They divide by counts + 1e-8.
+# Both divide by counts + 1e-8.
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
 REC = {"epsilon_low": 0.15, "epsilon_high": 0.25, "epsilon_low_prime": 0.35, "epsilon_high_prime": 0.45, "temp": 1.5}

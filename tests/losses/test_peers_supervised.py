@@ -1,4 +1,4 @@
-"""The same numbers as the peers where they are right, and the places where we differ on purpose.
+"""Equality with the peers where they are right, and the deliberate differences.
 
 Runs where TORCHRL_LLM_KL_PEERS names a folder with unpacked wheels (see ``peers.py``).
 """

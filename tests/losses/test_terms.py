@@ -85,7 +85,7 @@ def test_the_default_coefficient_to_the_sampler() -> None:
     assert kl_to_sampler(policy(), MASK, old_log_prob=OLD)[0].weight == 1e-3
 
 
-def test_kl_to_sampler_prefers_what_the_sampler_itself_computed() -> None:
+def test_kl_to_sampler_prefers_the_samplers_own_log_probs() -> None:
     log_prob = policy()
     (term,) = kl_to_sampler(log_prob, MASK, old_log_prob=OLD, sampler_log_prob=SAMPLER, coeff=0.5)
     assert (term.name, term.weight) == ("kl_to_sampler", 0.5)
@@ -148,7 +148,7 @@ def test_terms_keep_the_promises_of_objectives(function: Any, inputs: dict[str, 
         function(policy(), MASK, **inputs, koeff=0.1)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_inputs_are_named() -> None:
     with pytest.raises(ValueError, match="kl_to_ref needs ref_log_prob: pass ref_log_prob="):
         kl_to_ref(policy(), MASK)
     with pytest.raises(ValueError, match="kl_to_sampler needs log-probs of the sampler"):

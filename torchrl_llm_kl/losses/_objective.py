@@ -1,33 +1,4 @@
-r"""The protocol of objectives: what one takes and returns, the checks around it, the registry, and the typed names.
-
-An objective is called as ``(log_prob, mask, *, old_log_prob=None, ref_log_prob=None, advantage=None, expert_mask=None,
-**hyper)`` and returns a tuple of :class:`LossTerm`. All objectives and terms share these inputs:
-
-==================== ============= ==================================================================================
-input                shape         meaning
-==================== ============= ==================================================================================
-``log_prob``         ``[*B, T]``   nats, of the sampled tokens under the current policy; the only input with a graph
-``mask``             ``[*B, T]``   bool, True for the tokens that are trained; the others may hold anything, even NaN
-``old_log_prob``     ``[*B, T]``   nats, of the same tokens under the policy that sampled them
-``ref_log_prob``     ``[*B, T]``   nats, of the same tokens under the frozen reference
-``advantage``        ``[*B, T]``   in units of the reward
-``expert_mask``      ``[*B, T]``   bool, True for tokens that an expert wrote and the policy did not sample
-``sampler_log_prob`` ``[*B, T]``   ``old_log_prob`` as the sampling program itself computed it
-``entropy``          ``[*B, T]``   nats, of the policy's distribution over the vocabulary, with graph
-``selected``         ``[*B, T]``   bool, True for tokens chosen over a whole batch (``clip_cov``, ``kl_cov``)
-``kl``               ``[*B, T]``   nats, the KL over the whole vocabulary at each position, with graph
-``pair_id``          ``[*B]``      integer, the pair that a sequence belongs to
-``chosen``           ``[*B]``      bool, True for the preferred sequence of its pair
-==================== ============= ==================================================================================
-
-Every objective accepts the first six, whether it reads them or not, so that all can be called alike. All raise a
-``ValueError`` for unequal shapes, for a missing input and for a hyper-parameter out of range, and a ``TypeError`` for a
-mask that is not boolean and for an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim tensor, which is
-never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
-
-The formulas write ``A`` for the advantage, ``r = exp(log_prob - old_log_prob)`` for the probability ratio and ``sg`` for
-stop-gradient.
-"""
+"""The protocol of objectives: what one takes and returns, the checks around it, the registry, and the typed names."""
 
 from __future__ import annotations
 
@@ -172,25 +143,43 @@ def objective(
     source: str,
     needs_if: Conditions | None = None,
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
-    """Turn a formula into a registered objective.
+    r"""Turn a formula into a registered objective; the protocol that all objectives follow.
 
-    The decorated function sees clean inputs: all per-token tensors have the shape of the mask, floating-point ones are
-    float32 or wider and exactly 0 where the mask is False, ``expert_mask`` and ``selected`` are boolean, and every required
-    input is present. So it holds the formula and nothing else, and a masked-out NaN reaches neither a sum nor a gradient.
-    ``docs/losses.md`` lists the inputs. Its parameters that are not inputs are its hyper-parameters. It is called with its
-    own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
+    An objective is called as ``(log_prob, mask, *, old_log_prob=None, ref_log_prob=None, advantage=None, expert_mask=None,
+    **hyper)`` and returns a tuple of :class:`LossTerm`. All objectives and terms share these inputs:
+
+    ==================== ============= ==================================================================================
+    input                shape         meaning
+    ==================== ============= ==================================================================================
+    ``log_prob``         ``[*B, T]``   nats, of the sampled tokens under the current policy, with graph
+    ``mask``             ``[*B, T]``   bool, True for the tokens that are trained; the others may hold anything, even NaN
+    ``old_log_prob``     ``[*B, T]``   nats, of the same tokens under the policy that sampled them
+    ``ref_log_prob``     ``[*B, T]``   nats, of the same tokens under the frozen reference
+    ``advantage``        ``[*B, T]``   in units of the reward
+    ``expert_mask``      ``[*B, T]``   bool, True for tokens that an expert wrote and the policy did not sample
+    ``sampler_log_prob`` ``[*B, T]``   ``old_log_prob`` as the sampling program itself computed it
+    ``entropy``          ``[*B, T]``   nats, of the policy's distribution over the vocabulary, with graph
+    ``selected``         ``[*B, T]``   bool, True for tokens chosen over a whole batch (``clip_cov``, ``kl_cov``)
+    ``kl``               ``[*B, T]``   nats, the KL over the whole vocabulary at each position, with graph
+    ``pair_id``          ``[*B]``      integer, the pair that a sequence belongs to
+    ``chosen``           ``[*B]``      bool, True for the preferred sequence of its pair
+    ==================== ============= ==================================================================================
+
+    Every objective accepts the first six, whether it reads them or not, so that all can be called alike. All raise a
+    ``ValueError`` for unequal shapes, for a missing input and for a hyper-parameter out of range, and a ``TypeError`` for a
+    mask that is not boolean and for an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim tensor, which is
+    never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
+
+    The formulas write ``A`` for the advantage, ``r = exp(log_prob - old_log_prob)`` for the probability ratio and ``sg`` for
+    stop-gradient.
+
+    The decorated function holds the formula and nothing else, because it sees clean inputs: floating-point ones are float32
+    or wider and exactly 0 where the mask is False, so that a masked-out NaN reaches neither a sum nor a gradient; booleans
+    are False there; and every required input is present. Its parameters that are not inputs are its hyper-parameters. It is
+    called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
     :func:`~torchrl_llm_kl.make_algorithm` translate those of other libraries once, at construction.
 
-    Args:
-        name: in the registry.
-
-    Keyword Args:
-        needs: see :class:`ObjectiveSpec`.
-        aggregation: see :class:`ObjectiveSpec`.
-        aliases: see :class:`ObjectiveSpec`.
-        obsolete: see :class:`ObjectiveSpec`.
-        source: see :class:`ObjectiveSpec`.
-        needs_if: see :class:`ObjectiveSpec`.
+    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string.
 
     Raises:
         ValueError: if the name is taken.
@@ -216,18 +205,10 @@ def variant(
     source: str,
     **defaults: Any,
 ) -> Callable[..., Terms]:
-    """Register a registered objective again, under another name and with other defaults.
+    """Register the formula of ``base`` again, as the objective ``name`` with the docstring ``doc`` and other defaults.
 
-    Args:
-        base: the objective with the formula, in the module of the variant.
-        name: of the variant, in the registry and in its module.
-        doc: its docstring.
-
-    Keyword Args:
-        needs: see :class:`ObjectiveSpec`.
-        aggregation: see :class:`ObjectiveSpec`.
-        source: see :class:`ObjectiveSpec`.
-        **defaults: the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set.
+    ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set. The
+    variant is defined in the module of ``base``, under its own name. Other arguments are those of :class:`ObjectiveSpec`.
     """
     spec = cast("ObjectiveSpec", spec_of(base))
     aliases = {other: own for other, own in spec.aliases.items() if set(own) <= set(defaults)}

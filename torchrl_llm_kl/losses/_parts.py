@@ -171,7 +171,7 @@ def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
 
 
 class TermPart(Part):
-    """A function that returns loss terms, with its hyper-parameters."""
+    """A function that returns loss terms, with its hyper-parameters, which it checks at construction."""
 
     def __init__(self, function: Callable[..., tuple[LossTerm, ...]], **hyper: Any) -> None:
         super().__init__(function, INPUTS, hyper)

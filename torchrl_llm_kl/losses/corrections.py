@@ -117,7 +117,7 @@ def importance_weights(
             ``vllm_importance_sampling_clip_max``.
 
     Returns:
-        Weights; log-ratios (of tokens, and their sums) beyond +-80 nats become 80, so that they are finite. Metrics, over
+        Weights; log-ratios of tokens are clamped to +-80 nats, and their sums to 80, so that weights are finite. Metrics, over
         tokens, or over sequences for the other levels: ``weight_mean`` and ``weight_max`` before the bounds,
         ``truncated_fraction`` or ``masked_fraction`` of the weights outside them, and ``effective_sample_size`` of the
         bounded weights as a share of all, ``(mean w)**2 / mean w**2``.
