@@ -110,6 +110,7 @@ class PolicyLoss(TokenLoss):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_llm_kl.losses import EntropyBonus, PolicyLoss
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
         >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
