@@ -48,7 +48,7 @@ class TokenLoss(LossModule):
         check_aggregation(aggregation)
         check_choice(get_args(MaskingStrategy), masking_strategy=masking_strategy)
         if aggregation == "seq-mean-token-sum-norm" and max_len is None:
-            raise ValueError(f"aggregation {aggregation!r} divides by the longest possible response: pass max_len=.")
+            raise ValueError(f"aggregation {aggregation!r} divides by the longest response that is sampled: pass max_len=.")
         self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
 
     @property
