@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import LossTerm
+from torchrl_llm_kl.losses import LossTerm, spec_of
 
 Rows = Sequence[Sequence[float]]
 
 
 def tensor(rows: Rows) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def own_names(function: Callable[..., Any], **hyper: Any) -> dict[str, Any]:
+    """Hyper-parameters of other libraries under the function's own names, as PolicyLoss translates them."""
+    return spec_of(function).hyperparameters.translate(hyper)
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""The same for objectives that learn from experts and from preferences."""
+"""Hyper-parameters for the shared tests of objectives that learn from experts and from preferences."""
 
 from __future__ import annotations
 

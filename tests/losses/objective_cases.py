@@ -13,9 +13,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {**cases_policy.CASES, **cases_su
 
 
 def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Everything that an objective may read; ``[rows, width]``. Rows are pairs: chosen, rejected, chosen, ...
+    """Every input of an objective; ``[rows, width]``. Rows are pairs: chosen, rejected, chosen, ...
 
-    Ratios lie on both sides of all usual clip bounds, advantages are never 0, some rows have few tokens that count, and
+    Ratios lie on both sides of all usual clip bounds, advantages are never 0, some rows have few masked-in tokens, and
     the mask leaves holes. ``expert_mask`` is True for every row of every other pair.
     """
     rng = torch.Generator().manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from by_hand import assert_result, evaluate
+from by_hand import assert_result, evaluate, own_names
 
 from torchrl_llm_kl.losses import cispo
 
@@ -26,7 +26,7 @@ def test_defect_40_clipped_tokens_have_a_gradient() -> None:
 def test_values_and_gradients_by_hand() -> None:
     metrics = {"clip_fraction": 0.8, "clip_fraction_low": 0.4, "clip_fraction_high": 0.4}
     assert_result(evaluate(cispo, **TOKENS, **BOUNDS), value=VALUE, gradient=GRADIENT, **metrics)
-    named = evaluate(cispo, **TOKENS, clip_range_low=0.3, clip_range_high=0.2)
+    named = evaluate(cispo, **TOKENS, **own_names(cispo, clip_range_low=0.3, clip_range_high=0.2))
     assert_result(named, value=VALUE, gradient=GRADIENT)
 
 
@@ -37,9 +37,9 @@ def test_by_default_there_is_no_lower_bound() -> None:
     )
 
 
-def test_the_token_mask_drops_what_ppo_clips() -> None:
+def test_the_token_mask_drops_tokens_that_ppo_clips() -> None:
     tokens = {"ratio": [[2.0, 1.45, 2.0, 0.55, 0.65, 0.55]], "advantage": [[1.0, 1.0, -1.0, -1.0, -1.0, 1.0]]}
-    hyper = {"enable_mask_clip": True, "mask_clip_range_low": 0.4, "mask_clip_range_high": 0.5}
+    hyper = own_names(cispo, enable_mask_clip=True, mask_clip_range_low=0.4, mask_clip_range_high=0.5)
     result = evaluate(cispo, **tokens, **hyper, **BOUNDS)
     # Dropped: 2 > 1.5 with A > 0, and 0.55 < 0.6 with A < 0.
     assert_result(
@@ -59,7 +59,7 @@ def test_the_token_mask_drops_what_ppo_clips() -> None:
     [
         ({"clip_low": 1.5}, "clip_low must be at least 0 and at most 1, got 1.5"),
         ({"clip_high": -0.5}, "clip_high must be at least 0, got -0.5"),
-        ({"mask_clip_range_low": 2.0}, "mask_clip_low must be at least 0 and at most 1, got 2.0"),
+        ({"mask_clip_low": 2.0}, "mask_clip_low must be at least 0 and at most 1, got 2.0"),
         ({"mask_clip_high": -2.0}, "mask_clip_high must be at least 0, got -2.0"),
     ],
 )

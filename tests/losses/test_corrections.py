@@ -27,7 +27,7 @@ def f64(rows: Any) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-# Ratios 4, 1/8, 1 and 2, 3/2; the token behind the mask would be e**800.
+# Ratios 4, 1/8, 1 and 2, 3/2; the masked-out token would be e**800.
 RATIO = f64([[4.0, 0.125, 1.0], [2.0, 1.5, 1.0]])
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 SAMPLER = f64([[-2.0, -0.5, -1.0], [-3.0, -1.5, -800.0]])
@@ -193,7 +193,7 @@ def test_off_policy_sequences_by_hand() -> None:
         off_policy_sequence_mask(log_prob, old, advantage, mask, delta=-0.1)
 
 
-def test_only_what_is_worse_than_average_in_what_drifted_further_than_allowed() -> None:
+def test_only_negative_advantages_of_sequences_beyond_the_drift_limit_are_dropped() -> None:
     old, mask = f64([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]), torch.ones(2, 3, dtype=torch.bool)
     log_prob = f64([[-1.5, -1.5, -1.5], [-1.25, -1.25, -1.25]])
     advantage = f64([[0.0, 0.5, -0.5], [-1.0, -1.0, -1.0]])
@@ -237,7 +237,7 @@ def test_equals_are_kept_together() -> None:
     assert weights.tolist() == [[1, 0, 1, 1]]
 
 
-def test_parts_of_a_batch_keep_what_the_whole_keeps() -> None:
+def test_parts_of_a_batch_keep_the_same_tokens_as_the_whole() -> None:
     threshold = entropy_threshold(ENTROPY, COUNTED, 0.4)
     whole, _ = top_entropy_mask(ENTROPY, COUNTED, fraction=0.4)
     parts = [top_entropy_mask(ENTROPY[i : i + 1], COUNTED[i : i + 1], threshold=threshold)[0] for i in range(2)]
@@ -282,7 +282,7 @@ def test_apply_multiplies_values_and_keeps_denominators() -> None:
     assert_close(gradient, -weights / 5)
 
 
-def test_a_weight_of_0_stops_what_is_not_finite() -> None:
+def test_a_weight_of_0_stops_non_finite_values() -> None:
     log_prob = f64([[0.0, -1.0]]).requires_grad_()
     term = LossTerm("objective", 1 / log_prob, torch.ones(1, 2, dtype=torch.bool))
     (corrected,) = apply_correction([term], f64([[0.0, 2.0]]))

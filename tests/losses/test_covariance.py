@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import assert_result, evaluate, tensor
+from by_hand import assert_result, evaluate, own_names, tensor
 from objective_cases import random_batch, rows_of
 from torch.testing import assert_close
 
 from torchrl_llm_kl.losses import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 
 NAN = float("nan")
-# The mean log-prob is -5, the mean advantage 0: covariances 4, 4, 2, 2 and -2, -2. The last token does not count.
+# The mean log-prob is -5, the mean advantage 0: covariances 4, 4, 2, 2 and -2, -2. The last token is masked out.
 LOG_PROB = tensor([[-1.0, -9.0, -4.0, -6.0], [-4.0, -6.0, -5.0, NAN]])
 ADVANTAGE = tensor([[1.0, -1.0, 2.0, -2.0], [-2.0, 2.0, 0.0, NAN]])
 MASK = ~LOG_PROB.isnan()
@@ -37,7 +37,7 @@ def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen
         assert got.int().tolist() == chosen
 
 
-def test_clip_cov_passes_over_what_ppo_clips() -> None:
+def test_clip_cov_skips_tokens_that_ppo_clips() -> None:
     ratio = tensor([[1.3, 1.0, 1.15, 1.0], [1.0, 1.0, 1.0, 1.0]])  # A > 0, A < 0, A > 0, A < 0
     hyper = {"fraction": 1.0, "cov_low": 1.0, "clip_low": 0.1, "clip_high": 0.2}
     got = select_clip_cov(LOG_PROB, MASK, old_log_prob=LOG_PROB - ratio.log(), advantage=ADVANTAGE, **hyper)
@@ -49,7 +49,7 @@ def test_clip_cov_passes_over_what_ppo_clips() -> None:
 
 @pytest.mark.parametrize(("fraction", "number"), [(0.01, 1), (0.3, 2), (0.43, 3), (0.9, 4)])
 def test_clip_cov_chooses_at_random_among_them(fraction: float, number: int) -> None:
-    """A fraction of the 7 tokens that count, of 4 candidates; each is chosen as often as the others."""
+    """A fraction of the 7 masked-in tokens, of 4 candidates; each is chosen equally often."""
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(2, 4)
     for _ in range(400):
@@ -128,7 +128,7 @@ def test_kl_cov_pulls_the_chosen_tokens_back() -> None:
     penalty = 0.25 * math.log(2)
     for name in ("coeff", "ppo_kl_coef"):
         assert_result(
-            evaluate(kl_cov, **tokens, selected=selected, **{name: 0.25}),
+            evaluate(kl_cov, **tokens, selected=selected, **own_names(kl_cov, **{name: 0.25})),
             value=[[-6 + penalty, -1.5 + penalty, -6.0, -3.0]],
             gradient=[[-5.75, -1.75, -6.0, -3.0]],
             selected_fraction=0.75,
@@ -143,7 +143,8 @@ def test_kl_cov_pulls_the_chosen_tokens_back() -> None:
         (kl_cov, {"kl_cov_ratio": 0.2}),
     ],
 )
-def test_without_a_choice_it_is_made_of_the_batch_at_hand(function: Any, hyper: dict[str, float]) -> None:
+def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, hyper: dict[str, float]) -> None:
+    hyper = own_names(function, **hyper)
     batch = random_batch(1, rows=8)
     batch["advantage"][:4] += 2.0
     inputs = {key: batch[key] for key in ("log_prob", "mask", "advantage")}
@@ -171,7 +172,7 @@ def test_without_a_choice_it_is_made_of_the_batch_at_hand(function: Any, hyper: 
     [
         (clip_cov, {"clip_low": 2.0}, "clip_low must be at least 0 and at most 1, got 2.0"),
         (clip_cov, {"fraction": 0.0}, "fraction must be greater than 0 and at most 1, got 0.0"),
-        (kl_cov, {"ppo_kl_coef": -1.0}, "coeff must be at least 0, got -1.0"),
+        (kl_cov, {"coeff": -1.0}, "coeff must be at least 0, got -1.0"),
     ],
 )
 def test_bad_hyper_parameters(function: Any, hyper: dict[str, float], message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from by_hand import assert_result, evaluate
+from by_hand import assert_result, evaluate, own_names
 
 from torchrl_llm_kl.losses import dapo, dr_grpo, spec_of
 
@@ -33,7 +33,9 @@ def test_dr_grpo_by_hand() -> None:
 
 @pytest.mark.parametrize("function", [dapo, dr_grpo])
 def test_the_bounds_can_be_set(function: Any) -> None:
-    result = evaluate(function, **TOKENS, clip_range_low=0.1, clip_range_high=0.3, clip_ratio_c=3.0)
+    result = evaluate(
+        function, **TOKENS, **own_names(function, clip_range_low=0.1, clip_range_high=0.3, clip_ratio_c=3.0)
+    )
     assert_result(result, value=[[-2.6, -2.5, 0.9, 3.0]], gradient=[[0.0, -2.5, 0.0, 0.0]], clip_fraction_dual=0.25)
 
 

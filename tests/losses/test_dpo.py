@@ -163,7 +163,7 @@ def test_an_empty_answer_is_found_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_what_the_module_around_it_may_know(name: str) -> None:
+def test_the_spec_of_the_family(name: str) -> None:
     spec = spec_of(get_objective(name))
     assert spec.needs == ("ref_log_prob",)
     assert spec.per_row == ("pair_id", "chosen")
@@ -222,6 +222,6 @@ def test_labels_are_wrong_at_most_half_of_the_time(name: str, rate: float) -> No
         get_objective(name)(**pair(), label_smoothing=rate)
 
 
-def test_robust_cannot_invert_labels_that_say_nothing() -> None:
+def test_robust_cannot_invert_uninformative_labels() -> None:
     with pytest.raises(ValueError, match=r"label_smoothing must be below 0\.5, got 0\.5"):
         get_objective("robust")(**pair(), label_smoothing=0.5)

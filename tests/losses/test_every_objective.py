@@ -1,4 +1,4 @@
-"""What every objective promises, whatever its formula."""
+"""Properties that hold for every objective, whatever its formula."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_there_is_a_case_for_each() -> None:
 
 
 @pytest.mark.parametrize("name", available_objectives())
-def test_it_can_be_pickled_and_says_its_source(name: str) -> None:
+def test_pickling_and_source(name: str) -> None:
     function = get_objective(name)
     assert pickle.loads(pickle.dumps(function)) is function
     assert len(spec_of(function).source) > 10
@@ -79,7 +79,7 @@ def test_any_split_gives_the_gradient_of_the_whole(case: str, mode: str, seed: i
 
 @pytest.mark.parametrize("mode", REDUCING)
 def test_without_the_common_denominator_a_split_is_another_loss(mode: str) -> None:
-    """The negative control of the test above."""
+    """Negative control of the test above."""
     batch = random_batch(3, rows=8)
     _, whole = gradient_of("ppo", batch, mode)
     parts = [gradient_of("ppo", rows_of(batch, rows), mode)[1] for rows in (torch.arange(2), torch.arange(2, 8))]
@@ -93,7 +93,7 @@ def _inputs(case: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_stands_behind_the_mask_does_not_matter(case: str) -> None:
+def test_masked_out_entries_do_not_matter(case: str) -> None:
     batch = random_batch(5)
     loss, gradient = gradient_of(case, batch, "token-mean")
     for bad in (float("nan"), float("inf"), -float("inf"), 1e4):
@@ -127,7 +127,7 @@ def test_rows_without_tokens_change_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision_is_calculated_in_float32(case: str) -> None:
-    """The same as on inputs that were rounded to bfloat16 and then widened: no rounding of its own."""
+    """Equal to the result on inputs rounded to bfloat16 and then widened: the objective adds no rounding."""
     batch = random_batch(11, dtype=torch.bfloat16)
     wide = {key: x.float() if x.is_floating_point() else x for key, x in batch.items()}
     for term, exact in zip(terms_of(case, batch), terms_of(case, wide), strict=True):
@@ -195,5 +195,5 @@ WEIGHTED = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradcheck(case: str) -> None:
-    """Finite differences agree, except where a weight is detached: there they must not."""
+    """Finite differences agree, except where a weight is detached."""
     assert derivative_is_the_gradient(case) == (case not in WEIGHTED)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from by_hand import assert_result, evaluate
+from by_hand import assert_result, evaluate, own_names
 
 from torchrl_llm_kl.losses import gmpo
 
@@ -48,7 +48,12 @@ def test_the_default_bounds_are_the_papers() -> None:
 
 
 def test_the_mean_advantage_of_a_sequence_counts() -> None:
-    result = evaluate(gmpo, ratio=[[E(1.0), E(0.1)]], advantage=[[3.0, -1.0]], clip_range_low=0.2, clip_range_high=0.3)
+    result = evaluate(
+        gmpo,
+        ratio=[[E(1.0), E(0.1)]],
+        advantage=[[3.0, -1.0]],
+        **own_names(gmpo, clip_range_low=0.2, clip_range_high=0.3),
+    )
     assert_result(result, value=[[-E(0.2)]], gradient=[[0.0, -0.5 * E(0.2)]])
 
 

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from by_hand import assert_result, evaluate
+from by_hand import assert_result, evaluate, own_names
 from objective_cases import random_batch
 from torch.testing import assert_close
 
 from torchrl_llm_kl.losses import aggregate, gspo, spec_of
 
 BOUNDS = {"clip_low": 0.3, "clip_high": 0.2}
-# Geometric means 2, 2, 1/2, 1/2 of the two tokens that count; the third does not.
+# Geometric means 2, 2, 1/2, 1/2 of the two masked-in tokens; the third is masked out.
 RATIO = [[4.0, 1.0, 100.0], [1.0, 4.0, 100.0], [0.25, 1.0, 100.0], [0.5, 0.5, 100.0]]
 ADVANTAGE = [[3.0, 3.0, 9.0], [-3.0, -3.0, 9.0], [3.0, 3.0, 9.0], [-3.0, -3.0, 9.0]]
 MASK = torch.tensor([[True, True, False]]).expand(4, 3)
@@ -77,7 +77,7 @@ def test_defaults_and_names() -> None:
     free = evaluate(gspo, ratio=[[high, high]], advantage=[[1.0, 1.0]])
     assert_result(free, value=[[-high] * 2], gradient=[[-high] * 2])
     ours = evaluate(gspo, ratio=RATIO, advantage=ADVANTAGE, **BOUNDS)
-    named = evaluate(gspo, ratio=RATIO, advantage=ADVANTAGE, clip_range_low=0.3, clip_range_high=0.2)
+    named = evaluate(gspo, ratio=RATIO, advantage=ADVANTAGE, **own_names(gspo, clip_range_low=0.3, clip_range_high=0.2))
     assert_close(named[0].value, ours[0].value)
 
 

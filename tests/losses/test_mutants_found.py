@@ -1,4 +1,4 @@
-"""What `make mutants` found that no other test noticed."""
+"""Tests for mutants that survived all others (`make mutants`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from objective_cases import CASES, random_batch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from torchrl_llm_kl._numerics import masked_mean, masked_sum
 from torchrl_llm_kl.losses import aggregate, count, get_objective, ppo, value_error
-from torchrl_llm_kl.losses._numerics import clean, masked_mean, masked_sum, sequence_mean, sequence_sum
+from torchrl_llm_kl.losses._arithmetic import clean, sequence_mean, sequence_sum
 from torchrl_llm_kl.losses.corrections import (
     entropy_threshold,
     importance_weights,
     off_policy_sequence_mask,
     top_entropy_mask,
 )
-from torchrl_llm_kl.losses.objectives._ppo import clipped_surrogate
+from torchrl_llm_kl.losses.objectives._clipped import clipped_surrogate
 
 NAN = float("nan")
 # Two tokens, one token, none.
@@ -54,12 +55,12 @@ def test_aggregations_by_hand(
     assert_close(gradient, tensor([[first, first, 0, 0], [second, 0, 0, 0], [0, 0, 0, 0]]))
 
 
-def test_no_aggregation_is_0_behind_the_mask() -> None:
+def test_aggregation_none_is_0_where_the_mask_is_false() -> None:
     value = VALUE.clone().requires_grad_()
     result = aggregate(value, MASK, "none")
     assert_close(result, tensor([[1, 2, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]))
     assert_close(torch.autograd.grad(result.sum(), value)[0], MASK.double())
-    with pytest.raises(ValueError, match="'none' divides by nothing, got denominator=3"):
+    with pytest.raises(ValueError, match="'none' has no denominator, got denominator=3"):
         aggregate(value, MASK, "none", denominator=3)
 
 
@@ -70,8 +71,8 @@ def test_aggregation_of_half_precision_is_in_float32_and_has_a_gradient() -> Non
     assert_close(torch.autograd.grad(result, value)[0], torch.full((1, 4), 0.25, dtype=torch.bfloat16))
 
 
-def test_nothing_to_aggregate() -> None:
-    with pytest.warns(UserWarning, match="no token counts"):
+def test_an_empty_mask() -> None:
+    with pytest.warns(UserWarning, match="the mask is empty"):
         assert aggregate(VALUE[2:], MASK[2:]) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -137,7 +138,7 @@ def test_a_ratio_at_the_dual_bound_is_not_counted_as_beyond_it() -> None:
     assert metrics["clip_fraction_dual"] == 0
 
 
-def test_ppos_sequence_masking_averages_over_tokens_that_count() -> None:
+def test_ppos_sequence_masking_averages_over_masked_in_tokens() -> None:
     # Log-ratios -0.3 and -0.1: 0.2 nats on average over two tokens, 0.13 over three.
     tokens: dict[str, Any] = {"ratio": [[0.7408182, 0.9048374, 1.0]], "advantage": [[-1.0, 2.0, 1.0]]}
     mask = torch.tensor([[True, True, False]])
@@ -147,7 +148,7 @@ def test_ppos_sequence_masking_averages_over_tokens_that_count() -> None:
     assert term.metrics["sequence_masked_fraction"] == 0.5
 
 
-def test_importance_weights_at_the_ends_of_what_is_allowed() -> None:
+def test_importance_weights_at_the_limits_of_their_bounds() -> None:
     old, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -0.5]])  # ratios e and 0.607
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert_close(importance_weights(old, sampler, mask, high=0.75)[0], torch.tensor([[0.75, 0.6065307]]))
@@ -156,7 +157,7 @@ def test_importance_weights_at_the_ends_of_what_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(("old", "sampler"), [(0.0, -800.0), (800.0, 0.0)])
-def test_a_huge_ratio_behind_the_mask_does_not_shrink_the_effective_sample_size(old: float, sampler: float) -> None:
+def test_a_huge_masked_out_ratio_does_not_shrink_the_effective_sample_size(old: float, sampler: float) -> None:
     mask = torch.tensor([[True, True, False]])
     inputs = torch.tensor([[-1.0, -1.0, old]]), torch.tensor([[-1.0, -1.0, sampler]])
     weights, metrics = importance_weights(*inputs, mask, high=None)
@@ -178,7 +179,7 @@ def test_no_weight_is_left() -> None:
     assert metrics["masked_fraction"] == 1
 
 
-def test_sequence_masking_keeps_what_is_not_bad_and_what_is_at_the_bound() -> None:
+def test_sequence_masking_keeps_good_tokens_and_sequences_at_the_bound() -> None:
     old, log_prob = torch.full((2, 3), -1.0), torch.tensor([[-1.25, -1.25, -1.25], [-2.0, -2.0, -2.0]])
     advantage = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 0.0, 0.5]])
     weights, metrics = off_policy_sequence_mask(
@@ -188,15 +189,15 @@ def test_sequence_masking_keeps_what_is_not_bad_and_what_is_at_the_bound() -> No
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 6)
 
 
-def test_an_entropy_that_was_rounded_below_0_counts_and_what_is_behind_the_mask_does_not() -> None:
+def test_entropies_rounded_below_0_are_kept_and_masked_out_ones_are_not() -> None:
     entropy, mask = torch.tensor([[-1e-7, 1.0, 5.0]]), torch.tensor([[True, True, False]])
     assert_close(entropy_threshold(entropy, mask, fraction=1.0), torch.tensor(-1e-7), rtol=0, atol=0)
     assert top_entropy_mask(entropy, mask, fraction=1.0)[0].tolist() == [[1.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_metrics_are_of_what_counts(case: str) -> None:
-    """More rows and columns that do not count change none."""
+def test_metrics_are_masked(case: str) -> None:
+    """Masked-out rows and columns change none."""
     name, hyper = CASES[case]
     batch = random_batch(21)
 

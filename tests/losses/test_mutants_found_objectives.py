@@ -1,4 +1,4 @@
-"""What `make mutants` found that no other test of an objective noticed: bounds met exactly, advantages of 0, counts."""
+"""Tests for mutants of objectives that survived all others: bounds met exactly, advantages of 0, counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_cispo_counts_each_side_by_its_own_bound() -> None:
     assert metrics_of(term) == {"clip_fraction": 0.8, "clip_fraction_low": 0.4, "clip_fraction_high": 0.4}
 
 
-def test_cispo_neither_counts_nor_drops_what_is_at_a_bound() -> None:
+def test_cispo_neither_counts_nor_drops_ratios_at_a_bound() -> None:
     tokens: dict[str, Any] = {"ratio": [[1.0, 1.0]], "advantage": [[1.0, -1.0]]}
     bounds = {"clip_low": 0.0, "clip_high": 0.0, "mask_clip_low": 0.0, "mask_clip_high": 0.0}
     result = evaluate(cispo, **tokens, **bounds, enable_mask_clip=True)
@@ -44,13 +44,13 @@ def test_cispo_neither_counts_nor_drops_what_is_at_a_bound() -> None:
     assert set(metrics_of(result[0]).values()) == {0.0}
 
 
-def test_cispo_drops_only_what_is_on_its_way_out() -> None:
+def test_cispo_drops_only_tokens_that_move_away() -> None:
     tokens = {"ratio": [[2.0, 2.0, 2.0, 0.5, 0.5, 0.5]], "advantage": [[0.5, 0.0, -0.5, 0.5, 0.0, -0.5]]}
     term, _ = evaluate(cispo, **tokens, enable_mask_clip=True, mask_clip_low=0.3, mask_clip_high=0.4)
     assert_close(term.metrics["token_masked_fraction"].item(), 2 / 6)
 
 
-# Log-probs 4 and -4 from their mean, -5; the last token does not count.
+# Log-probs 4 and -4 from their mean, -5; the last token is masked out.
 LOG_PROB = tensor([[-1.0, -9.0, -5.0, -5.0]])
 MASK = torch.tensor([[True, True, True, False]])
 
@@ -62,18 +62,18 @@ def test_covariances_are_those_of_deviations_from_the_means() -> None:
         inputs: dict[str, Any] = {"advantage": advantage, "old_log_prob": LOG_PROB, "fraction": 1.0}
         between = select_clip_cov(LOG_PROB, MASK, **inputs, cov_low=3.0, cov_high=5.0)
         assert between.tolist() == [[True, True, False, False]]
-        # A log-prob and an advantage of 0 behind the mask would have a covariance of -5 times the mean.
+        # A masked-out log-prob and advantage of 0 would have a covariance of -5 times the mean.
         assert not select_clip_cov(LOG_PROB, MASK, **inputs, cov_low=40.0, cov_high=60.0).any()
         highest = select_kl_cov(LOG_PROB, MASK, advantage=advantage, fraction=0.7)
         assert highest.tolist() == [[True, True, False, False]]
 
 
-def test_fractions_are_of_the_tokens_that_count() -> None:
+def test_fractions_are_of_the_masked_in_tokens() -> None:
     inputs = {"advantage": tensor([[1.0, -1.0, 0.0, 0.0]]), "old_log_prob": LOG_PROB}
     assert select_clip_cov(LOG_PROB, MASK, **inputs, fraction=0.5, cov_low=3.0).sum() == 1
 
 
-def test_dppo_keeps_what_is_at_a_bound_and_takes_an_advantage_of_0_for_a_bad_one() -> None:
+def test_dppo_keeps_distances_at_a_bound_and_treats_an_advantage_of_0_as_bad() -> None:
     tokens: dict[str, Any] = {"log_prob": [[math.log(0.5), math.log(0.25)]], "ratio": [[2.0, 0.5]]}
     term, _ = evaluate(dppo, **tokens, advantage=[[1.0, -1.0]], clip_low=0.25, clip_high=0.25)
     assert metrics_of(term) == dict.fromkeys(term.metrics, 0.0)
@@ -95,7 +95,7 @@ def test_dppos_kl_where_the_old_policy_left_no_other_token() -> None:
         assert term.metrics["clip_fraction"] == dropped
 
 
-def test_gmpo_counts_each_side_and_takes_an_advantage_of_0_for_a_bad_one() -> None:
+def test_gmpo_counts_each_side_and_treats_an_advantage_of_0_as_bad() -> None:
     ratio, advantage = [[4.0, 1.0], [0.25, 0.25], [0.25, 4.0]], [[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]
     term, _ = evaluate(gmpo, ratio=ratio, advantage=advantage, clip_low=0.2, clip_high=0.3)
     assert_close(term.metrics["clip_fraction"].item(), 4 / 6)
@@ -117,7 +117,7 @@ def test_rewards_of_preferences_are_means_over_pairs() -> None:
     }
 
 
-def test_rec_keeps_what_is_at_a_bound() -> None:
+def test_rec_keeps_ratios_at_a_bound() -> None:
     """With log-probs of 0 the ratios are exact."""
     tokens: dict[str, Any] = {"ratio": [[2.0, 0.5]], "log_prob": [[0.0, 0.0]]}
     term, _ = evaluate(rec, **tokens, advantage=[[1.0, -1.0]], clip_mode="two-side", epsilon_low=0.5, epsilon_high=1.0)
@@ -135,7 +135,7 @@ def test_recs_one_side_is_that_of_the_advantage() -> None:
     assert metrics_of(term) == {"clip_fraction": 0.25, "clip_fraction_low": 0.0, "clip_fraction_high": 0.25}
 
 
-def test_recs_weight_of_a_sequence_is_of_its_tokens_that_count() -> None:
+def test_recs_sequence_weight_is_of_masked_in_tokens() -> None:
     tokens: dict[str, Any] = {"ratio": [[4.0, 1.0, 9.0]], "advantage": [[3.0, 3.0, 3.0]]}
     mask = torch.tensor([[True, True, False]])
     _, gradient = evaluate(rec, **tokens, mask=mask, weight="gspo_importance_sampling")
@@ -150,7 +150,7 @@ def test_an_advantage_of_0_is_gated_by_sapo_as_a_bad_one_and_weighed_by_vespo_as
     assert metrics_of(term) == {"weight_mean": 0.199148}  # 2**2 exp(-3)
 
 
-def test_sppo_keeps_what_is_at_a_bound() -> None:
+def test_sppo_keeps_ratios_at_a_bound() -> None:
     term, gradient = evaluate(sppo, ratio=[[1.0, 1.0]], advantage=[[3.0, -5.0]], epsilon=0.0)
     assert_close(gradient, tensor([[-3.0, 5.0]]))
     assert set(metrics_of(term).values()) == {0.0}

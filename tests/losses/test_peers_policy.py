@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import own_names
 from objective_cases import random_batch
 from peers import load
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl.losses import aggregate, get_objective, spec_of
 
-# They divide by counts + 1e-8.
+# Both divide by counts + 1e-8.
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
 REC = {"epsilon_low": 0.15, "epsilon_high": 0.25, "epsilon_low_prime": 0.35, "epsilon_high_prime": 0.45, "temp": 1.5}
@@ -76,7 +77,8 @@ def trinity(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 def ours(name: str, batch: dict[str, Tensor], mode: str, hyper: dict[str, Any]) -> tuple[Tensor, Tensor]:
     log_prob = batch["log_prob"].clone().requires_grad_()
-    (term,) = get_objective(name)(**{**batch, "log_prob": log_prob}, **hyper)
+    function = get_objective(name)
+    (term,) = function(**{**batch, "log_prob": log_prob}, **own_names(function, **hyper))
     loss = aggregate(term.value, term.mask, term.aggregation or mode)
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
 

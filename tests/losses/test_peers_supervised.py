@@ -1,4 +1,4 @@
-"""The same numbers as the peers where they are right, and the places where we differ on purpose.
+"""Equality with the peers where they are right, and the deliberate differences.
 
 Runs where TORCHRL_LLM_KL_PEERS names a folder with unpacked wheels (see ``peers.py``).
 """
@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import peers
 import pytest
 import torch
+from by_hand import own_names
 from objective_cases import random_batch
 from torch import Tensor
 from torch.testing import assert_close
@@ -30,7 +31,8 @@ def trinity(monkeypatch: pytest.MonkeyPatch, module: str) -> Any:
 def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> tuple[Tensor, Tensor]:
     log_prob = batch["log_prob"].clone().requires_grad_()
     loss: Any = 0
-    for term in get_objective(name)(**{**batch, "log_prob": log_prob}, **hyper):
+    function = get_objective(name)
+    for term in function(**{**batch, "log_prob": log_prob}, **own_names(function, **hyper)):
         how = term.aggregation or mode
         loss = loss + term.weight * aggregate(term.value, term.mask, how, denominator=count(term.mask, how))
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0]

@@ -68,6 +68,6 @@ def test_defaults_and_aggregation(name: str) -> None:
     assert spec_of(get_objective(name)).aggregation == aggregation
 
 
-def test_what_chooses_has_the_defaults_of_what_uses_it() -> None:
+def test_selections_have_the_defaults_of_their_objectives() -> None:
     assert defaults_of(losses.select_clip_cov) == {**COVARIANCE, "generator": None}
     assert defaults_of(losses.select_kl_cov) == {"fraction": 2e-4}

@@ -211,7 +211,7 @@ def test_nothing_counts(model: nn.Module) -> None:
     data = batch()
     data["loss_mask"] = torch.zeros(6, dtype=torch.bool)
     loss = PolicyLoss(model, terms=[KLToReference(0.1), EntropyBonus(0.1)])
-    with pytest.warns(UserWarning, match="no token counts"):
+    with pytest.warns(UserWarning, match="the mask is empty"):
         out = loss(data)
     assert total(out) == 0
     assert all((g == 0).all() for g in gradients(total(out), model).values())
@@ -324,6 +324,18 @@ def test_entries_are_found_without_next(model: nn.Module) -> None:
     assert_close(total(loss(data)), expected)
 
 
+@pytest.mark.parametrize("key", ["advantage", "loss_mask", "expert_mask"])
+def test_entries_are_found_under_next(model: nn.Module, key: str) -> None:
+    """One lookup for losses and advantages: an entry may be on either side of "next"."""
+    data = batch()
+    data["loss_mask"] = torch.tensor([True, False, True, True, True, True])
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    loss = PolicyLoss(model, "mix")
+    expected = total(loss(data))
+    data["next", key] = data.pop(key)
+    assert_close(total(loss(data)), expected)
+
+
 def test_missing_entries_say_what_to_do(model: nn.Module) -> None:
     data = batch()
     del data["advantage"]
@@ -333,7 +345,56 @@ def test_missing_entries_say_what_to_do(model: nn.Module) -> None:
         PolicyLoss(model)(data)
     with pytest.raises(KeyError, match="ppo needs old_log_prob"):
         PolicyLoss(model)(batch().exclude(("next", "log_probs")))
-    assert "old_log_prob" not in PolicyLoss(model, fallback_to_policy_gradient=True)._needs
+
+
+def test_needs_and_names_follow_hyper_parameters_that_change_later(model: nn.Module) -> None:
+    loss, data = PolicyLoss(model, terms=[KLToReference(0.1)]), batch()
+    old = ("next", "log_probs", "full")
+    assert old in loss.in_keys
+    assert "ESS" in loss.out_keys
+    loss.fallback_to_policy_gradient = True
+    fresh = PolicyLoss(model, fallback_to_policy_gradient=True, terms=[KLToReference(0.1)])
+    without = data.exclude(("next", "log_probs"), ("next", "sampler_log_probs"))
+    assert old not in loss.in_keys
+    assert loss.in_keys == fresh.in_keys
+    out = loss(without)
+    assert "ESS" not in loss.out_keys
+    assert set(out.keys()) == set(loss.out_keys) == set(fresh.out_keys)
+    assert_close(total(out), total(fresh(without)))
+    loss.fallback_to_policy_gradient = False
+    with pytest.raises(KeyError, match="ppo needs old_log_prob"):
+        loss(without)
+
+
+def test_an_estimator_that_changes_later(model: nn.Module, reference: nn.Module) -> None:
+    data = batch()
+    loss = PolicyLoss(model, "gpg", terms=[KLToReference(0.5, "k2")], reference=reference)
+    loss.kl_to_ref_estimator = "exact"
+    fresh = PolicyLoss(model, "gpg", terms=[KLToReference(0.5, "exact")], reference=reference)
+    assert_close(loss(data)["loss_kl_to_ref"], fresh(data)["loss_kl_to_ref"])
+    alone = PolicyLoss(model, "gpg", terms=[KLToReference(0.5, "k2")])
+    alone.kl_to_ref_estimator = "exact"
+    with pytest.raises(ValueError, match="pass the reference model as reference="):
+        alone(data)
+
+
+def test_the_entropy_that_is_logged_is_an_output(model: nn.Module) -> None:
+    loss = PolicyLoss(model, "gpg", log_entropy=True)
+    assert "entropy" in loss.out_keys
+    assert set(loss.out_keys) <= set(loss(batch()).keys())
+
+
+def test_a_part_refuses_a_hyper_parameter_out_of_range(model: nn.Module) -> None:
+    loss = PolicyLoss(model)
+    with pytest.raises(ValueError, match="clip_low must be at least 0 and at most 1, got -5"):
+        loss.objective.clip_low = -5.0
+    assert_close(loss.clip_low, torch.tensor(0.2))
+
+
+def test_warnings_of_the_constructor_name_the_callers_line(model: nn.Module) -> None:
+    with pytest.warns(UserWarning, match="has no effect here") as caught:
+        PolicyLoss(model, "mix", train_batch_size_usual=8)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_lengths_that_do_not_fit(model: nn.Module) -> None:
@@ -556,8 +617,11 @@ def test_a_function_of_ones_own(model: nn.Module) -> None:
 
 
 def test_functions_without_a_name(model: nn.Module) -> None:
-    def scaled(log_prob: Tensor, mask: Tensor, *, scale: float, **inputs: Tensor) -> tuple[LossTerm, ...]:
-        return (LossTerm("mine", -scale * inputs["advantage"] * log_prob, mask),)
+    def scaled(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float, **_: Tensor) -> tuple[LossTerm, ...]:
+        return (LossTerm("mine", -scale * advantage * log_prob, mask),)
+
+    def takes_all(log_prob: Tensor, mask: Tensor, **inputs: Tensor) -> tuple[LossTerm, ...]:
+        return (LossTerm("mine", -2.0 * inputs["advantage"] * log_prob, mask),)
 
     class Scaled:
         def __call__(self, log_prob: Tensor, mask: Tensor, *, advantage: Tensor, **_: Any) -> tuple[LossTerm, ...]:
@@ -571,6 +635,10 @@ def test_functions_without_a_name(model: nn.Module) -> None:
         with pytest.raises(KeyError, match="needs advantage"):
             loss(data.exclude("advantage"))
         repr(loss)
+    loss = PolicyLoss(model, takes_all)  # names no input, so none is required: the function raises by itself
+    assert_close(loss(data)["loss_mine"], expected)
+    with pytest.raises(KeyError, match="advantage"):
+        loss(data.exclude("advantage"))
 
 
 def test_entries_that_no_part_reads_may_be_anything(model: nn.Module) -> None:
@@ -594,11 +662,39 @@ def test_log_probs_of_experts_may_be_missing(model: nn.Module) -> None:
         loss(data)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3+", "corrected_k3"])
+@pytest.mark.filterwarnings("ignore:KL estimator")
+def test_terms_that_leave_experts_out_read_nothing_of_them(model: nn.Module, estimator: str) -> None:
+    data = batch()
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    loss = PolicyLoss(model, "mix", terms=[KLToReference(0.5, estimator, leave_out_experts=True)])
+    expected = loss(data)
+    want = gradients(total(expected), model)
+    data["next", "ref_log_probs", "full"][1] = float("nan")
+    data["next", "log_probs", "full"][4] = float("nan")
+    out = loss(data)
+    assert_close(total(out), total(expected))
+    for name, gradient in gradients(total(out), model).items():
+        assert_close(gradient, want[name])
+
+
+@pytest.mark.parametrize("missing", [("next", "ref_log_probs", "full"), "advantage"])
+def test_what_any_part_reads_of_experts_is_checked(model: nn.Module, missing: Any) -> None:
+    """PPO does not tell experts from the policy, and neither does the KL beside "mix"."""
+    data = batch()
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    ppo = PolicyLoss(model, "ppo", terms=[EntropyBonus(0.1, leave_out_experts=True)])
+    mix = PolicyLoss(model, "mix", terms=[KLToReference(0.5)])
+    data[missing][1] = float("nan")
+    with pytest.raises(ValueError, match="is nan at sequence 1, position 4"):
+        (ppo if missing == "advantage" else mix)(data)
+
+
 def test_a_frozen_actor_has_a_loss_all_the_same(model: nn.Module) -> None:
     frozen = copy.deepcopy(model).requires_grad_(False)
     data = batch()
     data["loss_mask"] = torch.zeros(6, dtype=torch.bool)
-    with pytest.warns(UserWarning, match="no token counts"):
+    with pytest.warns(UserWarning, match="the mask is empty"):
         assert total(PolicyLoss(frozen)(data)) == 0
 
 

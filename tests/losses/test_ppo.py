@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from by_hand import own_names
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -46,12 +47,32 @@ def test_without_the_dual_bound_a_large_ratio_is_free() -> None:
 
 def test_trinitys_and_torchrls_names() -> None:
     expected = values_and_gradient(**BOUNDS)[0]
-    assert_close(values_and_gradient(clip_range_low=0.3, clip_range_high=0.2)[0], expected)
-    assert_close(values_and_gradient(clip_range=0.3, clip_range_high=0.2)[0], expected)
-    assert_close(values_and_gradient(clip_epsilon=0.25)[0], values_and_gradient(clip_low=0.25, clip_high=0.25)[0])
-    assert_close(values_and_gradient(clip_ratio_low=0.3, clip_ratio_high=0.2)[0], expected)  # verl's
+
+    def translated(**hyper: float) -> Tensor:
+        return values_and_gradient(**own_names(ppo, **hyper))[0]
+
+    assert_close(translated(clip_range_low=0.3, clip_range_high=0.2), expected)
+    assert_close(translated(clip_range=0.3, clip_range_high=0.2), expected)
+    assert_close(translated(clip_epsilon=0.25), values_and_gradient(clip_low=0.25, clip_high=0.25)[0])
+    assert_close(translated(clip_ratio_low=0.3, clip_ratio_high=0.2), expected)  # verl's
     with pytest.raises(TypeError, match="are the same hyper-parameter"):
-        values_and_gradient(clip_low=0.3, clip_range_low=0.3)
+        translated(clip_low=0.3, clip_range_low=0.3)
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"clip_range_low": 0.3}, "ppo has no hyper-parameter 'clip_range_low': pass 'clip_low'. PolicyLoss and make"),
+        (
+            {"clip_epsilon": 0.3},
+            "'clip_epsilon': pass 'clip_low' and 'clip_high'. PolicyLoss and make_algorithm translate",
+        ),
+        ({"clip_lo": 0.3}, "has no hyper-parameter 'clip_lo'; it has clip_low, .*Did you mean 'clip_low'"),
+    ],
+)
+def test_the_function_knows_its_own_names_alone(hyper: dict[str, float], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        values_and_gradient(**hyper)
 
 
 def test_sequence_masking_drops_negative_advantages_of_unlikely_sequences() -> None:

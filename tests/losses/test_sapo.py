@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from by_hand import assert_result, evaluate
+from by_hand import assert_result, evaluate, own_names
 from torch.testing import assert_close
 
 from torchrl_llm_kl.losses import sapo, spec_of
@@ -38,7 +38,7 @@ def test_at_ratio_1_it_is_the_policy_gradient_whatever_the_temperature() -> None
 def test_defaults_and_names() -> None:
     ours, _ = evaluate(sapo, ratio=[[1.0, 1.0]], advantage=[[1.0, -1.0]])
     assert ours.value[0].tolist() == pytest.approx([-2.0, 2 / 1.05])
-    hyper = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
+    hyper = own_names(sapo, sapo_temperature_pos=1.0, sapo_temperature_neg=2.0)
     named, _ = evaluate(sapo, ratio=[[2.0, 2.0]], advantage=[[3.0, -5.0]], **hyper)
     assert_close(named.value[0, 1].item(), 10 * P2)
     assert spec_of(sapo).aggregation == "seq-mean-token-mean"

@@ -148,6 +148,15 @@ def test_clipped_error_by_hand() -> None:
     assert_close(free.value, torch.tensor([[0.5, 0.5, 0.405, 2.0, 0.0]]))
 
 
+def test_targets_are_found_under_next_and_values_without_it() -> None:
+    loss, data = ValueLoss(make_critic()), batch()
+    data["value_target"], data["next", "state_value"] = torch.ones(6, 9), torch.linspace(-1, 1, 54).reshape(6, 9)
+    expected = loss(data)
+    assert expected["value_clip_fraction"] > 0
+    data["next", "value_target"], data["state_value"] = data.pop("value_target"), data.pop(("next", "state_value"))
+    assert_close(loss(data)["loss_critic"], expected["loss_critic"])
+
+
 def test_keys_buffers_and_errors() -> None:
     loss = ValueLoss(make_critic(), clip_value=0.3, coeff=0.5)
     assert loss.in_keys == [("tokens", "full"), ("tokens", "prompt"), "value_target"]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from by_hand import assert_result, evaluate
+from by_hand import assert_result, evaluate, own_names
 from objective_cases import random_batch
 from torch.testing import assert_close
 
@@ -32,7 +32,7 @@ def test_the_weight_is_of_the_product_of_ratios() -> None:
 def test_hyper_parameters_and_trls_names() -> None:
     hyper = {"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 4.0, "lambda_neg": 0.25}
     for prefix in ("", "vespo_"):
-        named = {prefix + name: value for name, value in hyper.items()}
+        named = own_names(vespo, **{prefix + name: value for name, value in hyper.items()})
         result = evaluate(vespo, ratio=[[2.0], [2.0]], advantage=[[1.0], [-1.0]], **named)
         assert_result(result, value=[[2 * E(-0.5)], [-16 * E(-0.25)]], gradient=[[-2 * E(-0.5)], [16 * E(-0.25)]])
 

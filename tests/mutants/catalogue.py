@@ -13,10 +13,9 @@ PACKAGE = "torchrl_llm_kl"
 UNCHANGED = tuple(f"{PACKAGE}.{layer}" for layer in ("ragged", "estimators", "masks", "scoring", "transforms"))
 _PATTERNS = (
     "losses/objectives/_*.py",
-    "losses/corrections/_*.py",
-    "losses/terms/_*.py",
-    "losses/_aggregate.py",
-    "losses/_numerics.py",
+    "losses/corrections.py",
+    "losses/terms.py",
+    "losses/_arithmetic.py",
     "losses/_value_loss.py",
     "advantages/_*.py",
 )
@@ -25,40 +24,28 @@ _KEYS = frozenset({"_registry.py", "_transform.py"})
 #: Of a file with a module class, its pure function alone.
 _FUNCTIONS = {"losses/_value_loss.py": frozenset({"value_error"})}
 #: What is computed there has no gradient.
-_WITHOUT_GRAPH = ("advantages/", "losses/corrections/", "losses/objectives/_covariance.py")
+_WITHOUT_GRAPH = ("advantages/", "losses/corrections.py")
 
 _MUTANTS_FOUND = ("losses/test_mutants_found.py", "losses/test_mutants_found_objectives.py")
 _ALL_OBJECTIVES = "losses/test_every_objective.py"
 _ENUMERATION = "losses/test_enumeration.py"
-#: Tests whose file is not called as what they test.
+#: Tests of each file of the losses.
 _TESTS = {
-    "objectives/_anchored_preference.py": ("test_dpo.py",),
-    "objectives/_clip_cov.py": ("test_covariance.py",),
-    "objectives/_dr_grpo.py": ("test_dapo.py",),
-    "objectives/_gpg.py": ("test_plain_gradients.py",),
-    "objectives/_importance_sampling.py": ("test_plain_gradients.py",),
-    "objectives/_kl_cov.py": ("test_covariance.py",),
-    "objectives/_margin.py": ("test_dpo.py",),
-    "objectives/_mix_chord.py": ("test_mix.py",),
-    "objectives/_opmd.py": ("test_plain_gradients.py",),
+    "objectives/_clipped.py": tuple(f"test_{name}.py" for name in ("ppo", "dapo", "gspo", "gmpo", "cispo", "sapo")),
+    "objectives/_covariance.py": ("test_covariance.py",),
+    "objectives/_off_policy.py": tuple(
+        f"test_{name}.py" for name in ("plain_gradients", "topr", "sppo", "dppo", "vespo", "rec")
+    ),
     "objectives/_preference.py": ("test_dpo.py",),
-    "corrections/_apply.py": ("test_corrections.py",),
-    "corrections/_importance.py": ("test_corrections.py",),
-    "corrections/_sequence_mask.py": ("test_corrections.py", "test_ppo.py"),
-    "corrections/_top_entropy.py": ("test_corrections.py",),
-    "terms/_entropy.py": ("test_terms.py",),
-    "terms/_experts.py": ("test_terms.py",),
-    "terms/_kl.py": ("test_terms.py",),
-    "_aggregate.py": ("test_gspo.py", "test_dpo.py", "test_corrections.py", "test_mix.py"),
-    "_numerics.py": ("test_ppo.py", "test_gspo.py", "test_plain_gradients.py", "test_sft.py", "test_corrections.py"),
+    "objectives/_supervised.py": ("test_sft.py", "test_mix.py"),
+    "corrections.py": ("test_corrections.py", "test_ppo.py"),
+    "terms.py": ("test_terms.py", "test_needs.py"),
+    "_arithmetic.py": tuple(
+        f"test_{name}.py" for name in ("ppo", "gspo", "plain_gradients", "sft", "dpo", "corrections", "mix")
+    ),
 }
-#: Objectives that are made with what a file holds, where it holds none itself.
-_USERS = {
-    "_covariance.py": ("clip_cov", "kl_cov"),
-    "_preference.py": ("dpo", "ipo", "robust", "apo_zero"),
-    "_aggregate.py": ("ppo", "gspo", "dpo", "mix"),
-    "_numerics.py": ("ppo", "gspo", "sft", "dpo"),
-}
+#: Objectives that are built with what a file holds, where it holds none itself.
+_USERS = {"_arithmetic.py": ("ppo", "gspo", "sft", "dpo", "mix")}
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ def _loss_stages(root: Path, file: str) -> list[Stage]:
     own = Stage((*(f"losses/{name}" for name in names), *_MUTANTS_FOUND))
     if not file.startswith("losses/objectives/") and Path(short).name not in _USERS:
         return [own]
-    words = _USERS.get(Path(short).name) or _public(root / file)
+    words = _USERS.get(Path(short).name) or _registered(root / file)
     return [own, Stage((_ENUMERATION,), words), Stage((_ALL_OBJECTIVES,), words)]
 
 
@@ -116,9 +103,9 @@ def _advantage_stages(project: Path, file: str) -> list[Stage]:
     return [Stage(tuple(f"advantages/{name}" for name in names))]
 
 
-def _public(path: Path) -> tuple[str, ...]:
-    """The names in ``__all__``, as they are in the names of parametrised tests."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
-            return tuple(ast.literal_eval(node.value))
-    return ()
+def _registered(path: Path) -> tuple[str, ...]:
+    """The names of the objectives in a file, as they are in the names of parametrised tests."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    named = {"objective": 0, "variant": 1}  # call -> the position of the name
+    found = ((call, call.func.id) for call in calls if isinstance(call.func, ast.Name) and call.func.id in named)
+    return tuple(sorted(ast.literal_eval(call.args[named[called]]) for call, called in found))

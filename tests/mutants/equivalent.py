@@ -11,12 +11,12 @@ def _same(file: str, function: str, reason: str, *lines: str) -> None:
 
 
 _same(
-    "losses/_aggregate.py",
+    "losses/_arithmetic.py",
     "aggregate",
     "a count of 0 goes with a sum of 0",
     "return value.sum() / torch.where(denominator == 0, 2, denominator)",
 )
-_same("losses/_numerics.py", "clean", "booleans have no graph", "return (value & mask).detach()")
+_same("losses/_arithmetic.py", "clean", "booleans have no graph", "return (value & mask).detach()")
 _same(
     "losses/_value_loss.py",
     "value_error",
@@ -25,59 +25,59 @@ _same(
 )
 
 _same(
-    "losses/corrections/_apply.py",
+    "losses/corrections.py",
     "_corrected",
     "multiplied by that weight of 0",
     "return term.replace(value=torch.where(weights == 0, 1, term.value) * weights)",
 )
 _same(
-    "losses/corrections/_importance.py",
+    "losses/corrections.py",
     "_effective_sample_size",
     "a common factor of all weights cancels",
     "weight = weight / weight.amax().clamp(min=2.0) if weight.numel() else weight",
 )
 _same(
-    "losses/corrections/_importance.py",
+    "losses/corrections.py",
     "_effective_sample_size",
     "0 divided by anything",
     "return masked_mean(weight, mask).square() / torch.where(square == 0, 2, square)",
 )
 _same(
-    "losses/corrections/_sequence_mask.py",
+    "losses/corrections.py",
     "off_policy_sequence_mask",
-    "what is behind the mask is dropped again further on",
+    "masked-out tokens are dropped again further on",
     "drift = sequence_mean(clean(old_log_prob, (mask | True)) - clean(log_prob, mask), mask)",
     "drift = sequence_mean(clean(old_log_prob, mask) - clean(log_prob, (mask | True)), mask)",
     "dropped = (drift > delta) & (clean(advantage, (mask | True)) < 0)",
 )
 for _function in ("top_entropy_mask", "entropy_threshold"):
     _same(
-        "losses/corrections/_top_entropy.py",
+        "losses/corrections.py",
         _function,
-        "what is behind the mask is dropped again further on",
+        "masked-out tokens are dropped again further on",
         "entropy = clean(entropy, (mask | True))",
     )
 
 _same(
-    "losses/objectives/_ppo.py",
+    "losses/objectives/_clipped.py",
     "clipped_surrogate",
     "where the advantage is 0 the value is 0, and nothing is clipped",
-    '"clip_fraction_low": masked_mean((clipped & (advantage <= 0)).float(), mask),',
-    '"clip_fraction_high": masked_mean((clipped & (advantage >= 0)).float(), mask),',
+    "metrics = clip_fractions(clipped & (advantage <= 0), clipped & (advantage > 0), mask)",
+    "metrics = clip_fractions(clipped & (advantage < 0), clipped & (advantage >= 0), mask)",
     'metrics["clip_fraction_dual"] = masked_mean(((value > ceiling) & (advantage <= 0)).float(), mask)',
     "value = torch.where(advantage <= 0, torch.minimum(value, ceiling), value)",
 )
 
 _CHOICE = "a choice is boolean: it has no graph"
 _same(
-    "losses/objectives/_clip_cov.py",
+    "losses/objectives/_covariance.py",
     "clip_cov",
     _CHOICE,
     "selected = (select_clip_cov( log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, fraction=fraction, "
     "cov_low=cov_low, cov_high=cov_high, clip_low=clip_low, clip_high=clip_high, )).detach()",
 )
 _same(
-    "losses/objectives/_kl_cov.py",
+    "losses/objectives/_covariance.py",
     "kl_cov",
     _CHOICE,
     "selected = (select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)).detach()",
@@ -85,21 +85,13 @@ _same(
 _same(
     "losses/objectives/_covariance.py",
     "_clean",
-    _CHOICE,
-    "wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors.values())",
-)
-_same(
-    "losses/objectives/_covariance.py",
-    "_clean",
-    "what is behind the mask is never a candidate, and in no mean",
-    "return tuple(x for x in wide)",
-    "return tuple(torch.where((mask | True), x, 0) for x in wide)",
-    "return tuple(torch.where(mask, x, 1) for x in wide)",
+    "masked-out tokens are never candidates, and in no mean",
+    "return tuple(clean(x, (mask | True)) for x in tensors.values())",
 )
 _same(
     "losses/objectives/_covariance.py",
     "select_kl_cov",
-    "what is behind the mask is never a candidate, and in no mean",
+    "masked-out tokens are never candidates, and in no mean",
     "log_prob, advantage = _clean((mask | True), log_prob=log_prob, advantage=advantage)",
 )
 _same(
@@ -111,49 +103,49 @@ _same(
 _same(
     "losses/objectives/_covariance.py",
     "_highest",
-    "of equal scores nobody says which goes first",
+    "the order of equal scores is unspecified",
     "order = torch.where(candidates, score, -torch.inf).flatten().argsort(descending=True, stable=False)",
 )
 _same(
-    "losses/objectives/_dppo.py",
+    "losses/objectives/_off_policy.py",
     "dppo",
     "where both are equal the distance is 0, which is above no bound",
     "up, (distance > clip_high) & (now >= old_log_prob), (distance > clip_low) & (now < old_log_prob)",
     "up, (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now <= old_log_prob)",
 )
 _same(
-    "losses/objectives/_gmpo.py",
+    "losses/objectives/_clipped.py",
     "gmpo",
     "the bound is taken only where it is a constant",
     "bound = (clamp(free, -clip_low, clip_high)).detach()",
 )
 _same(
-    "losses/objectives/_mix.py",
+    "losses/objectives/_supervised.py",
     "mix",
-    "the expert mask is False behind the mask",
+    "the expert mask is False where the mask is",
     "(expert,) = sft(log_prob, expert_mask)",
 )
 _same(
-    "losses/objectives/_mix.py",
-    "mixture",
+    "losses/objectives/_supervised.py",
+    "_mixture",
     "both parts have the dtype of log_prob",
     'metrics = {**expert.metrics, "expert_fraction": masked_mean(expert.mask.to(usual.value.dtype), mask)}',
 )
 _same(
-    "losses/objectives/_mix_chord.py",
+    "losses/objectives/_supervised.py",
     "mix_chord",
-    "the expert mask is False behind the mask",
+    "the expert mask is False where the mask is",
     "(expert,) = (sft_phi if enable_phi_function else sft)(log_prob, expert_mask)",
 )
 _same(
-    "losses/objectives/_mix_chord.py",
+    "losses/objectives/_supervised.py",
     "mu_schedule",
     "a first and only step begins at 0",
     "rising = mu_peak * (step / max(mu_warmup_steps, 2))",
     "progress = (step - mu_warmup_steps) / max(mu_decay_steps, 2)",
 )
 _same(
-    "losses/objectives/_mix_chord.py",
+    "losses/objectives/_supervised.py",
     "mu_schedule",
     "the cosine of minus an angle is its cosine",
     "progress = -((step - mu_warmup_steps) / max(mu_decay_steps, 1))",
@@ -173,33 +165,33 @@ _same(
 )
 _same(
     "losses/objectives/_preference.py",
-    "preference",
+    "_preference",
     "both have one dtype",
     '"reward_accuracy": masked_mean((won > lost).to(lost.dtype), mask),',
 )
 _same(
-    "losses/objectives/_sapo.py",
+    "losses/objectives/_clipped.py",
     "sapo",
     "a product with 1 is a quotient by 1",
     "tau = torch.where(advantage > 0, tau_pos / one, tau_neg * one)",
     "tau = torch.where(advantage > 0, tau_pos * one, tau_neg / one)",
 )
 _same(
-    "losses/objectives/_sppo.py",
+    "losses/objectives/_off_policy.py",
     "sppo",
     "the ratio is only compared",
     "ratio = probability_ratio(log_prob, old_log_prob)",
 )
 _same(
-    "losses/objectives/_topr.py",
+    "losses/objectives/_off_policy.py",
     "topr",
-    "log-probs are 0 behind the mask",
+    "log-probs are 0 where the mask is False",
     "log_ratio = sequence_sum(log_ratio, (mask | True))",
 )
 _same(
-    "losses/objectives/_vespo.py",
+    "losses/objectives/_off_policy.py",
     "vespo",
-    "log-probs are 0 behind the mask",
+    "log-probs are 0 where the mask is False",
     "log_w = sequence_sum(log_prob.detach() - old_log_prob, (mask | True))",
 )
 

@@ -1,10 +1,21 @@
-"""Losses: objectives per token, how they are summed, and the modules that tie them to TensorDict keys."""
+"""Losses: objectives per token, their reduction, and the modules that tie them to TensorDict keys."""
 
 from __future__ import annotations
 
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, KLPlacementWarning, check_placement
-from torchrl_llm_kl.losses._aggregate import AGGREGATIONS, aggregate, count
-from torchrl_llm_kl.losses._modules import (
+from torchrl_llm_kl.losses._arithmetic import AGGREGATIONS, Aggregation, aggregate, count
+from torchrl_llm_kl.losses._objective import (
+    LossTerm,
+    ObjectiveArgs,
+    ObjectiveName,
+    ObjectiveSpec,
+    UnknownObjectiveError,
+    available_objectives,
+    get_objective,
+    objective,
+    spec_of,
+)
+from torchrl_llm_kl.losses._parts import (
     Correction,
     EntropyBonus,
     ImportanceWeights,
@@ -14,16 +25,7 @@ from torchrl_llm_kl.losses._modules import (
     TermPart,
     TopEntropyMask,
 )
-from torchrl_llm_kl.losses._objective import (
-    ObjectiveSpec,
-    UnknownObjectiveError,
-    available_objectives,
-    get_objective,
-    objective,
-    spec_of,
-)
 from torchrl_llm_kl.losses._policy_loss import PolicyLoss
-from torchrl_llm_kl.losses._term import LossTerm
 from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
 from torchrl_llm_kl.losses.corrections import (
     apply_correction,
@@ -39,6 +41,7 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 __all__ = [
     "AGGREGATIONS",
     "AdaptiveKLCoefficient",
+    "Aggregation",
     "Correction",
     "EntropyBonus",
     "FixedKLCoefficient",
@@ -47,6 +50,8 @@ __all__ = [
     "KLToReference",
     "KLToSampler",
     "LossTerm",
+    "ObjectiveArgs",
+    "ObjectiveName",
     "ObjectiveSpec",
     "OffPolicySequenceMask",
     "PolicyLoss",

@@ -1,38 +1,23 @@
-"""What makes a function an objective: checked and cleaned inputs, names of other libraries, a place in the registry."""
+"""The protocol of objectives: what one takes and returns, the checks around it, the registry, and the typed names."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, ParamSpec, cast
+from typing import Any, Literal, ParamSpec, cast
 
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from torchrl_llm_kl._numerics import check_same_shape
-from torchrl_llm_kl.losses._numerics import clean
-from torchrl_llm_kl.losses._term import LossTerm, check_is_mask
-
-__all__ = [
-    "PER_ROW",
-    "PER_TOKEN",
-    "ObjectiveSpec",
-    "UnknownObjectiveError",
-    "available_objectives",
-    "get_objective",
-    "objective",
-    "spec_of",
-    "term",
-    "translate",
-]
+from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape
+from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
+from torchrl_llm_kl.losses._arithmetic import Aggregation, clean
 
 P = ParamSpec("P")
-Terms = tuple[LossTerm, ...]
 
-#: Inputs of one number per token, beside ``log_prob`` and ``mask``. Everything else is a hyper-parameter.
+#: Inputs of one value per token, beside ``log_prob`` and ``mask``.
 PER_TOKEN = (
     "old_log_prob",
     "ref_log_prob",
@@ -43,180 +28,303 @@ PER_TOKEN = (
     "selected",
     "kl",
 )
-#: Inputs of one value per sequence, of the shape of ``mask`` without its last dimension.
+#: Inputs of one value per sequence.
 PER_ROW = ("pair_id", "chosen")
-# Every objective accepts these, whether it reads them or not: they can be called alike.
-_CONTRACT = frozenset(PER_TOKEN[:4])
+#: Every input. All other arguments are hyper-parameters.
+INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_ROW)
+_SHARED = frozenset(PER_TOKEN[:4])
 _BOOLEAN = frozenset({"expert_mask", "selected", "chosen"})
-_INPUTS = frozenset({"log_prob", "mask", *PER_TOKEN, *PER_ROW})
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerm:
+    """One part of a loss, before it is summed over tokens.
+
+    A part with one value per sequence, or per pair of sequences, has ``T = 1``.
+
+    The mask must not depend on log-probs: denominators are counted from it before any model has run. Tokens that an
+    objective drops for their values (clipped, too far from the sampler) keep their place in the mask and have the value 0.
+
+    Args:
+        name: the part is reported as ``loss_<name>``.
+        value: to be minimised; nats or rewards per token; ``[*B, T]``. Ignored where the mask is False.
+        mask: the tokens over which the part is summed; bool ``[*B, T]``.
+        weight: factor of the whole part, dimensionless.
+        metrics: numbers to log, by name: 0-dim tensors without graph, on the device of ``value``.
+        aggregation: how this part is summed (see :func:`~torchrl_llm_kl.losses.aggregate`); None: as the loss around it.
+
+    Raises:
+        ValueError: if value and mask have different shapes.
+        TypeError: if the mask is not boolean.
+    """
+
+    name: str
+    value: Tensor
+    mask: Tensor
+    weight: float | Tensor = 1.0
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    aggregation: Aggregation | None = None
+
+    def __post_init__(self) -> None:
+        check_same_shape(value=self.value, mask=self.mask)
+        check_is_mask(mask=self.mask)
+
+    def replace(self, **changes: Any) -> LossTerm:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+Terms = tuple[LossTerm, ...]
+#: An input that some settings require -> the hyper-parameter that decides, and the test of its value.
+Conditions = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """What is known of an objective beside its function.
+    """The facts about an objective that its function does not tell.
 
     Args:
         name: in the registry.
-        needs: per-token inputs without which it cannot be calculated.
+        needs: inputs that it always requires.
         aggregation: how its source sums it over tokens.
-        aliases: other names of hyper-parameters: each stands for one of the function's own, or for several at once.
-        obsolete: hyper-parameters of other libraries that nothing needs here, with the reason.
+        aliases: hyper-parameters of other libraries -> its own, one or several at once.
+        obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         source: where the formula comes from.
-        per_row: inputs that it reads beside those per token; ``[*B]``.
+        per_row: its inputs of one value per sequence, ``[*B]``.
+        needs_if: inputs that some settings require -> (hyper-parameter, test of its value).
+        hyper: names of its own hyper-parameters.
+        defaults: hyper-parameter -> default, for those that have one.
     """
 
     name: str
     needs: tuple[str, ...]
-    aggregation: str
+    aggregation: Aggregation
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     obsolete: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
     per_row: tuple[str, ...] = ()
+    needs_if: Conditions = field(default_factory=dict)
+    hyper: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Own hyper-parameters and their names in other libraries; ``.translate(given)`` returns own names."""
+        return Hyperparameters(self.name, self.hyper, self.aliases, self.obsolete)
+
+    def required(self, hyper: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        """The inputs without which the objective raises, under these hyper-parameters; defaults for those left out.
+
+        Example:
+            >>> from torchrl_llm_kl.losses import ppo
+            >>> spec_of(ppo).required(), spec_of(ppo).required({"fallback_to_policy_gradient": True})
+            (('advantage', 'old_log_prob'), ('advantage',))
+        """
+        if not self.needs_if:
+            return self.needs
+        given = {**self.defaults, **(hyper or {})}
+        return (*self.needs, *(key for key, (name, test) in self.needs_if.items() if test(given[name])))
 
 
-_REGISTRY: dict[str, Callable[..., Terms]] = {}
+class UnknownObjectiveError(UnknownNameError):
+    """The name is not registered; the message lists the registered ones."""
 
 
-class UnknownObjectiveError(ValueError):
-    """The name is not registered; the message lists those that are."""
+_REGISTRY: Registry[Callable[..., Terms]] = Registry("objective", error=UnknownObjectiveError)
 
 
 def objective(
     name: str,
     *,
     needs: Sequence[str] = (),
-    aggregation: str = "token-mean",
+    aggregation: Aggregation = "token-mean",
     aliases: Mapping[str, str | Sequence[str]] | None = None,
     obsolete: Mapping[str, str] | None = None,
     source: str,
+    needs_if: Conditions | None = None,
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
-    """Turn pure maths into a registered objective.
+    r"""Turn a formula into a registered objective; the protocol that all objectives follow.
 
-    The function below the decorator sees clean inputs: all per-token tensors have the shape of the mask, floating-point ones
-    are float32 or wider and exactly 0 where the mask is False, ``mask``, ``expert_mask`` and ``selected`` are boolean, and
-    what it needs is there. So it holds the formula and nothing else, and NaN behind the mask reaches neither a sum nor a
-    gradient.
+    An objective is called as ``(log_prob, mask, *, old_log_prob=None, ref_log_prob=None, advantage=None, expert_mask=None,
+    **hyper)`` and returns a tuple of :class:`LossTerm`. All objectives and terms share these inputs:
 
-    Args:
-        name: in the registry.
+    ==================== ============= ==================================================================================
+    input                shape         meaning
+    ==================== ============= ==================================================================================
+    ``log_prob``         ``[*B, T]``   nats, of the sampled tokens under the current policy, with graph
+    ``mask``             ``[*B, T]``   bool, True for the tokens that are trained; the others may hold anything, even NaN
+    ``old_log_prob``     ``[*B, T]``   nats, of the same tokens under the policy that sampled them
+    ``ref_log_prob``     ``[*B, T]``   nats, of the same tokens under the frozen reference
+    ``advantage``        ``[*B, T]``   in units of the reward
+    ``expert_mask``      ``[*B, T]``   bool, True for tokens that an expert wrote and the policy did not sample
+    ``sampler_log_prob`` ``[*B, T]``   ``old_log_prob`` as the sampling program itself computed it
+    ``entropy``          ``[*B, T]``   nats, of the policy's distribution over the vocabulary, with graph
+    ``selected``         ``[*B, T]``   bool, True for tokens chosen over a whole batch (``clip_cov``, ``kl_cov``)
+    ``kl``               ``[*B, T]``   nats, the KL over the whole vocabulary at each position, with graph
+    ``pair_id``          ``[*B]``      integer, the pair that a sequence belongs to
+    ``chosen``           ``[*B]``      bool, True for the preferred sequence of its pair
+    ==================== ============= ==================================================================================
 
-    Keyword Args:
-        needs: see :class:`ObjectiveSpec`; what is needed only for some hyper-parameters is checked by the function.
-        aggregation: see :class:`ObjectiveSpec`.
-        aliases: see :class:`ObjectiveSpec`.
-        obsolete: see :class:`ObjectiveSpec`.
-        source: see :class:`ObjectiveSpec`.
+    Every objective accepts the first six, whether it reads them or not, so that all can be called alike. All raise a
+    ``ValueError`` for unequal shapes, for a missing input and for a hyper-parameter out of range, and a ``TypeError`` for a
+    mask that is not boolean and for an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim tensor, which is
+    never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
+
+    The formulas write ``A`` for the advantage, ``r = exp(log_prob - old_log_prob)`` for the probability ratio and ``sg`` for
+    stop-gradient.
+
+    The decorated function holds the formula and nothing else, because it sees clean inputs: floating-point ones are float32
+    or wider and exactly 0 where the mask is False, so that a masked-out NaN reaches neither a sum nor a gradient; booleans
+    are False there; and every required input is present. Its parameters that are not inputs are its hyper-parameters. It is
+    called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
+    :func:`~torchrl_llm_kl.make_algorithm` translate those of other libraries once, at construction.
+
+    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string.
+
+    Raises:
+        ValueError: if the name is taken.
     """
+    several = {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (aliases or {}).items()}
     spec = ObjectiveSpec(
-        name,
-        tuple(needs),
-        aggregation,
-        {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (aliases or {}).items()},
-        dict(obsolete or {}),
-        source,
+        name, tuple(needs), aggregation, several, dict(obsolete or {}), source, needs_if=dict(needs_if or {})
     )
 
     def decorate(function: Callable[P, Terms]) -> Callable[P, Terms]:
-        if name in _REGISTRY:
-            raise ValueError(f"there is an objective {name!r} already")
-        _REGISTRY[name] = call = _checked(spec, function)
-        return cast("Callable[P, Terms]", call)
+        return cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function, function)))
 
     return decorate
 
 
-def term(name: str, *, needs: Sequence[str] = (), source: str) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
-    """The same for what is added to an objective: a penalty, a bonus. It is in no registry."""
-    spec = ObjectiveSpec(name, tuple(needs), "token-mean", source=source)
-    return lambda function: cast("Callable[P, Terms]", _checked(spec, function))
+def variant(
+    base: Callable[..., Terms],
+    name: str,
+    doc: str,
+    *,
+    needs: Sequence[str],
+    aggregation: Aggregation = "token-mean",
+    source: str,
+    **defaults: Any,
+) -> Callable[..., Terms]:
+    """Register the formula of ``base`` again, as the objective ``name`` with the docstring ``doc`` and other defaults.
+
+    ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set. The
+    variant is defined in the module of ``base``, under its own name. Other arguments are those of :class:`ObjectiveSpec`.
+    """
+    spec = cast("ObjectiveSpec", spec_of(base))
+    aliases = {other: own for other, own in spec.aliases.items() if set(own) <= set(defaults)}
+    parameters = [
+        parameter.replace(default=defaults.get(key, parameter.empty if key in needs else parameter.default))
+        for key, parameter in inspect.signature(base).parameters.items()
+        if key in INPUTS or key in defaults
+    ]
+    formula = inspect.unwrap(base)
+    call = _checked(
+        ObjectiveSpec(name, tuple(needs), aggregation, aliases, spec.obsolete, source),
+        lambda *args, **given: formula(*args, **{**defaults, **given}),
+        base,
+        __name__=name,
+        __qualname__=name,
+        __doc__=doc,
+        __signature__=inspect.Signature(parameters),
+    )
+    return _REGISTRY.add(name, call)
 
 
-def _checked(spec: ObjectiveSpec, function: Callable[..., Terms]) -> Callable[..., Terms]:
-    own = tuple(inspect.signature(function).parameters)
-    spec = replace(spec, per_row=tuple(key for key in PER_ROW if key in own))
+def term(
+    name: str,
+    *,
+    needs: Sequence[str] = (),
+    needs_if: Conditions | None = None,
+    source: str,
+) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
+    """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered."""
+    spec = ObjectiveSpec(name, tuple(needs), "token-mean", source=source, needs_if=dict(needs_if or {}))
+    return lambda function: cast("Callable[P, Terms]", _checked(spec, function, function))
 
-    @wraps(function)
-    def call(log_prob: Tensor, mask: Tensor, **inputs: Any) -> Terms:
-        hyper = translate(spec, own, {key: value for key, value in inputs.items() if key not in _INPUTS})
-        tensors = {key: inputs[key] for key in PER_TOKEN if inputs.get(key) is not None}
-        rows = {key: inputs[key] for key in PER_ROW if inputs.get(key) is not None}
+
+#: Ends the docstring of every objective and term.
+_SHARED_DOC = "Inputs, shapes and errors are those of every objective: see :func:`~torchrl_llm_kl.losses.objective`."
+
+
+def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms], like: Callable[..., Any], **attributes: Any) -> Any:
+    """``formula`` after the checks of the protocol; it looks like ``like`` but for the given attributes."""
+    parameters = (attributes.get("__signature__") or inspect.signature(like)).parameters
+    own = frozenset(parameters) & frozenset(INPUTS)
+    hyper_names = tuple(key for key in parameters if key not in own)
+    defaults = {key: parameters[key].default for key in hyper_names}
+    spec = replace(
+        spec,
+        per_row=tuple(key for key in PER_ROW if key in own),
+        hyper=hyper_names,
+        defaults={key: value for key, value in defaults.items() if value is not inspect.Parameter.empty},
+    )
+
+    @wraps(like)
+    def call(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:
+        hyper = {key: value for key, value in given.items() if key not in INPUTS}
+        for key in hyper.keys() - defaults.keys():
+            raise TypeError(_unknown(spec, key))
+        tensors = {key: given[key] for key in PER_TOKEN if given.get(key) is not None}
+        rows = {key: given[key] for key in PER_ROW if given.get(key) is not None}
         check_same_shape(mask=mask, log_prob=log_prob, **tensors)
         check_is_mask(mask=mask, **{key: value for key, value in (tensors | rows).items() if key in _BOOLEAN})
         for key, value in rows.items():
             if value.shape != mask.shape[:-1]:
                 expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
-                raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}")
-        for key in spec.needs:
+                raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}.")
+        for key in (tensors | rows).keys() - _SHARED - own:
+            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(k for k in INPUTS if k in own)}.")
+        for key in spec.required(hyper):
             if key not in tensors:
-                raise ValueError(f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob")
-        for key in (tensors | rows).keys() - _CONTRACT - set(own):
-            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(own)}")
+                raise ValueError(_missing(spec, key, hyper))
         cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items() if key in own}
-        return function(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
+        return formula(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
 
+    for name, value in attributes.items():
+        setattr(call, name, value)
+    call.__doc__ = f"{inspect.cleandoc(call.__doc__ or '')}\n\n{_SHARED_DOC}\n\nSource: {spec.source}."
     call.spec = spec  # type: ignore[attr-defined]
     return call
 
 
-def translate(spec: ObjectiveSpec, own: Sequence[str], hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters under the function's own names.
-
-    Raises:
-        TypeError: if there is no such hyper-parameter, or one is given under two names.
-    """
-    given: dict[str, Any] = {}
-    # A bound for one side wins over one for both.
-    for key in sorted(hyper, key=lambda key: -len(spec.aliases.get(key, (key,)))):
-        if key in spec.obsolete:
-            warnings.warn(f"{spec.name}: {key} has no effect here: {spec.obsolete[key]}", stacklevel=4)
-            continue
-        targets = spec.aliases.get(key, (key,))
-        for target in targets:
-            if target not in own or target in _INPUTS:
-                raise TypeError(_unknown(spec, own, key))
-            if target in given and len(targets) == 1 and not _covered(spec, hyper, key, target):
-                raise TypeError(f"{spec.name}: {key!r} and {target!r} are the same hyper-parameter: pass one of them")
-            if hyper[key] is not None or len(targets) == 1:
-                given[target] = hyper[key]
-    return given
+def _unknown(spec: ObjectiveSpec, key: str) -> str:
+    if key not in spec.aliases and key not in spec.obsolete:
+        known = f"it has {', '.join(spec.hyper) or 'none'}.{did_you_mean(key, spec.hyper)}"
+        return f"{spec.name} has no hyper-parameter {key!r}; {known}"
+    own = " and ".join(map(repr, spec.aliases.get(key, ())))
+    return (
+        f"{spec.name} has no hyper-parameter {key!r}: {f'pass {own}' if own else 'leave it out'}. PolicyLoss and "
+        "make_algorithm translate the names of other libraries, the function does not."
+    )
 
 
-def _covered(spec: ObjectiveSpec, hyper: Mapping[str, Any], key: str, target: str) -> bool:
-    """Whether ``target`` was set so far only by names that stand for several hyper-parameters."""
-    others = [other for other in hyper if other != key and target in spec.aliases.get(other, (other,))]
-    return all(len(spec.aliases.get(other, (other,))) > 1 for other in others)
+def _missing(spec: ObjectiveSpec, key: str, hyper: Mapping[str, Any]) -> str:
+    name = spec.needs_if[key][0] if key in spec.needs_if else None
+    otherwise = "" if name is None else f", or change {name}={({**spec.defaults, **hyper})[name]!r}"
+    return f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob{otherwise}."
 
 
-def _unknown(spec: ObjectiveSpec, own: Sequence[str], key: str) -> str:
-    known = [name for name in own if name not in _INPUTS]
-    near = difflib.get_close_matches(key, [*known, *spec.aliases], n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    also = f" (or {', '.join(spec.aliases)})" if spec.aliases else ""
-    return f"{spec.name} has no hyper-parameter {key!r}; it has {', '.join(known) or 'none'}{also}.{hint}"
+# ------------------------------------------------------------------ the registry
 
 
 def spec_of(function: Callable[..., Terms]) -> ObjectiveSpec | None:
-    """What is known of an objective; None for a function that was not registered."""
+    """The :class:`ObjectiveSpec` of an objective or a term; None for any other function."""
     return getattr(function, "spec", None)
 
 
 def available_objectives() -> tuple[str, ...]:
-    """Every name that :func:`get_objective` accepts."""
-    _load()
+    """Every name that :func:`get_objective` accepts, sorted."""
     return tuple(sorted(_REGISTRY))
 
 
-def get_objective(name: str) -> Callable[..., Terms]:
+def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
     """Look an objective up by name.
-
-    Objectives are called as ``(log_prob, mask, *, old_log_prob=None, ref_log_prob=None, advantage=None, expert_mask=None,
-    **hyper)`` on tensors of one shape ``[*B, T]`` and return a tuple of :class:`~torchrl_llm_kl.losses.LossTerm`.
 
     Args:
         name: one of :func:`available_objectives`.
 
     Returns:
-        The function itself: two look-ups give the same object, and it can be pickled.
+        The function itself: two look-ups return the same object, and it can be pickled.
 
     Raises:
         UnknownObjectiveError: a ``ValueError``; lists the names and the nearest one.
@@ -226,13 +334,94 @@ def get_objective(name: str) -> Callable[..., Terms]:
         >>> get_objective("ppo") is ppo
         True
     """
-    _load()
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    near = difflib.get_close_matches(str(name), _REGISTRY, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UnknownObjectiveError(f"unknown objective {name!r}; known: {', '.join(sorted(_REGISTRY))}.{hint}")
+    return _REGISTRY[name]
 
 
-def _load() -> None:
-    from torchrl_llm_kl.losses import objectives  # noqa: F401  (registers them)
+# ------------------------------------------------------------------ typed names
+
+# fmt: off
+ObjectiveName = Literal[
+    "apo_zero", "cispo", "clip_cov", "dapo", "dpo", "dppo", "dr_grpo", "gmpo", "gpg", "gspo", "hinge",
+    "importance_sampling", "ipo", "kl_cov", "mix", "mix_chord", "opmd", "ppo", "rec", "robust", "sapo", "sft", "sft_is",
+    "sft_phi", "sppo", "sppo_hard", "topr", "vespo",
+]
+# fmt: on
+
+
+class ObjectiveArgs(TypedDict, total=False):
+    """Every hyper-parameter of every registered objective, under its own name and under those of other libraries."""
+
+    advantage_threshold: Scalar
+    beta: Scalar
+    clip_cov_lb: Scalar
+    clip_cov_ratio: float
+    clip_cov_ub: Scalar
+    clip_epsilon: Scalar | None
+    clip_high: Scalar | None
+    clip_low: Scalar | None
+    clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"]
+    clip_range: Scalar | None
+    clip_range_high: Scalar | None
+    clip_range_low: Scalar | None
+    clip_ratio: Scalar | None
+    clip_ratio_c: Scalar | None
+    clip_ratio_high: Scalar | None
+    clip_ratio_low: Scalar | None
+    coeff: Scalar
+    cov_high: Scalar
+    cov_low: Scalar
+    cutoff_prob: Scalar
+    delta_sequence_masking: Scalar
+    divergence: Literal["tv", "kl"]
+    enable_mask_clip: bool
+    enable_phi_function: bool
+    enable_sequence_masking: bool
+    epsilon: Scalar
+    epsilon_high: Scalar
+    epsilon_high_prime: Scalar
+    epsilon_low: Scalar
+    epsilon_low_prime: Scalar
+    expert_aggregation: Aggregation | None
+    fallback_to_policy_gradient: bool
+    fraction: float
+    grpo_loss_agg_mode: Aggregation | None
+    k_neg: Scalar
+    k_pos: Scalar
+    kl_cov_ratio: float
+    label_smoothing: Scalar
+    lambda_neg: Scalar
+    lambda_pos: Scalar
+    length_normalised: bool
+    level: Literal["token", "sequence"]
+    mask_clip_high: Scalar
+    mask_clip_low: Scalar
+    mask_clip_range_high: Scalar
+    mask_clip_range_low: Scalar
+    mu: Scalar
+    mu_decay_steps: int
+    mu_peak: Scalar
+    mu_valley: Scalar
+    mu_warmup_steps: int
+    ngpus_trainer: int | None
+    ppo_kl_coef: Scalar
+    ppo_micro_batch_size_per_gpu: int | None
+    ppo_mini_batch_size: int | None
+    regularizer: Literal["none", "k2", "forward-kl"]
+    regularizer_coef: Scalar
+    sapo_temperature_neg: Scalar
+    sapo_temperature_pos: Scalar
+    sft_loss_agg_mode: Aggregation | None
+    step: int | Tensor
+    tau: Scalar
+    tau_neg: Scalar
+    tau_pos: Scalar
+    temp: Scalar
+    train_batch_size_expert: int | None
+    train_batch_size_usual: int | None
+    use_dynamic_bsz: bool | None
+    usual_aggregation: Aggregation | None
+    vespo_k_neg: Scalar
+    vespo_k_pos: Scalar
+    vespo_lambda_neg: Scalar
+    vespo_lambda_pos: Scalar
+    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]

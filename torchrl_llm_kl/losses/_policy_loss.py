@@ -1,11 +1,10 @@
-"""The module that ties an actor, an objective and further terms to the entries of a TensorDict."""
+"""The policy loss: an actor, an objective and further terms, tied to the entries of a TensorDict."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,35 +13,56 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
+from typing_extensions import Unpack
 
-from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_sequence, per_token, require_key
-from torchrl_llm_kl.losses._metrics import common_metrics
-from torchrl_llm_kl.losses._modules import INPUTS, Correction, TermPart, dummies, try_out
-from torchrl_llm_kl.losses._objective import PER_ROW, PER_TOKEN, get_objective, spec_of, translate
-from torchrl_llm_kl.losses._part import Part, name_of
-from torchrl_llm_kl.losses._term import LossTerm
-from torchrl_llm_kl.losses._token_loss import TokenLoss, merged_metrics, zero_of
-from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
+from torchrl_llm_kl._numerics import masked_mean
+from torchrl_llm_kl.estimators import k3
+from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
+from torchrl_llm_kl.losses._objective import (
+    PER_ROW,
+    PER_TOKEN,
+    LossTerm,
+    ObjectiveArgs,
+    ObjectiveName,
+    get_objective,
+    spec_of,
+)
+from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummy_inputs, name_of
+from torchrl_llm_kl.losses._token_loss import TokenLoss, merge_metrics, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction
-from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, Scores
-from torchrl_llm_kl.transforms._interface import TOKENS_FULL
-
-__all__ = ["PolicyLoss"]
+from torchrl_llm_kl.rollouts import (
+    TOKENS_FULL,
+    MaskingStrategy,
+    ResponseTokens,
+    TokenReader,
+    find_key,
+    per_sequence,
+    per_token,
+    require_key,
+)
+from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
-# What the actor's forward gives, not the data.
-_FROM_ACTOR = ("log_prob", "mask", "entropy", "kl")
+_FROM_ACTOR = ("entropy", "kl")
+_FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
 _FOR_METRICS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
+_RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
+
+
+class PolicyArgs(ObjectiveArgs, total=False):
+    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``, which it has among them."""
+
+    loss_agg_mode: Aggregation | None
 
 
 class PolicyLoss(TokenLoss):
-    r"""A policy loss for language models: an objective, terms beside it, and how they are summed over tokens.
+    r"""A policy loss for language models: an objective, further terms, and their aggregation over tokens.
 
-    Current log-probs come from the scoring engine with gradient: shared prompts are forwarded once, the head runs where a
-    token counts, and ``[B, T, V]`` never exists. Reads rollouts as the transforms of this package and torchrl's collectors
-    write them: padded, nested or lazily stacked, with any number of batch dimensions.
+    Current log-probs come from the scoring engine with gradient: shared prompts are forwarded once, the head runs on
+    masked-in tokens only, and ``[B, T, V]`` never exists. Reads rollouts as the transforms of this package and torchrl's
+    collectors write them: padded, nested or lazily stacked, with any number of batch dimensions.
 
     Args:
         actor: a TorchRL wrapper around a transformers model, the model itself, any module that a
@@ -50,45 +70,47 @@ class PolicyLoss(TokenLoss):
         objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`, or a function of the same protocol.
 
     Keyword Args:
-        terms: further parts of the loss: :class:`~torchrl_llm_kl.losses.KLToReference`,
+        terms: further terms of the loss: :class:`~torchrl_llm_kl.losses.KLToReference`,
             :class:`~torchrl_llm_kl.losses.KLToSampler`, :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the
             protocol of objectives.
-        corrections: what the objective is multiplied by: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
+        corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
             ``loss_agg_mode``.
-        max_len: tokens, for ``seq-mean-token-sum-norm``: the longest response that is sampled. Needed there.
-        masking_strategy: which tokens count: ``"sft"``: the response of each step; ``"rlhf"``: whatever the assistant said,
-            in earlier turns too; ``"generic"``: all but the first of each sequence. The entry ``loss_mask``, where the data
-            has it, takes away from these.
+        max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``.
+        masking_strategy: which tokens are trained. ``"sft"``: the response of each step; ``"rlhf"``: everything the
+            assistant said, in earlier turns too; ``"generic"``: all but the first of each sequence. The entry
+            ``loss_mask``, where the data has it, removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
-            does not hold. Its parameters are not the loss's.
+            lacks. Its parameters are not part of the loss.
         temperature: divides the logits, as the sampler's temperature did.
         tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`.
         dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
-        log_entropy: report the entropy of the policy although no part of the loss needs it: another sum over the vocabulary.
-        functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses do.
-            Default False, which is needed for FSDP and costs nothing.
+        log_entropy: report the policy's entropy even if no part of the loss needs it: another sum over the vocabulary.
+        functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
+            do. The default False is required for FSDP and costs nothing.
         hyper: the objective's hyper-parameters, under its own names or Trinity's. Numbers are buffers: they are saved, and
-            change in place by assignment (``loss.clip_high = 0.3``), as does ``loss.kl_to_ref_coeff``.
+            change in place by assignment (``loss.clip_high = 0.3``), as does ``loss.kl_to_ref_coeff``. Required entries and
+            reported names follow such changes.
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``denominators``. Where an entry under ``"next"`` is missing, the one without ``"next"`` is taken.
+    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``.
 
     Outputs:
-        ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics without
-        graph, of the tokens that count: the objective's own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``,
+        ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics over the
+        masked-in tokens, without graph: the objective's own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``,
         ``kl_to_ref``, ``entropy``, ``num_tokens``, ``num_sequences``.
 
     Raises:
         TypeError: if there is no such hyper-parameter.
-        ValueError: if one is out of range; on data, if lengths differ or a number that counts is not finite.
-        KeyError: on data, if an entry that is needed is missing.
+        ValueError: if one is out of range; on data, if lengths differ or a masked-in number is not finite.
+        KeyError: on data, if a required entry is missing.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_llm_kl.losses import EntropyBonus, PolicyLoss
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
         >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
         ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
@@ -123,11 +145,11 @@ class PolicyLoss(TokenLoss):
     def __init__(
         self,
         actor: Any,
-        objective: str | Callable[..., tuple[LossTerm, ...]] = "ppo",
+        objective: ObjectiveName | Callable[..., tuple[LossTerm, ...]] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., tuple[LossTerm, ...]]] = (),
         corrections: Sequence[Correction] = (),
-        aggregation: str | None = None,
+        aggregation: Aggregation | None = None,
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
         reference: Any = None,
@@ -136,60 +158,59 @@ class PolicyLoss(TokenLoss):
         dtype: torch.dtype | None = None,
         log_entropy: bool = False,
         functional: bool = False,
-        **hyper: Any,
+        **hyper: Unpack[PolicyArgs],
     ) -> None:
-        objective = get_objective(objective) if isinstance(objective, str) else objective
-        spec = spec_of(objective)
-        if "loss_agg_mode" in hyper:
+        function = get_objective(objective) if isinstance(objective, str) else objective
+        spec = spec_of(function)
+        own: dict[str, Any] = dict(hyper)
+        if "loss_agg_mode" in own:
             if aggregation is not None:
-                raise TypeError("'loss_agg_mode' and 'aggregation' are the same argument: pass one of them")
-            aggregation = hyper.pop("loss_agg_mode")
-        super().__init__(
-            aggregation=aggregation or ("token-mean" if spec is None else spec.aggregation),
-            max_len=max_len,
-            masking_strategy=masking_strategy,
-        )
+                raise TypeError("'loss_agg_mode' and 'aggregation' are the same argument: pass one of them.")
+            aggregation = own.pop("loss_agg_mode")
+        if spec is not None:
+            own = spec.hyperparameters.translate(own)
+            aggregation = aggregation or spec.aggregation
+        super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         settings = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "dtype": dtype}
+        self._set_actor(actor, settings, functional)
+        self._set_reference(reference)
+        self.objective = TermPart(function, **own)
+        self.terms = nn.ModuleList(term if isinstance(term, Part) else TermPart(term) for term in terms)
+        self.corrections = nn.ModuleList(corrections)
+        self.log_entropy = log_entropy
+        exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
+        for part in self._parts[1:]:
+            prefix = name_of(part.function).removesuffix("_bonus")
+            exposed |= {f"{prefix}_{name}": (part, name) for name in part.names}
+        self._check_reference()
+        self._dry_run()
+        self._expose(exposed)
+
+    # ------------------------------------------------------------------ actor, reference, parts
+
+    def _set_actor(self, actor: Any, settings: dict[str, Any], functional: bool) -> None:
+        self._settings, self._slot, self._functional = settings, ScorerSlot(), functional
         self._given_scorer = actor if isinstance(actor, LogProbScorer) else None
         if self._given_scorer is not None:
             changed = [name for name, value in settings.items() if value != (1.0 if name == "temperature" else None)]
             if changed or functional:
                 raise ValueError(
-                    f"actor is a scorer, which has settings of its own: set {changed or 'functional'} there"
+                    f"actor is a scorer, which has settings of its own: set {changed or 'functional'} there."
                 )
             actor = self._given_scorer.model
-        self._functional = functional
         if functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
-        self._settings: dict[str, Any] = settings
-        self._slot = ScorerSlot()
-        self.__dict__["_reference"] = reference  # no submodule: its parameters are not to be trained
-        self._reference_slot = ScorerSlot()
 
-        if spec is not None:
-            hyper = translate(spec, tuple(inspect.signature(objective).parameters), hyper)
-        self.objective = TermPart(objective, **hyper)
-        self.terms = nn.ModuleList(term if isinstance(term, Part) else TermPart(term) for term in terms)
-        self.corrections = nn.ModuleList(corrections)
-        self.log_entropy = log_entropy
-        self._needs = {name for part in self._parts for name in _needs(part)}
+    def _set_reference(self, reference: Any) -> None:
+        self.__dict__["_reference"] = reference  # no submodule: its parameters are not trained
+        self._reference_slot = ScorerSlot()
         if isinstance(reference, LogProbScorer) and reference.temperature != self.scorer_temperature:
             raise ValueError(
                 f"the policy is scored at temperature {self.scorer_temperature:g} and the reference at "
-                f"{reference.temperature:g}: a KL compares the two at one temperature, that of the sampler"
+                f"{reference.temperature:g}: a KL compares the two at one temperature, that of the sampler."
             )
-        if "kl" in self._needs and reference is None:
-            raise ValueError("an exact KL is calculated from both models: pass the reference model as reference=")
-        self._names, self._metric_names = self._dry_names()
-        self._expose(self._exposed_names())
-
-    # ------------------------------------------------------------------ what it is made of
-
-    @property
-    def _parts(self) -> list[Part]:
-        return [self.objective, *self.terms, *self.corrections]
 
     @property
     def functional(self) -> bool:
@@ -197,48 +218,84 @@ class PolicyLoss(TokenLoss):
         return self._functional
 
     @property
+    def scorer(self) -> LogProbScorer:
+        """The scorer of the actor."""
+        return self._given_scorer or self._slot.get(self.actor_network, **self._settings)
+
+    @property
+    def scorer_temperature(self) -> float:
+        """The temperature that divides the logits."""
+        return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
+
+    @property
     def reference(self) -> Any:
         """The reference model or scorer, None if there is none."""
         return self.__dict__["_reference"]
 
-    def set_keys(self, **kwargs: Any) -> None:
-        """Say where entries are. Names as under *Keys* above."""
-        renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
-        if len(renamed) != len(kwargs):
-            raise TypeError(f"got an entry under two of its names: {', '.join(kwargs)}")
-        super().set_keys(**renamed)
+    @property
+    def _reference_scorer(self) -> LogProbScorer | None:
+        reference = self.reference
+        if reference is None or isinstance(reference, LogProbScorer):
+            return reference
+        return self._reference_slot.get(reference, **self._settings)
 
-    def _exposed_names(self) -> dict[str, tuple[Part, str]]:
-        named: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
-        for part in (*self.terms, *self.corrections):
-            prefix = name_of(part.function).removesuffix("_bonus")
-            named |= {f"{prefix}_{name}": (part, name) for name in part.names}
-        return named
+    @property
+    def _parts(self) -> list[Part]:
+        return [self.objective, *self.terms, *self.corrections]
 
-    def _check_hyper(self, part: Part, hyper: Mapping[str, Any]) -> None:
-        try_out(part, hyper)
+    @property
+    def _needs(self) -> set[str]:
+        """The inputs that the parts require under their current hyper-parameters."""
+        return {name for part in self._parts for name in part.needs}
+
+    def _check_reference(self) -> None:
+        if self.reference is None and "kl" in self._needs:
+            raise ValueError("an exact KL is computed from both models: pass the reference model as reference=.")
 
     # ------------------------------------------------------------------ keys
 
+    def set_keys(self, **kwargs: Any) -> None:
+        """Change where entries are read. The names are listed under *Keys* above."""
+        renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
+        if len(renamed) != len(kwargs):
+            raise TypeError(f"got an entry under two of its names: {', '.join(kwargs)}.")
+        super().set_keys(**renamed)
+
+    @property
+    def _data_needs(self) -> set[str]:
+        """The inputs that the data must hold."""
+        from_models = {*_FROM_ACTOR} if self.reference is None else {*_FROM_ACTOR, "ref_log_prob"}
+        return self._needs - from_models
+
     @property
     def _data_keys(self) -> list[NestedKey]:
-        return [getattr(self.tensor_keys, name) for name in (*PER_TOKEN, *PER_ROW) if name in self._data_needs]
+        needs = self._data_needs
+        return [getattr(self.tensor_keys, name) for name in _FROM_DATA if name in needs]
 
     @property
     def out_keys(self) -> list[NestedKey]:
         """The terms as ``loss_<name>``, and the metrics."""
-        if self.__dict__.get("_out_keys") is None:
-            self.__dict__["_out_keys"] = [*(f"loss_{name}" for name in self._names), *self._metric_names]
-        return self.__dict__["_out_keys"]
+        given = self.__dict__.get("_out_keys")
+        return self._dry_run() if given is None else given
 
     @out_keys.setter
     def out_keys(self, values: Sequence[NestedKey] | None) -> None:
         self.__dict__["_out_keys"] = None if values is None else list(values)
 
-    @property
-    def _data_needs(self) -> set[str]:
-        given = {"ref_log_prob"} if self.reference is not None else set()
-        return self._needs - given - set(_FROM_ACTOR)
+    def _dry_run(self) -> list[NestedKey]:
+        """The outputs under the current hyper-parameters, from two tokens that do not exist."""
+        inputs = dummy_inputs(*self._parts)
+        with torch.no_grad():
+            terms, metrics = self._terms(inputs)
+        names = [term.name for term in terms]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"two terms of the loss are called {twice.pop()!r}: give them different names.")
+        known = {"log_prob", "mask", *self._needs}
+        known |= {"entropy"} if self.log_entropy else set()
+        known |= {"ref_log_prob"} if "kl" in known else set()  # scored along with an exact KL
+        common = common_metrics({name: value for name, value in inputs.items() if name in known})
+        return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
 
     # ------------------------------------------------------------------ forward
 
@@ -252,90 +309,103 @@ class PolicyLoss(TokenLoss):
         Returns:
             A TensorDict without batch dimensions: ``loss_<name>`` and metrics.
         """
-        td, counted, inputs = self._read(tensordict)
-        inputs |= self._score(counted, inputs)
-        # A sampler's log-prob that is NaN is one that it did not give: importance weights take it for no difference.
-        needed = {name for part in (self.objective, *self.terms) for name in part.inputs} & self._needs
-        read = {name: value for name, value in inputs.items() if name in needed or name == "log_prob"}
-        check_finite_inputs(read, vars(self.tensor_keys), counted, unread=self._of_experts(inputs))
+        td, response, inputs = self._read(tensordict)
+        inputs |= self._score(response, inputs)
+        self._check_finite(response, inputs)
         terms, metrics = self._terms(inputs)
-        return self._output(td, counted, terms, {**common_metrics(inputs), **metrics})
-
-    def _of_experts(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Tokens at which the objective reads nothing but the policy's own log-probs."""
-        return inputs.get("expert_mask") if "expert_mask" in self._needs else None
+        return self._output(td, response, terms, {**common_metrics(inputs), **metrics})
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        return self._terms(self._read(td, only_masks=True)[2])[0]
+        _, response, inputs = self._read(td)
+        numbers = dict.fromkeys(("log_prob", *PER_TOKEN), torch.zeros_like(response.mask, dtype=torch.float32))
+        booleans = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *PER_ROW)}
+        return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | booleans)[0]
+
+    # ------------------------------------------------------------------ reading
 
     @property
     def _reader(self) -> TokenReader:
         return TokenReader.of(self.actor_network, self.tensor_keys.tokens, self.masking_strategy)
 
-    def _read(
-        self, tensordict: TensorDictBase, *, only_masks: bool = False
-    ) -> tuple[TensorDictBase, Counted, dict[str, Tensor]]:
-        """What the data holds for this loss: the tokens that count, and each input of one number per token or sequence."""
-        td, tokens, mask, responses = self._count_tokens(tensordict)
+    def _read(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
+        """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them."""
+        td, tokens, mask, responses = self._read_tokens(tensordict)
+        needs, who = self._data_needs, name_of(self.objective.function)
+        taken = {name for part in self._parts for name in part.inputs} | set(_FOR_METRICS)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
-        who = name_of(self.objective.function)
-        taken = {name for part in self._parts for name in part.inputs} | set(_FOR_METRICS)
-        for name in (*PER_TOKEN, *PER_ROW):
-            if name in _FROM_ACTOR or name not in taken:
-                continue
+        for name in _FROM_DATA:
             key = getattr(self.tensor_keys, name)
-            needed = name in self._data_needs
-            found = require_key(td, key, name, who) if needed else find_key(td, key)
+            if name in needs:
+                advice = f"Add the entry, or say where it is with set_keys({name}=...)."
+                found = require_key(td, key, f"{who} needs {name}", advice)
+            else:
+                found = find_key(td, key) if name in taken else None
             if found is None:
                 continue
             if name in PER_ROW:
                 value = per_sequence(td, found)
                 if value is None:
-                    raise ValueError(f"{name} must hold one value for each sequence, see {found!r}")
+                    raise ValueError(f"{found!r} must hold one value for each sequence: it is read as {name}.")
                 rows[name] = value
             else:
-                fill = 0.0 if name in _MASKS else math.nan
-                flat[name] = per_token(td, found, tokens, responses, fill=fill).detach()
-            if name == "old_log_prob" and needed:
+                flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
+            if name == "old_log_prob" and name in needs:
                 mask = self._reader.without_unscored(mask, flat[name], tokens, found)
-        counted = Counted(tokens, mask)
-        inputs = {name: counted.gather(value) for name, value in flat.items()}
-        inputs = {name: x.bool() if name in _MASKS else x for name, x in inputs.items()}
-        if only_masks:
-            zeros = torch.zeros(counted.mask.shape, device=counted.mask.device)
-            dummies = {
-                name: zeros
-                for name in INPUTS
-                if name not in PER_ROW and name not in ("mask", "expert_mask", "selected")
-            }
-            inputs = {**inputs, **dummies}
-        return td, counted, {**inputs, **rows, "mask": counted.mask}
+        response = ResponseTokens(tokens, mask)
+        inputs = {name: response.gather(value) for name, value in flat.items()}
+        inputs |= {name: inputs[name].bool() for name in _MASKS if name in inputs}
+        return td, response, {**inputs, **rows, "mask": response.mask}
 
-    def _score(self, counted: Counted, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the models say of the tokens that count."""
-        wants_entropy = self.log_entropy or "entropy" in self._needs
-        grad = torch.is_grad_enabled()
-        keep = torch.zeros_like(counted.tokens.values, dtype=torch.bool)
-        keep[counted.elements] = True
-        reference = self._reference_scorer
-        exact = reference if "kl" in self._needs else None
-        with self._parameters_in_place():
-            scores: Scores = self.scorer.evaluate(
-                counted.tokens, keep, entropy=wants_entropy, reference=exact, grad=grad
+    def _check_finite(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
+        """Refuse NaN and infinite numbers that the objective or a term requires.
+
+        Corrections may read anything: a sampler's NaN log-prob is one that it did not compute. At tokens of experts, a part
+        that tells experts from the policy reads nothing but the policy's own log-probs.
+        """
+        parts, experts = [self.objective, *self.terms], inputs.get("expert_mask")
+        named: dict[str, Tensor] = {}
+        for name in ("log_prob", *PER_TOKEN):
+            readers = [part for part in parts if name == "log_prob" or name in part.needs]
+            if name not in inputs or name in _MASKS or not readers:
+                continue
+            unread = name != "log_prob" and all("expert_mask" in part.needs for part in readers)
+            value = inputs[name].masked_fill(experts, 0) if unread and experts is not None else inputs[name]
+            key = getattr(self.tensor_keys, name, None)
+            named[name if key is None else f"{name} ({key!r})"] = value
+        response.check_finite(named)
+
+    # ------------------------------------------------------------------ scoring
+
+    def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs that the models compute."""
+        self._check_reference()
+        needs, reference = self._needs, self._reference_scorer
+        own = self.actor_network_params if self._functional else None
+        with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
+            scores = self.scorer.evaluate(
+                response.tokens,
+                response.flat_mask,
+                entropy=self.log_entropy or "entropy" in needs,
+                reference=reference if "kl" in needs else None,
+                grad=torch.is_grad_enabled(),
             )
             ref = scores.ref_log_prob
-            if ref is None and reference is not None and "ref_log_prob" in self._needs and "ref_log_prob" not in inputs:
-                ref = reference.score(counted.tokens, keep)
-        found = {"log_prob": scores.log_prob, "entropy": scores.entropy, "kl": scores.kl}
-        if "ref_log_prob" not in inputs:
-            found["ref_log_prob"] = ref
-        out = {name: counted.gather(values.values) for name, values in found.items() if values is not None}
-        if grad and not out["log_prob"].requires_grad:  # nothing counts: a loss of 0 that can be differentiated
-            out["log_prob"] = out["log_prob"] + zero_of(self._trained).to(out["log_prob"].device)
-        return out
+            if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
+                ref = reference.score(response.tokens, response.flat_mask)
+        found = {"log_prob": scores.log_prob, "entropy": scores.entropy, "kl": scores.kl, "ref_log_prob": ref}
+        out = {
+            name: response.gather(value.values)
+            for name, value in found.items()
+            if value is not None and name not in inputs
+        }
+        trained = self.actor_network.parameters() if own is None else own.values(True, True)
+        return {**out, "log_prob": with_graph(out["log_prob"], trained)}
+
+    # ------------------------------------------------------------------ terms
 
     def _terms(self, inputs: Mapping[str, Tensor]) -> tuple[list[LossTerm], dict[str, Tensor]]:
+        """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
         for correction in self.corrections:
@@ -344,61 +414,53 @@ class PolicyLoss(TokenLoss):
             metrics |= seen
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
-    # ------------------------------------------------------------------ the actor
 
-    @property
-    def scorer(self) -> LogProbScorer:
-        """The scorer of the actor."""
-        return self._given_scorer or self._slot.get(self.actor_network, **self._settings)
-
-    @property
-    def scorer_temperature(self) -> float:
-        """What divides the logits."""
-        return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
-
-    @property
-    def _reference_scorer(self) -> LogProbScorer | None:
-        reference = self.reference
-        if reference is None or isinstance(reference, LogProbScorer):
-            return reference
-        return self._reference_slot.get(reference, **self._settings)
-
-    @contextlib.contextmanager
-    def _parameters_in_place(self) -> Iterator[None]:
-        if not self._functional:
-            yield
-            return
-        with self.actor_network_params.to_module(self.actor_network):
-            yield
-
-    @property
-    def _trained(self) -> Iterable[Tensor]:
-        return self.actor_network_params.values(True, True) if self._functional else self.actor_network.parameters()
-
-    # ------------------------------------------------------------------ names before there is data
-
-    def _dry_names(self) -> tuple[list[str], list[str]]:
-        """Names of terms and metrics, from two tokens that do not exist. Hyper-parameters out of range raise here."""
-        inputs = dummies()
-        with torch.no_grad():
-            terms, metrics = self._terms(inputs)
-        names = [term.name for term in terms]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ValueError(f"two terms of the loss are called {twice.pop()!r}: give them different names")
-        known = {name: value for name, value in inputs.items() if name in self._needs or name in ("log_prob", "mask")}
-        return names, list(merged_metrics(terms, {**common_metrics(known), **metrics}))
+# ------------------------------------------------------------------ metrics
 
 
-def _needs(part: Part) -> Iterator[str]:
-    """The inputs without which a part raises."""
-    inputs = dummies()
-    del inputs["pair_id"], inputs["chosen"]
-    with torch.no_grad():
-        for name in part.inputs:
-            if name in ("log_prob", "mask") or name not in inputs:
-                continue
-            try:
-                part({key: value for key, value in inputs.items() if key != name})
-            except Exception:  # a function of one's own may fail in any way without it
-                yield name
+@torch.no_grad()
+def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics that do not depend on the objective.
+
+    Args:
+        inputs: ``log_prob`` and ``mask``, and any of ``old_log_prob``, ``ref_log_prob``, ``sampler_log_prob`` and
+            ``entropy``; ``[*B, T]``.
+
+    Returns:
+        ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the
+        ratio to them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
+    """
+    mask = inputs["mask"]
+    log_prob = torch.where(mask, inputs["log_prob"], 0)
+    metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
+    old = inputs.get("old_log_prob")
+    if old is not None:
+        metrics |= _ratio_metrics(log_prob, torch.where(mask, old, 0), mask)
+    sampler = inputs.get("sampler_log_prob", old)
+    if sampler is not None:
+        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative.
+        metrics["kl_to_sampler"] = _k3(torch.where(mask, sampler, 0), log_prob, mask)
+    if inputs.get("ref_log_prob") is not None:
+        metrics["kl_to_ref"] = _k3(log_prob, torch.where(mask, inputs["ref_log_prob"], 0), mask)
+    if inputs.get("entropy") is not None:
+        metrics["entropy"] = masked_mean(inputs["entropy"], mask)
+    return metrics
+
+
+def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    """Mean k3, with log-ratios of at most 80 nats so that one token cannot make it infinite."""
+    return masked_mean(k3(torch.zeros_like(ref), (ref - log_prob).clamp(max=LARGEST_LOG_RATIO)), mask)
+
+
+def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    log_ratio = (log_prob - old).clamp(max=LARGEST_LOG_RATIO)
+    weight = torch.where(mask, log_ratio, -torch.inf)
+    count = mask.sum()
+    size = (2 * weight.logsumexp((-2, -1)) - (2 * weight).logsumexp((-2, -1))).exp() / count
+    metrics = {"ESS": torch.where(count == 0, 0, size).clamp(max=1)}
+    ordered = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
+    last = (count - 1).clamp(min=0)
+    for name, share in _RATIO_QUANTILES.items():
+        value = ordered.gather(0, (last * share).round().long().reshape(1)).reshape(())
+        metrics[name] = torch.where(count == 0, torch.ones_like(value), value.exp())
+    return metrics

@@ -1,11 +1,11 @@
-"""What losses of tokens share: which tokens count, how terms are summed, denominators that travel with the rows."""
+"""The base of the loss modules: which tokens are trained, how terms are summed, and denominators that travel with the rows."""
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -13,37 +13,64 @@ from torch import Tensor
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.losses._aggregate import aggregate, check_aggregation
-from torchrl_llm_kl.losses._denominators import read_denominators, total_counts, write_denominators
-from torchrl_llm_kl.losses._entries import Counted, find_key, per_token
-from torchrl_llm_kl.losses._part import Part
-from torchrl_llm_kl.losses._term import LossTerm
-from torchrl_llm_kl.losses._tokens import MASKING_STRATEGIES, MaskingStrategy, TokenReader
+from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
+from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.ragged import Ragged, own_leaves
-from torchrl_llm_kl.transforms._interface import sub_key
-
-__all__ = ["TokenLoss", "merged_metrics", "zero_of"]
-
-_BY_LENGTH = "seq-mean-token-sum-norm"
+from torchrl_llm_kl.rollouts import (
+    MaskingStrategy,
+    ResponseTokens,
+    TokenReader,
+    find_key,
+    per_token,
+    read_denominators,
+    sub_key,
+    write_denominators,
+)
 
 
 class TokenLoss(LossModule):
-    """Base of the losses here. Subclasses say what they read and return :class:`~torchrl_llm_kl.losses.LossTerm`."""
+    """Base of :class:`~torchrl_llm_kl.losses.PolicyLoss` and :class:`~torchrl_llm_kl.losses.ValueLoss`.
 
-    def __init__(self, *, aggregation: str, max_len: int | None, masking_strategy: MaskingStrategy) -> None:
+    A subclass defines ``forward``, which ends with :meth:`_output`, and the three abstract members below.
+    """
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
+        @overload
+        def __call__(self, **entries: Any) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __init__(self, *, aggregation: Aggregation, max_len: int | None, masking_strategy: MaskingStrategy) -> None:
         super().__init__()
         check_aggregation(aggregation)
-        check_choice(MASKING_STRATEGIES, masking_strategy=masking_strategy)
-        if aggregation == _BY_LENGTH and max_len is None:
+        check_choice(get_args(MaskingStrategy), masking_strategy=masking_strategy)
+        if aggregation == "seq-mean-token-sum-norm" and max_len is None:
             raise ValueError(
-                f"aggregation {_BY_LENGTH!r} divides by the longest response that is sampled: pass max_len="
+                f"aggregation {aggregation!r} divides by the longest response that is sampled: pass max_len=."
             )
         self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
 
-    # ------------------------------------------------------------------ hyper-parameters
+    @property
+    @abstractmethod
+    def _reader(self) -> TokenReader:
+        """Reads the tokens of the data."""
+
+    @property
+    @abstractmethod
+    def _data_keys(self) -> Sequence[NestedKey]:
+        """Required entries beside the tokens."""
+
+    @abstractmethod
+    def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
+        """The terms with their masks and any values. Runs no model."""
+
+    # ------------------------------------------------------------------ hyper-parameters of the parts, as attributes
 
     def _expose(self, named: Mapping[str, tuple[Part, str]]) -> None:
-        """Make hyper-parameters of parts attributes of the loss."""
+        """Make hyper-parameters attributes of the loss: attribute -> (part, name in the part)."""
         self.__dict__["_exposed"] = dict(named)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,30 +84,9 @@ class TokenLoss(LossModule):
         exposed = self.__dict__.get("_exposed", {})
         if name in exposed:
             part, own = exposed[name]
-            if not isinstance(value, Tensor):
-                self._check_hyper(part, {**part.hyper, own: value})
             part.put(own, value)
         else:
             super().__setattr__(name, value)
-
-    def _check_hyper(self, part: Part, hyper: Mapping[str, Any]) -> None:
-        """Raise if a part cannot work with these hyper-parameters."""
-
-    # ------------------------------------------------------------------ what subclasses say
-
-    @property
-    @abstractmethod
-    def _reader(self) -> TokenReader:
-        """Where tokens are."""
-
-    @abstractmethod
-    def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        """The terms with their masks; values do not matter. Runs no model."""
-
-    @property
-    @abstractmethod
-    def _data_keys(self) -> Sequence[NestedKey]:
-        """Entries beside the tokens without which the loss cannot be calculated."""
 
     # ------------------------------------------------------------------ keys
 
@@ -90,38 +96,65 @@ class TokenLoss(LossModule):
         return self._tensor_keys
 
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
-        """There is no value estimator; but other keys may be needed now."""
+        # torchrl calls this after `set_keys`. There is no value estimator, but in_keys change.
         self.in_keys = None
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """The entries without which the loss cannot be calculated."""
+        """The entries that the loss requires."""
         given = self.__dict__.get("_in_keys")
         if given is not None:
             return given
-        mask = {"sft": [self._reader.prompt_key], "rlhf": [self._reader.assistant_key], "generic": []}
-        return list(dict.fromkeys([self.tensor_keys.tokens, *mask[self.masking_strategy], *self._data_keys]))
+        return list(dict.fromkeys([self.tensor_keys.tokens, *self._reader.in_keys, *self._data_keys]))
 
     @in_keys.setter
     def in_keys(self, values: Sequence[NestedKey] | None) -> None:
         self.__dict__["_in_keys"] = None if values is None else list(values)
 
-    # ------------------------------------------------------------------ tokens
+    # ------------------------------------------------------------------ tokens in, terms out
 
-    def _count_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor, Tensor | None]:
-        """The data, its tokens, which of them count (by the strategy, less ``loss_mask``), and where responses are.
+    def _read_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor, Tensor | None]:
+        """The data with its batch dimensions, its tokens, which of them are trained, and which belong to responses.
 
-        Responses are None if the strategy does not tell; ``loss_mask`` does not move where they begin.
+        The trained tokens are those of the masking strategy without ``loss_mask``, which does not move where responses
+        begin. Responses are None where the strategy does not tell them.
         """
-        td = self._reader.with_batch_dims(tensordict)
-        located = self._reader.locate(td)
+        reader = self._reader
+        td = reader.with_batch_dims(tensordict)
+        located = reader.locate(td)
         mask, key = located.mask, find_key(td, self.tensor_keys.loss_mask)
         responses = None if self.masking_strategy == "generic" else mask
         if key is not None:
             mask = mask & per_token(td, key, located.tokens, responses, fill=0).bool()
         return td, located.tokens, mask, responses
 
-    # ------------------------------------------------------------------ sums
+    def _output(
+        self, td: TensorDictBase, response: ResponseTokens, terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]
+    ) -> TensorDict:
+        """Each term as ``loss_<name>``, and all metrics without graph."""
+        summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
+        denominators = read_denominators(td, self.tensor_keys.denominators, summed)
+        if response.is_empty and denominators is None:
+            warnings.warn("the mask is empty: no token is trained and the loss is 0.", stacklevel=3)
+        out: dict[str, Any] = {}
+        for term in terms:
+            mode = self._mode(term)
+            if mode == "none":
+                value = response.restore(term.weight * aggregate(term.value, term.mask, mode))
+            else:
+                denominator = self._denominator(term) if denominators is None else denominators[term.name]
+                value = term.weight * aggregate(term.value, term.mask, mode, denominator=denominator)
+            out[f"loss_{term.name}"] = value
+        return TensorDict(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
+
+    def _mode(self, term: LossTerm) -> Aggregation:
+        return term.aggregation or self.aggregation
+
+    def _denominator(self, term: LossTerm) -> Tensor:
+        mode = self._mode(term)
+        return count(term.mask, mode, max_len=self.max_len if mode == "seq-mean-token-sum-norm" else None)
+
+    # ------------------------------------------------------------------ denominators of a whole batch
 
     def count(
         self,
@@ -133,68 +166,54 @@ class TokenLoss(LossModule):
     ) -> TensorDictBase:
         """Write the denominators of a whole batch beside its rows, so that the losses of its parts add up to its loss.
 
-        The entry travels with the rows: index, split or shuffle the batch in any way, and add the gradients up. No model is
-        run.
+        The entry travels with the rows: index, split or shuffle the batch in any way, and add up the gradients of the
+        parts. Runs no model.
 
         Args:
             tensordict: the batch of an optimiser step, or this rank's share of it.
 
         Keyword Args:
-            process_group: of the ranks that share the step.
+            process_group: the ranks that share the step.
             all_ranks: count over all ranks; by default if ``torch.distributed`` is initialised.
-            ranks_average: the gradients of ranks will be averaged, as DDP and FSDP do; False if they will be added.
+            ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do; False if they are summed.
 
         Returns:
-            The same TensorDict with an entry ``denominators`` (``set_keys``): for each term ``[*B]``, float64.
+            The same TensorDict with an entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
+
+        Raises:
+            RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
         """
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if all_ranks and not distributed:
+            raise RuntimeError(
+                "all_ranks=True, but torch.distributed is not initialised: call init_process_group first."
+            )
         td = self._reader.with_batch_dims(tensordict)
         with torch.no_grad():
             terms = self._mask_terms(td)
-        counts = total_counts(
-            [(term.name, term.mask, self._mode(term)) for term in terms],
-            max_len=self.max_len,
-            process_group=process_group,
-            all_ranks=all_ranks,
-            ranks_average=ranks_average,
-        )
-        own_leaves(tensordict, sub_key(self.tensor_keys.denominators, "any"))  # not into a replay buffer's storage
-        write_denominators(tensordict, self.tensor_keys.denominators, counts, td.batch_size)
+            counts = torch.stack([self._denominator(term).double() for term in terms])  # exact up to 2**53
+        if distributed and all_ranks is not False:
+            torch.distributed.all_reduce(counts, group=process_group)
+            if ranks_average:  # each rank's loss enters the gradient with a factor of 1 / ranks
+                counts = counts / torch.distributed.get_world_size(process_group)
+        key = self.tensor_keys.denominators
+        own_leaves(tensordict, sub_key(key, "any"))  # do not write into the storage of a replay buffer
+        modes: list[tuple[str, str]] = [(term.name, self._mode(term)) for term in terms]
+        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)))
         return tensordict
 
-    def _output(
-        self, td: TensorDictBase, counted: Counted, terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]
-    ) -> TensorDict:
-        """Terms summed over tokens, and the metrics of all."""
-        summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
-        denominators = read_denominators(td, self.tensor_keys.denominators, summed)
-        if counted.is_empty and denominators is None:
-            warnings.warn("no token counts: the mask is False everywhere and the loss is 0", stacklevel=3)
-        out = {f"loss_{term.name}": self._summed(term, counted, denominators) for term in terms}
-        return TensorDict({**out, **{name: x.detach() for name, x in merged_metrics(terms, metrics).items()}})
 
-    def _mode(self, term: LossTerm) -> str:
-        return term.aggregation or self.aggregation
-
-    def _summed(self, term: LossTerm, counted: Counted, denominators: Mapping[str, Tensor] | None) -> Any:
-        mode = self._mode(term)
-        if mode == "none":
-            return counted.spread(term.weight * aggregate(term.value, term.mask, mode))
-        denominator = None if denominators is None else denominators[term.name]
-        max_len = self.max_len if denominator is None and mode == _BY_LENGTH else None
-        with warnings.catch_warnings():  # said once for the batch, not for each term
-            warnings.filterwarnings("ignore", message="no token counts")
-            return term.weight * aggregate(term.value, term.mask, mode, denominator=denominator, max_len=max_len)
-
-
-def zero_of(parameters: Iterable[Tensor]) -> Tensor:
-    """0, with a gradient of 0 to each parameter that is trained."""
+def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """``value``, which no model computed if the mask is empty: then with a gradient of 0 for each trained parameter."""
+    if value.requires_grad or not torch.is_grad_enabled():
+        return value
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]
     zeros = [torch.where(torch.zeros_like(end, dtype=torch.bool), end, 0).sum().float() for end in ends]
-    return torch.stack(zeros).sum() if zeros else torch.zeros(())
+    return value + torch.stack(zeros).sum().to(value.device) if zeros else value
 
 
-def merged_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``metrics`` and those of the terms, with the term's name in front where two share a name."""
+def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``metrics`` and those of the terms; where two share a name, the later one is called ``<term>_<name>``."""
     out = dict(metrics)
     for term in terms:
         for name, value in term.metrics.items():

@@ -1,10 +1,9 @@
-"""The loss of a critic of token values."""
+"""The loss of a critic that predicts the value of each token's prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -12,16 +11,20 @@ from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._numerics import check_range, check_same_shape
-from torchrl_llm_kl.losses._entries import Counted, check_finite_inputs, find_key, per_token, require_key
-from torchrl_llm_kl.losses._numerics import Scalar, clamp, masked_mean
-from torchrl_llm_kl.losses._part import Part
-from torchrl_llm_kl.losses._term import LossTerm
-from torchrl_llm_kl.losses._token_loss import TokenLoss, zero_of
-from torchrl_llm_kl.losses._tokens import MaskingStrategy, TokenReader
-from torchrl_llm_kl.transforms._interface import TOKENS_FULL
-
-__all__ = ["ValueLoss", "value_error"]
+from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
+from torchrl_llm_kl.losses._objective import LossTerm
+from torchrl_llm_kl.losses._parts import Part
+from torchrl_llm_kl.losses._token_loss import TokenLoss, with_graph
+from torchrl_llm_kl.rollouts import (
+    TOKENS_FULL,
+    MaskingStrategy,
+    ResponseTokens,
+    TokenReader,
+    find_key,
+    per_token,
+    require_key,
+)
 
 
 def value_error(
@@ -35,22 +38,22 @@ def value_error(
 ) -> tuple[LossTerm, ...]:
     r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
 
-    The gradient is that of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one in the
-    direction of its target.
+    The gradient is that of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one
+    towards its target.
 
     Args:
-        value: what the critic says now; ``[*B, T]``.
-        mask: tokens that count; bool, same shape.
+        value: the critic's current value of each token's prefix, in the unit of the reward; ``[*B, T]``.
+        mask: the tokens that are trained; bool, same shape.
 
     Keyword Args:
         value_target: the return, without graph; same shape.
-        old_value: what the critic said when the advantages were calculated, without graph; same shape. None: no clipping.
-        clip_value: in the unit of the reward; None: no clipping.
-        coeff: weight of the term.
+        old_value: the critic's value when the advantages were computed, without graph; same shape. None: no clipping.
+        clip_value: the largest free change of a value, in the unit of the reward; None: no clipping.
+        coeff: weight of the term, dimensionless.
 
     Returns:
-        One term, ``critic``; metrics ``value_clip_fraction`` and ``explained_variance``, 1 minus the variance of the error
-        over that of the target.
+        One term, ``critic``; metrics ``value_clip_fraction``, ``value_mean`` and ``explained_variance``, which is 1 minus
+        the variance of the error over that of the target.
 
     Raises:
         ValueError: if shapes differ or ``clip_value`` is negative.
@@ -73,33 +76,34 @@ def value_error(
         clipped = bounded > error
         error = torch.maximum(error, bounded)
     with torch.no_grad():
-        left, spread = (x - masked_mean(x, mask) for x in (target - value, target))
+        residual, spread = (x - masked_mean(x, mask) for x in (target - value, target))
         metrics = {
             "value_clip_fraction": masked_mean(clipped.float(), mask),
             "value_mean": masked_mean(value, mask),
             "explained_variance": 1
-            - masked_mean(left.square(), mask) / masked_mean(spread.square(), mask).clamp(min=1e-12),
+            - masked_mean(residual.square(), mask) / masked_mean(spread.square(), mask).clamp(min=1e-12),
         }
     return (LossTerm("critic", error / 2, mask, weight=coeff, metrics=metrics),)
 
 
 class ValueLoss(TokenLoss):
-    """The loss of a critic of token values, for PPO.
+    """The loss of a critic of token values, for PPO: :func:`~torchrl_llm_kl.losses.value_error` on a TensorDict.
 
     Args:
         critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, or a module ``(tokens, mask) -> values`` of
             :class:`~torchrl_llm_kl.Ragged`.
 
     Keyword Args:
-        clip_value: how far a value may move from the old one, in the unit of the reward; None for as far as it likes. A
-            buffer: ``loss.clip_value = 0.1`` changes it in place.
-        coeff: factor of the loss.
+        clip_value: the largest free change of a value, in the unit of the reward; None: no clipping. A buffer:
+            ``loss.clip_value = 0.1`` changes it in place.
+        coeff: factor of the loss; a buffer too.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`.
         max_len: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
         masking_strategy: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
 
-    Keys (``set_keys``): ``tokens``, ``value_target`` and ``value`` (the old values, optional: what
-    :class:`~torchrl_llm_kl.RetrieveValue` and the ``gae`` advantage write), ``loss_mask``, ``denominators``.
+    Keys (``set_keys``): ``tokens``, ``value_target`` and ``value`` (old values, optional; both are written by
+    :class:`~torchrl_llm_kl.RetrieveValue` and the ``gae`` advantage), ``loss_mask``, ``denominators``. An entry is also found
+    on the other side of ``"next"``.
 
     Outputs:
         ``loss_critic``, ``value_clip_fraction``, ``value_mean``, ``explained_variance``.
@@ -131,12 +135,11 @@ class ValueLoss(TokenLoss):
         *,
         clip_value: float | None = 0.2,
         coeff: float = 1.0,
-        aggregation: str = "token-mean",
+        aggregation: Aggregation = "token-mean",
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
     ) -> None:
         super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
-        check_range(low=0.0, clip_value=clip_value)
         self.critic_network = critic
         hyper = {"clip_value": clip_value, "coeff": coeff}
         self.error = Part(value_error, ("value", "mask", "value_target", "old_value"), hyper)
@@ -149,37 +152,35 @@ class ValueLoss(TokenLoss):
         return False
 
     @property
+    def _reader(self) -> TokenReader:
+        return TokenReader.of(None, self.tensor_keys.tokens, self.masking_strategy)
+
+    @property
     def _data_keys(self) -> Sequence[NestedKey]:
         return [self.tensor_keys.value_target]
 
-    def _check_hyper(self, part: Part, hyper: Mapping[str, Any]) -> None:
-        check_range(low=0.0, clip_value=hyper["clip_value"])
-
-    @property
-    def _reader(self) -> TokenReader:
-        return TokenReader.of(None, self.tensor_keys.tokens, self.masking_strategy)
+    def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
+        _, tokens, mask, _ = self._read_tokens(td)
+        mask = ResponseTokens(tokens, mask).mask
+        return [LossTerm("critic", mask.float(), mask)]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The loss of a batch or a micro-batch; see the class."""
-        td, tokens, mask, responses = self._count_tokens(tensordict)
-        counted = Counted(tokens, mask)
-        keys = {"value_target": require_key(td, self.tensor_keys.value_target, "value_target", "ValueLoss")}
-        old = find_key(td, self.tensor_keys.value)
-        if old is not None:
-            keys["value"] = old
-        inputs = {name: counted.gather(per_token(td, key, tokens, responses).detach()) for name, key in keys.items()}
-        check_finite_inputs(inputs, keys, counted)
-        value = counted.gather(self.critic_network(tokens, mask).values)
-        if torch.is_grad_enabled() and not value.requires_grad:  # nothing counts
-            value = value + zero_of(self.critic_network.parameters()).to(value.device)
-        old = inputs.get("value")
-        terms = self.error(
-            {"value": value, "mask": counted.mask, "value_target": inputs["value_target"], "old_value": old}
-        )
-        return self._output(td, counted, terms, {})
-
-    def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        _, tokens, mask, _ = self._count_tokens(td)
-        counted = Counted(tokens, mask)
-        return [LossTerm("critic", counted.mask.float(), counted.mask)]
+        td, tokens, mask, responses = self._read_tokens(tensordict)
+        response = ResponseTokens(tokens, mask)
+        advice = "Add the entry, or say where it is with set_keys(value_target=...)."
+        keys = {
+            "value_target": require_key(td, self.tensor_keys.value_target, "ValueLoss needs value_target", advice),
+            "old_value": find_key(td, self.tensor_keys.value),
+        }
+        inputs = {
+            name: response.gather(per_token(td, key, tokens, responses).detach())
+            for name, key in keys.items()
+            if key is not None
+        }
+        response.check_finite({f"{name} ({keys[name]!r})": value for name, value in inputs.items()})
+        value = self.critic_network(tokens, mask).values
+        value = with_graph(response.gather(value), self.critic_network.parameters())
+        terms = self.error({**inputs, "value": value, "mask": response.mask})
+        return self._output(td, response, terms, {})

@@ -1,18 +1,128 @@
-"""Which tokens make the policy lose its entropy: those with a high covariance of log-prob and advantage."""
+"""Keeping the entropy up: special treatment of the tokens with a high covariance of log-prob and advantage.
+
+The covariance of a token is ``(log_prob - mean) (A - mean)`` with the means over all masked-in tokens, so the selection
+belongs to a whole batch: make it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before micro-batches are cut,
+and pass each its part of ``selected``. Without ``selected`` the objectives select among the tokens at hand.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_range, check_same_shape
-from torchrl_llm_kl.losses._numerics import Scalar, masked_mean, probability_ratio
-from torchrl_llm_kl.losses._term import check_is_mask
-from torchrl_llm_kl.losses.objectives._ppo import clipped_surrogate
-
-__all__ = ["select_clip_cov", "select_kl_cov"]
+from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_is_mask, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl.losses._arithmetic import clean, probability_ratio
+from torchrl_llm_kl.losses._objective import LossTerm, objective
+from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
 
 
+@objective(
+    "clip_cov",
+    needs=("old_log_prob", "advantage"),
+    aliases={**CLIP_ALIASES, "clip_cov_ratio": "fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
+    source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov)",
+)
+def clip_cov(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    selected: Tensor | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    fraction: float = 2e-4,
+    cov_low: Scalar = 1.0,
+    cov_high: Scalar = 5.0,
+) -> tuple[LossTerm, ...]:
+    r"""PPO's clipped surrogate (:func:`ppo` without dual clip), and 0 without gradient for the selected tokens.
+
+    Selected tokens keep their place in the denominator. Without ``selected`` they are drawn with the global random numbers
+    of the device.
+
+    Hyper-parameters:
+        clip_low, clip_high: see :func:`ppo`.
+        fraction: see :func:`select_clip_cov`. verl: ``clip_cov_ratio``.
+        cov_low: see :func:`select_clip_cov`. verl: ``clip_cov_lb``.
+        cov_high: see :func:`select_clip_cov`. verl: ``clip_cov_ub``.
+
+    Metrics: ``clip_fraction`` as those of :func:`ppo`; ``selected_fraction``.
+
+    Example:
+        >>> log_prob = old = torch.tensor([[-1.0, -2.0]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> selected = torch.tensor([[True, False]])
+        >>> clip_cov(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected)[0].value
+        tensor([[0., 1.]])
+    """
+    check_clip_range(clip_low, clip_high)
+    if selected is None:
+        selected = select_clip_cov(
+            log_prob,
+            mask,
+            old_log_prob=old_log_prob,
+            advantage=advantage,
+            fraction=fraction,
+            cov_low=cov_low,
+            cov_high=cov_high,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+    ratio = probability_ratio(log_prob, old_log_prob)
+    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
+    metrics["selected_fraction"] = masked_mean(selected.float(), mask)
+    return (LossTerm("objective", torch.where(selected, 0, value), mask, metrics=metrics),)
+
+
+@objective(
+    "kl_cov",
+    needs=("old_log_prob", "advantage"),
+    aliases={"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"},
+    source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov)",
+)
+def kl_cov(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    selected: Tensor | None = None,
+    coeff: Scalar = 1.0,
+    fraction: float = 2e-4,
+) -> tuple[LossTerm, ...]:
+    r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the selected tokens.
+
+    The penalty pulls a selected token's log-prob back with the constant force ``coeff``, and with none at ``r = 1``.
+
+    Hyper-parameters:
+        coeff: of the penalty, per nat, at least 0. verl: ``ppo_kl_coef``.
+        fraction: see :func:`select_kl_cov`. verl: ``kl_cov_ratio``.
+
+    Metrics: ``selected_fraction`` and ``ratio_mean``.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> selected = torch.tensor([[True, False]])
+        >>> kl_cov(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected)[0].value
+        tensor([[-1.1487,  0.6065]])
+    """
+    check_range(low=0.0, coeff=coeff)
+    if selected is None:
+        selected = select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)
+    ratio = probability_ratio(log_prob, old_log_prob)
+    penalty = torch.where(selected, coeff * (log_prob - old_log_prob).abs(), 0)
+    metrics = {
+        "selected_fraction": masked_mean(selected.float(), mask),
+        "ratio_mean": masked_mean(ratio.detach(), mask),
+    }
+    return (LossTerm("objective", -advantage * ratio + penalty, mask, metrics=metrics),)
+
+
+# ------------------------------------------------------------------ selections
+
+
+@torch.no_grad()
 def select_clip_cov(
     log_prob: Tensor,
     mask: Tensor,
@@ -26,30 +136,20 @@ def select_clip_cov(
     clip_high: Scalar = 0.2,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""Choose tokens for :func:`clip_cov`: at random among those whose covariance lies between two bounds.
+    r"""Select tokens for :func:`clip_cov`: at random among those whose covariance lies between two bounds.
 
-    The covariance of a token is ``(log_prob - mean) (A - mean)`` with the means of all tokens that count. So the choice
-    belongs to a whole batch: make it once, before micro-batches are cut, and hand them their part.
+    Inputs and errors are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected, as
+    they have no gradient already.
 
-    Args:
-        log_prob: nats, under the current policy; ``[*B, T]``. No gradient is taken.
-        mask: tokens that count; bool, same shape.
-
-    Keyword Args:
-        old_log_prob: under the policy that sampled; same shape.
-        advantage: same shape.
-        fraction: how many to choose, of the tokens that count: rounded down, but one at least (as the authors' code).
-        cov_low: only tokens with a covariance above this.
-        cov_high: only tokens with a covariance below this.
-        clip_low: tokens that :func:`ppo` clips with these bounds are not chosen: they have no gradient already.
-        clip_high: the other bound.
+    Hyper-parameters:
+        fraction: how many of the masked-in tokens to select, in ``(0, 1]``: rounded down, but at least one (as the authors'
+            code).
+        cov_low, cov_high: only tokens with a covariance strictly between them.
+        clip_low, clip_high: see :func:`ppo`.
         generator: of random numbers, on the device of the mask.
 
     Returns:
-        True for the chosen tokens; bool, same shape.
-
-    Raises:
-        ValueError: if shapes differ or ``fraction`` is not in ``(0, 1]``.
+        True for the selected tokens; bool ``[*B, T]``.
 
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -9.0, -5.0, -5.0]])
@@ -63,31 +163,20 @@ def select_clip_cov(
     log_prob, old_log_prob, advantage = _clean(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
     ratio = probability_ratio(log_prob, old_log_prob)
     surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
-    covariance = _covariance(log_prob, mask, advantage)
+    covariance = _covariance(log_prob, advantage, mask)
     candidates = mask & (covariance > cov_low) & (covariance < cov_high) & (surrogate == -advantage * ratio)
     chance = torch.rand(mask.shape, generator=generator, device=mask.device)
     return _highest(chance, candidates, mask, fraction)
 
 
+@torch.no_grad()
 def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction: float = 2e-4) -> Tensor:
-    r"""Choose tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
+    r"""Select tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
 
-    The covariance of a token is ``(log_prob - mean) (A - mean)`` with the means of all tokens that count. So the choice
-    belongs to a whole batch: make it once, before micro-batches are cut, and hand them their part.
-
-    Args:
-        log_prob: nats, under the current policy; ``[*B, T]``. No gradient is taken.
-        mask: tokens that count; bool, same shape.
-
-    Keyword Args:
-        advantage: same shape.
-        fraction: how many to choose, of the tokens that count: rounded down, but one at least (as the authors' code).
+    Inputs and errors are those of :func:`kl_cov`, for a whole batch; ``fraction`` is as for :func:`select_clip_cov`.
 
     Returns:
-        True for the chosen tokens; bool, same shape.
-
-    Raises:
-        ValueError: if shapes differ or ``fraction`` is not in ``(0, 1]``.
+        True for the selected tokens; bool ``[*B, T]``.
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -9.0, -4.0, -6.0]]), torch.tensor([[1.0, -2.0, -1.0, 2.0]])
@@ -98,22 +187,21 @@ def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
     log_prob, advantage = _clean(mask, log_prob=log_prob, advantage=advantage)
-    return _highest(_covariance(log_prob, mask, advantage), mask, mask, fraction)
+    return _highest(_covariance(log_prob, advantage, mask), mask, mask, fraction)
 
 
 def _clean(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
     check_same_shape(mask=mask, **tensors)
     check_is_mask(mask=mask)
-    wide = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in tensors.values())
-    return tuple(torch.where(mask, x, 0) for x in wide)
+    return tuple(clean(x, mask) for x in tensors.values())
 
 
-def _covariance(log_prob: Tensor, mask: Tensor, advantage: Tensor) -> Tensor:
-    return (log_prob - masked_mean(log_prob, mask)) * (advantage - masked_mean(advantage, mask))
+def _covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    return (x - masked_mean(x, mask)) * (y - masked_mean(y, mask))
 
 
 def _highest(score: Tensor, candidates: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """The candidates with the highest scores, as many as a fraction of the tokens that count; without host synchronisation."""
+    """The candidates with the highest scores, as many as a fraction of the mask; without host synchronisation."""
     number = (mask.sum().double() * fraction).floor().clamp(min=1)
     order = torch.where(candidates, score, -torch.inf).flatten().argsort(descending=True, stable=True)
     return candidates & (order.argsort() < number).view_as(mask)

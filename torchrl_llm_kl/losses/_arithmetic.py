@@ -1,0 +1,192 @@
+"""Arithmetic on one number per token: masked sums and bounded ratios for objectives, and the reduction to a loss.
+
+Shapes: ``[*B, T]``, any batch dimensions ``*B`` before the ``T`` tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape, masked_mean, widen
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "none"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+
+# ------------------------------------------------------------------ reduction to a loss
+
+
+def aggregate(
+    value: Tensor,
+    mask: Tensor,
+    mode: Aggregation = "token-mean",
+    *,
+    denominator: float | Tensor | None = None,
+    max_len: int | None = None,
+) -> Tensor:
+    r"""Reduce one number per token to a loss.
+
+    ========================== ================================================================ =====================
+    mode                       value                                                            denominator
+    ========================== ================================================================ =====================
+    ``token-mean``             sum over all tokens / tokens                                     tokens
+    ``seq-mean-token-sum``     mean over sequences of the sum over tokens                       sequences
+    ``seq-mean-token-mean``    mean over sequences of the mean over tokens                      sequences
+    ``seq-mean-token-sum-norm`` sum over all tokens / (sequences * ``max_len``)                 sequences * max_len
+    ``none``                   the values, 0 where the mask is False                            (not used)
+    ========================== ================================================================ =====================
+
+    Only masked-in tokens, and sequences that have one, are counted. With the ``denominator`` of the whole batch
+    (:func:`count`) the results of its parts add up to that of the whole, however the batch is split: into
+    micro-batches, over ranks, with other padding.
+
+    Args:
+        value: per token; ``[*B, T]``. Masked-out entries have no influence, not even NaN.
+        mask: bool ``[*B, T]``.
+        mode: one of :data:`AGGREGATIONS`.
+
+    Keyword Args:
+        denominator: divisor to use instead of the count of this mask; a number or a 0-dim tensor.
+        max_len: the longest possible response in tokens, for ``seq-mean-token-sum-norm``; ``T`` by default.
+
+    Returns:
+        0-dim, or ``[*B, T]`` for ``none``; half precision is summed, and returned, in float32. If the mask is empty and
+        no denominator is given: 0 without gradient, and a warning.
+
+    Raises:
+        ValueError: if the mode is unknown, the shapes differ, or the given denominator cannot be used.
+
+    Example:
+        >>> value = torch.tensor([[1.0, 2.0], [6.0, float("nan")]])
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> aggregate(value, mask), aggregate(value, mask, "seq-mean-token-mean")
+        (tensor(3.), tensor(3.7500))
+        >>> sum(aggregate(v, m, denominator=count(mask)) for v, m in zip(value[:, None], mask[:, None]))
+        tensor(3.)
+
+    Source: names and meanings of the modes are verl's; the last one is from Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783).
+    """
+    check_aggregation(mode)
+    check_same_shape(value=value, mask=mask)
+    check_is_mask(mask=mask)
+    if value.dtype in (torch.float16, torch.bfloat16):
+        value = value.float()
+    value = torch.where(mask, value, 0)
+    if mode == "none":
+        if denominator is not None:
+            raise ValueError(f"aggregation 'none' has no denominator, got denominator={denominator}: leave it out.")
+        return value
+    if mode == "seq-mean-token-mean":
+        value = value / mask.sum(-1, keepdim=True).clamp(min=1)
+    if denominator is None:
+        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any()):
+            warnings.warn("the mask is empty: the loss is 0.", stacklevel=2)
+        denominator = count(mask, mode, max_len=max_len)
+    elif max_len is not None:
+        raise ValueError(
+            "got both denominator and max_len: pass the denominator alone, it includes max_len (see count)."
+        )
+    if not isinstance(denominator, Tensor):
+        if not denominator >= 0:
+            raise ValueError(f"denominator must be a count of tokens or sequences, got {denominator}.")
+        denominator = torch.tensor(denominator, dtype=value.dtype, device=value.device)
+    denominator = denominator.to(value.dtype)
+    # Where the count is 0 the sum is 0 too.
+    return value.sum() / torch.where(denominator == 0, 1, denominator)
+
+
+def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None = None) -> Tensor:
+    """The divisor of :func:`aggregate` for this mask: count a whole batch to get the denominator of its parts.
+
+    Add the counts of all micro-batches, and of all ranks, and pass the sum to each of them.
+
+    Args:
+        mask: bool ``[*B, T]``.
+        mode: one of :data:`AGGREGATIONS`.
+
+    Keyword Args:
+        max_len: as for :func:`aggregate`.
+
+    Returns:
+        0-dim int64 on the device of the mask.
+
+    Raises:
+        ValueError: if the mode is unknown or ``max_len`` is not positive.
+
+    Example:
+        >>> mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+        >>> [int(count(mask, mode)) for mode in AGGREGATIONS[:4]]
+        [3, 2, 2, 6]
+    """
+    check_aggregation(mode)
+    if max_len is not None and max_len < 1:
+        raise ValueError(f"max_len must be at least 1 token, got {max_len}.")
+    if mode in ("token-mean", "none"):
+        return mask.sum()
+    sequences = mask.any(-1).sum()
+    if mode == "seq-mean-token-sum-norm":
+        return sequences * (mask.shape[-1] if max_len is None else max_len)
+    return sequences
+
+
+def check_aggregation(mode: str) -> Aggregation:
+    """``mode``, or a ValueError that lists the modes."""
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}.")
+    return mode
+
+
+# ------------------------------------------------------------------ what objectives are written with
+
+#: Log-ratios end here, in nats: exp(80) is 5.5e34, which leaves room in float32 for a factor such as the advantage.
+LARGEST_LOG_RATIO = 80.0
+
+
+def clean(value: Tensor, mask: Tensor) -> Tensor:
+    """0 or False where the mask is False; numbers in float32 or wider."""
+    if value.dtype == torch.bool:
+        return value & mask
+    (value,) = widen(value)
+    return torch.where(mask, value, 0)
+
+
+def sequence_sum(value: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each sequence; ``[*B, 1]``."""
+    return torch.where(mask, value, 0).sum(-1, keepdim=True)
+
+
+def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each sequence, 0 for one without masked-in tokens; ``[*B, 1]``."""
+    return sequence_sum(value, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def probability_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    r""":math:`\pi / \pi_{old}` per token, differentiable in ``log_prob``.
+
+    A log-ratio above 80 nats becomes 80, without gradient: its exponential would be infinite in float32, and the gradient
+    of a clipped infinity NaN.
+    """
+    return bounded_exp(log_prob - old_log_prob)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """``exp``, with the bound of :func:`probability_ratio`."""
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+
+
+def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) -> Tensor:
+    """``value.clamp(low, high)``, where one bound may be a number and the other a tensor."""
+    if low is not None:
+        value = value.clamp(min=low)
+    if high is not None:
+        value = value.clamp(max=high)
+    return value
+
+
+def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Metrics of tokens clipped on either side: ``clip_fraction``, ``clip_fraction_low`` and ``clip_fraction_high``."""
+    sides = {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
+    return {name: masked_mean(clipped.float(), mask) for name, clipped in sides.items()}

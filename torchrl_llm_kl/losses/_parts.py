@@ -1,0 +1,271 @@
+"""Parts of a loss as modules: a function with its hyper-parameters, and the terms and corrections beside an objective."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl.estimators import check_placement
+from torchrl_llm_kl.losses._objective import INPUTS, LossTerm, spec_of
+from torchrl_llm_kl.losses.corrections import importance_weights, off_policy_sequence_mask, top_entropy_mask
+from torchrl_llm_kl.losses.terms import Estimator, entropy_bonus, kl_to_ref, kl_to_sampler
+
+# Hyper-parameters that are whole numbers and change from step to step.
+_COUNTERS = frozenset({"step"})
+
+
+class Part(nn.Module):
+    """A function of per-token tensors together with its hyper-parameters.
+
+    Hyper-parameters that are numbers are buffers: saved, moved, and changed in place by assignment
+    (``part.clip_high = 0.3``). Modules, such as an :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`, are called for their
+    value. All others are kept as they are.
+
+    Args:
+        function: takes keyword arguments.
+        inputs: names of the tensors that it may take.
+        hyper: its hyper-parameters; those left out have the function's defaults.
+
+    Raises:
+        ValueError: if the function refuses a hyper-parameter.
+        TypeError: if it has no such hyper-parameter.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[str, ...], hyper: Mapping[str, Any]) -> None:
+        super().__init__()
+        signature = inspect.signature(function).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
+        self.function = function
+        self.inputs = tuple(name for name in inputs if name in signature or takes_any)
+        without = {name for name, parameter in signature.items() if parameter.default is parameter.empty}
+        self._required = tuple(name for name in inputs if name in without and name not in ("log_prob", "mask"))
+        self.settings: dict[str, Any] = {}
+        defaults = {
+            name: parameter.default
+            for name, parameter in signature.items()
+            if name not in inputs and name not in without
+        }
+        self._floats = frozenset(name for name, value in defaults.items() if isinstance(value, float))
+        for name, value in {**defaults, **hyper}.items():
+            self._store(name, value)
+        self._check(hyper)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Any:
+        """Call the function with those of ``inputs`` that it takes."""
+        taken = {name: inputs[name] for name in self.inputs if inputs.get(name) is not None}
+        return self.function(**taken, **self.hyper)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The inputs that the function requires under its current hyper-parameters, beside ``log_prob`` and ``mask``.
+
+        A function without an :class:`~torchrl_llm_kl.losses.ObjectiveSpec` requires its inputs that have no default.
+        """
+        spec = spec_of(self.function)
+        return self._required if spec is None else spec.required(self.hyper)
+
+    # ------------------------------------------------------------------ hyper-parameters
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """Hyper-parameters as the function gets them: 0-dim tensors for numbers."""
+        modules = {name: module() for name, module in self._modules.items() if module is not None}
+        return {**self.settings, **modules, **self._buffers}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the hyper-parameters."""
+        return (*self.settings, *self._buffers, *self._modules)
+
+    def get(self, name: str) -> Any:
+        """A hyper-parameter: a buffer for a number, a module for a coefficient, else the value itself."""
+        return self.settings[name] if name in self.settings else getattr(self, name)
+
+    def put(self, name: str, value: Any) -> None:
+        """Set a hyper-parameter; a number that is a buffer already changes in place.
+
+        Raises:
+            TypeError: if the hyper-parameter is a module, which is changed through its own methods.
+            ValueError: if the function refuses the value. Tensors are not checked: reading one would stall an accelerator.
+        """
+        if name in self._modules:
+            raise TypeError(f"{name} is a {type(self._modules[name]).__name__}: change that, not {name}.")
+        if not isinstance(value, Tensor):
+            self._check({**self.hyper, name: value})
+        buffer = self._buffers.get(name)
+        if buffer is not None and isinstance(value, (int, float, Tensor)):
+            buffer.copy_(torch.as_tensor(value))
+            return
+        self._buffers.pop(name, None)
+        self.settings.pop(name, None)
+        self._store(name, value)
+
+    def _store(self, name: str, value: Any) -> None:
+        if type(value) is int and name in self._floats:
+            value = float(value)
+        if isinstance(value, nn.Module):
+            self.add_module(name, value)
+        elif name in _COUNTERS:
+            self.register_buffer(name, torch.as_tensor(value, dtype=torch.long))
+        elif isinstance(value, Tensor) or type(value) is float:
+            self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32).clone())
+        else:
+            self.settings[name] = value
+
+    def _check(self, hyper: Mapping[str, Any]) -> None:
+        """Let the function check hyper-parameters, which it does for numbers, not for buffers."""
+        values = {name: value() if isinstance(value, nn.Module) else value for name, value in hyper.items()}
+        inputs = dummy_inputs(self)
+        with torch.no_grad():
+            self.function(**{name: inputs[name] for name in self.inputs}, **values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_buffers", {}) or name in self.__dict__.get("settings", {}):
+            self.put(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # `.to(torch.bfloat16)` on a whole loss module must not round a clip bound of 3e-4.
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            old = before[name]
+            if buffer is not None and old is not None and buffer.dtype != old.dtype:
+                self._buffers[name] = old.to(buffer.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Name and hyper-parameters."""
+        numbers = {name: f"{float(value):g}" for name, value in self._buffers.items() if value is not None}
+        shown = {**{name: repr(value) for name, value in self.settings.items()}, **numbers}
+        return ", ".join([name_of(self.function), *(f"{key}={value}" for key, value in shown.items())])
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, also of one inside a ``functools.partial``; the class of any other callable."""
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
+    """One token in each of two sequences, on the device of the parts: what they are tried on before there is data."""
+    device = next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
+    zeros = torch.zeros(2, 1, device=device)
+    inputs = dict.fromkeys((*INPUTS, *(name for part in parts for name in part.inputs)), zeros)
+    inputs |= {
+        "mask": zeros == 0,
+        "selected": zeros == 1,
+        "expert_mask": torch.tensor([[False], [True]], device=device),
+    }
+    inputs["pair_id"] = torch.zeros(2, dtype=torch.long, device=device)
+    inputs["chosen"] = torch.tensor([True, False], device=device)
+    return inputs
+
+
+# ------------------------------------------------------------------ terms
+
+
+class TermPart(Part):
+    """A function that returns loss terms, with its hyper-parameters, which it checks at construction."""
+
+    def __init__(self, function: Callable[..., tuple[LossTerm, ...]], **hyper: Any) -> None:
+        super().__init__(function, INPUTS, hyper)
+
+
+class KLToReference(TermPart):
+    """The KL to the reference, as a term of the loss: :func:`~torchrl_llm_kl.losses.kl_to_ref`.
+
+    Args:
+        coeff: its weight, dimensionless; a number, or a coefficient such as :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`.
+        estimator: a name of :func:`~torchrl_llm_kl.get_estimator`, ``"exact"`` (the loss then requires the reference
+            model), or a function of the same signature. ``docs/estimators.md`` tells which to use.
+
+    Keyword Args:
+        leave_out_experts: leave out the sequences of experts.
+
+    Warns:
+        KLPlacementWarning: if the gradient of the estimator in a loss is not that of the reverse KL.
+    """
+
+    def __init__(self, coeff: Any = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False) -> None:
+        check_placement(estimator, "loss", stacklevel=2)
+        super().__init__(kl_to_ref, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
+
+
+class KLToSampler(TermPart):
+    """The KL to the policy that sampled, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
+
+    The arguments are those of :class:`KLToReference`, without the estimator ``"exact"``.
+    """
+
+    def __init__(self, coeff: Any = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False) -> None:
+        check_placement(estimator, "loss", stacklevel=2)
+        super().__init__(kl_to_sampler, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
+
+
+class EntropyBonus(TermPart):
+    """Entropy bonus: minus the policy's entropy over the whole vocabulary, :func:`~torchrl_llm_kl.losses.entropy_bonus`.
+
+    Args:
+        coeff: its weight, dimensionless.
+
+    Keyword Args:
+        leave_out_experts: leave out the sequences of experts, as Trinity's ``mix`` does.
+    """
+
+    def __init__(self, coeff: Any = 1e-3, *, leave_out_experts: bool = False) -> None:
+        super().__init__(entropy_bonus, coeff=coeff, leave_out_experts=leave_out_experts)
+
+
+# ------------------------------------------------------------------ corrections
+
+
+class Correction(Part):
+    """A function that returns one weight per token, by which the objective (not the other terms) is multiplied."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, dict[str, Tensor]]], **hyper: Any) -> None:
+        super().__init__(function, INPUTS, hyper)
+
+
+class ImportanceWeights(Correction):
+    """Truncated or masked importance weights, for a sampler that computes other log-probs than the trainer.
+
+    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are those of
+    :func:`~torchrl_llm_kl.losses.importance_weights`.
+    """
+
+    def __init__(
+        self, *, level: str = "token", mode: str = "truncate", low: float | None = None, high: float | None = 2.0
+    ) -> None:
+        super().__init__(importance_weights, level=level, mode=mode, low=low, high=high)
+
+
+class OffPolicySequenceMask(Correction):
+    """Leave out tokens with a negative advantage in sequences that have become unlikely.
+
+    Args:
+        delta: nats per token; see :func:`~torchrl_llm_kl.losses.off_policy_sequence_mask`.
+    """
+
+    def __init__(self, delta: float = 0.1) -> None:
+        super().__init__(off_policy_sequence_mask, delta=delta)
+
+
+class TopEntropyMask(Correction):
+    """Train only the tokens at which the policy is least certain.
+
+    Args:
+        fraction: of the masked-in tokens; see :func:`~torchrl_llm_kl.losses.top_entropy_mask`.
+
+    Keyword Args:
+        threshold: train tokens of at least this entropy, in nats, instead of a fraction of each batch. With it the losses
+            of the parts of a batch add up to that of the whole.
+    """
+
+    def __init__(self, fraction: float = 0.2, *, threshold: float | None = None) -> None:
+        super().__init__(top_entropy_mask, fraction=fraction, threshold=threshold)

@@ -1,0 +1,266 @@
+"""Corrections of an objective: weights per token for a sampler that differs from the trainer, or for what to train.
+
+Each returns ``(weights, metrics)``: weights ``[*B, T]``, float32 or wider, without graph, finite, 1 where nothing is
+corrected and 0 where the mask is False; and metrics as in :class:`~torchrl_llm_kl.losses.LossTerm`.
+:func:`apply_correction` multiplies. Inputs are those of objectives (see ``docs/losses.md``): nats, bool masks, one shape
+``[*B, T]``; unequal shapes and hyper-parameters out of range raise a ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_is_mask, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl.losses._arithmetic import (
+    LARGEST_LOG_RATIO,
+    bounded_exp,
+    clamp,
+    clean,
+    sequence_mean,
+    sequence_sum,
+)
+from torchrl_llm_kl.losses._objective import LossTerm
+
+__all__ = [
+    "apply_correction",
+    "entropy_threshold",
+    "importance_weights",
+    "off_policy_sequence_mask",
+    "top_entropy_mask",
+]
+
+
+def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> tuple[LossTerm, ...]:
+    """Multiply the values of loss terms by weights. Their masks, and so their denominators, stay.
+
+    A term with one value per token gets the weight of each token. One with a value per sequence, ``[*B, 1]``, gets the mean
+    weight of that sequence's tokens. Pass the terms to be corrected: usually the objective, not the KL to the reference.
+
+    Args:
+        terms: from an objective.
+        weights: from a correction; ``[*B, T]``.
+        mask: the mask that the weights were computed with; bool ``[*B, T]``. Required for terms with a value per sequence:
+            a dropped token takes part in the mean, a masked-out one does not.
+
+    Returns:
+        New terms. A value whose weight is 0 passes no gradient, even if it is not finite.
+
+    Raises:
+        ValueError: if a term is neither per token nor per sequence of the weights, or ``mask`` is required and missing.
+
+    Example:
+        >>> term = LossTerm("objective", torch.tensor([[1.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool))
+        >>> apply_correction([term], torch.tensor([[2.0, 0.0]]))[0].value
+        tensor([[2., 0.]])
+    """
+    return tuple(_corrected(term, weights, mask) for term in terms)
+
+
+def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm:
+    if term.value.shape != weights.shape:
+        if term.value.shape != (*weights.shape[:-1], 1):
+            raise ValueError(
+                f"{term.name} has shape {tuple(term.value.shape)}, the weights {tuple(weights.shape)}: expected a term with "
+                "one value per token or per sequence."
+            )
+        if mask is None:
+            raise ValueError(
+                f"{term.name} has one value per sequence: pass mask=, to average the weights over its tokens."
+            )
+        weights = sequence_mean(weights, mask)
+    weights = weights.to(term.value.dtype)
+    return term.replace(value=torch.where(weights == 0, 0, term.value) * weights)
+
+
+# ------------------------------------------------------------------ a sampler that differs from the trainer
+
+
+@torch.no_grad()
+def importance_weights(
+    old_log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    level: str = "token",
+    mode: str = "truncate",
+    low: Scalar | None = None,
+    high: Scalar | None = 2.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    r""":math:`\pi_{old} / \pi_{sampler}` of the same model weights in trainer and sampler, bounded.
+
+    Without bounds, the mean of a token's loss times its weight is the mean loss of tokens sampled from the trainer's own
+    probabilities.
+
+    ========================== ============================================================== ===========================
+    setting                    known as                                                       bounds there
+    ========================== ============================================================== ===========================
+    ``token``, ``truncate``    truncated importance sampling (TIS)                            ``high=2``
+    ``token``, ``mask``        IcePop                                                         ``low=0.5, high=5``
+    ``sequence``, ``truncate`` sequence TIS                                                   ``high=2`` (verl), ``3`` (TRL)
+    ``sequence``, ``mask``     masked importance sampling, TRL's default                      ``high=3``
+    ``geometric``, ``mask``    geometric mask of long answers                                 close to 1
+    ========================== ============================================================== ===========================
+
+    ``old_log_prob`` is computed by the trainer before its first update on the tokens, ``sampler_log_prob`` by the sampler: NaN,
+    for a token that it did not score, leaves the log-ratio 0.
+
+    Hyper-parameters:
+        level: ``"token"``: the ratio of each token; ``"sequence"``: the product over a sequence, for all of its tokens;
+            ``"geometric"``: the geometric mean over a sequence. verl: ``rollout_is``; TRL: in
+            ``vllm_importance_sampling_mode``.
+        mode: ``"truncate"`` moves weights outside the bounds to the nearest bound; ``"mask"`` sets them to 0.
+        low: smallest weight; None for no bound. TRL: ``vllm_importance_sampling_clip_min``.
+        high: largest weight; None for no bound. verl: ``rollout_is_threshold``; TRL:
+            ``vllm_importance_sampling_clip_max``.
+
+    Returns:
+        Weights; log-ratios of tokens are clamped to +-80 nats, and their sums to 80, so that weights are finite. Metrics, over
+        tokens, or over sequences for the other levels: ``weight_mean`` and ``weight_max`` before the bounds,
+        ``truncated_fraction`` or ``masked_fraction`` of the weights outside them, and ``effective_sample_size`` of the
+        bounded weights as a share of all, ``(mean w)**2 / mean w**2``.
+
+    Example:
+        >>> old, sampler = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
+        >>> mask = torch.ones(1, 3, dtype=torch.bool)
+        >>> importance_weights(old, sampler, mask)[0]
+        tensor([[1.0000, 2.0000, 0.1353]])
+        >>> importance_weights(old, sampler, mask, mode="mask", low=0.5, high=5.0)[0]
+        tensor([[1., 0., 0.]])
+
+    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Ling team 2025
+    (arXiv 2510.18855), IcePop; Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
+    """
+    check_choice(("token", "sequence", "geometric"), level=level)
+    check_choice(("truncate", "mask"), mode=mode)
+    if isinstance(high, (int, float)) and not high > 0:
+        raise ValueError(f"high must be greater than 0, got {high}.")
+    if isinstance(low, (int, float)) and not low >= 0:
+        raise ValueError(f"low must be at least 0, got {low}.")
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
+        raise ValueError(f"low must be at most high, got low={low} and high={high}.")
+    check_same_shape(mask=mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
+    check_is_mask(mask=mask)
+    difference = clean(old_log_prob, mask) - clean(sampler_log_prob, mask)
+    log_ratio = difference.nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    counts = mask
+    if level != "token":
+        log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
+        counts = mask.any(-1, keepdim=True)
+    ratio = bounded_exp(log_ratio)
+    weight = clamp(ratio, low, high)
+    outside = weight != ratio
+    if mode == "mask":
+        weight = torch.where(outside, 0, ratio)
+    fraction = "truncated_fraction" if mode == "truncate" else "masked_fraction"
+    metrics = {
+        "weight_mean": masked_mean(ratio, counts),
+        "weight_max": torch.where(counts, ratio, 0).max() if ratio.numel() else ratio.new_zeros(()),
+        fraction: masked_mean(outside.to(ratio.dtype), counts),
+        "effective_sample_size": _effective_sample_size(weight, counts),
+    }
+    return torch.where(mask, weight, 0), metrics
+
+
+def _effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
+    # The scale cancels, and keeps the squares of large weights finite.
+    weight = weight / weight.amax().clamp(min=1.0) if weight.numel() else weight
+    square = masked_mean(weight.square(), mask)
+    return masked_mean(weight, mask).square() / torch.where(square == 0, 1, square)
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, delta: Scalar
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """0 for tokens with a negative advantage in sequences that have become unlikely, 1 for all others.
+
+    A sequence has become unlikely if the mean of ``old_log_prob - log_prob`` over its tokens is above ``delta``.
+
+    Hyper-parameters:
+        delta: nats per token, at least 0. Trinity: ``delta_sequence_masking``; TRL: ``off_policy_mask_threshold``.
+
+    Returns:
+        Weights, and the metric ``sequence_masked_fraction`` of tokens.
+
+    Example:
+        >>> old, log_prob = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> off_policy_sequence_mask(log_prob, old, torch.tensor([[1.0, -1.0]]), mask, delta=0.1)[0]
+        tensor([[1., 0.]])
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), eq. 9.
+    """
+    check_range(low=0.0, delta=delta)
+    check_same_shape(mask=mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
+    check_is_mask(mask=mask)
+    drift = sequence_mean(clean(old_log_prob, mask) - clean(log_prob, mask), mask)
+    dropped = (drift > delta) & (clean(advantage, mask) < 0)
+    return (mask & ~dropped).to(drift.dtype), {"sequence_masked_fraction": masked_mean(dropped.to(drift.dtype), mask)}
+
+
+# ------------------------------------------------------------------ only the tokens at which the policy decides something
+
+
+@torch.no_grad()
+def top_entropy_mask(
+    entropy: Tensor, mask: Tensor, *, fraction: Scalar = 0.2, threshold: Scalar | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """1 for the tokens at which the policy is least decided, 0 for all others.
+
+    Hyper-parameters:
+        fraction: share of the masked-in tokens to keep, 0 to 1; see :func:`entropy_threshold` for the exact number. More are
+            kept if several have the same entropy as the last. TRL: ``top_entropy_quantile``.
+        threshold: keep tokens with at least this entropy, instead of a fraction of this batch: for the parts of a batch,
+            the threshold of the whole.
+
+    Returns:
+        Weights, and the metrics ``entropy_threshold`` and ``entropy_kept_fraction``.
+
+    Example:
+        >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
+        >>> top_entropy_mask(entropy, torch.tensor([[True, True, True, False]]), fraction=0.6)[0]
+        tensor([[0., 1., 1., 0.]])
+
+    Source: Wang et al. 2025 (arXiv 2506.01939), "Beyond the 80/20 Rule".
+    """
+    if threshold is None:
+        threshold = entropy_threshold(entropy, mask, fraction)
+    check_same_shape(mask=mask, entropy=entropy)
+    check_is_mask(mask=mask)
+    entropy = clean(entropy, mask)
+    kept = (mask & (entropy >= threshold)).to(entropy.dtype)
+    metrics = {
+        "entropy_threshold": torch.as_tensor(threshold, dtype=entropy.dtype, device=entropy.device),
+        "entropy_kept_fraction": masked_mean(kept, mask),
+    }
+    return kept, metrics
+
+
+@torch.no_grad()
+def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> Tensor:
+    """The entropy that a fraction of the tokens reach: the ``k``-th largest, ``k`` being ``fraction`` times their number.
+
+    ``k`` is rounded to the nearest whole number (halves to the even one), and at least 1. ``fraction`` is in (0, 1].
+
+    Returns:
+        0-dim, 0 if the mask is empty; not read on the host.
+
+    Example:
+        >>> entropy_threshold(torch.tensor([[0.1, 2.0, 0.3, 1.0]]), torch.ones(1, 4, dtype=torch.bool), fraction=0.5)
+        tensor(1.)
+
+    Source: Wang et al. 2025 (arXiv 2506.01939).
+    """
+    check_range(above=0.0, high=1.0, fraction=fraction)
+    check_same_shape(mask=mask, entropy=entropy)
+    check_is_mask(mask=mask)
+    entropy = clean(entropy, mask)
+    if entropy.numel() == 0:
+        return entropy.new_zeros(())
+    largest = torch.where(mask, entropy, -torch.inf).flatten().sort(descending=True).values
+    tokens = mask.sum()
+    k = (fraction * tokens).round().clamp(min=1).long()
+    return torch.where(tokens == 0, 0, largest.gather(0, (k - 1).reshape(1)).reshape(()))

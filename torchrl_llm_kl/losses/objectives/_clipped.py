@@ -1,0 +1,350 @@
+"""Surrogates whose gradient is cut off, or fades out, where the probability ratio leaves a trust region."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_clip_range, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, probability_ratio, sequence_mean
+from torchrl_llm_kl.losses._objective import LossTerm, objective, variant
+from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
+
+#: The clip bounds under the names of Trinity-RFT (``clip_range``), torchrl (``clip_epsilon``) and verl (``clip_ratio``).
+CLIP_ALIASES = {
+    "clip_range": ("clip_low", "clip_high"),
+    "clip_range_low": "clip_low",
+    "clip_range_high": "clip_high",
+    "clip_epsilon": ("clip_low", "clip_high"),
+    "clip_ratio": ("clip_low", "clip_high"),
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+}
+
+
+def clipped_surrogate(
+    ratio: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: Scalar,
+    clip_high: Scalar,
+    clip_ratio_c: Scalar | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    r"""``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, and where ``A < 0`` at most ``-A clip_ratio_c``.
+
+    Returns:
+        The value per token, and the fractions of tokens whose gradient each bound removes.
+    """
+    free = -advantage * ratio
+    bound = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high)
+    value = torch.maximum(free, bound)
+    clipped = bound > free
+    metrics = clip_fractions(clipped & (advantage < 0), clipped & (advantage > 0), mask)
+    if clip_ratio_c is not None:
+        ceiling = -advantage * clip_ratio_c
+        metrics["clip_fraction_dual"] = masked_mean(((value > ceiling) & (advantage < 0)).float(), mask)
+        value = torch.where(advantage < 0, torch.minimum(value, ceiling), value)
+    return value, metrics
+
+
+@objective(
+    "ppo",
+    needs=("advantage",),
+    needs_if={"old_log_prob": ("fallback_to_policy_gradient", operator.not_)},
+    aliases=CLIP_ALIASES,
+    source="Schulman et al. 2017 (arXiv 1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5; "
+    "sequence masking: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1",
+)
+def ppo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    advantage: Tensor,
+    old_log_prob: Tensor | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    clip_ratio_c: Scalar | None = 3.0,
+    enable_sequence_masking: bool = False,
+    delta_sequence_masking: Scalar = 0.1,
+    fallback_to_policy_gradient: bool = False,
+) -> tuple[LossTerm, ...]:
+    r"""PPO's clipped surrogate: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` per token.
+
+    The gradient is that of ``-A r`` where the ratio is inside the bounds or moves back towards them, and 0 elsewhere.
+
+    Hyper-parameters:
+        clip_low: the lower bound of the ratio is ``1 - clip_low``; 0 to 1. Trinity: ``clip_range_low``.
+        clip_high: the upper bound is ``1 + clip_high``. Trinity: ``clip_range_high``; ``clip_range`` sets both.
+        clip_ratio_c: dual clip, above 1: where ``A < 0`` the value is at most ``-A clip_ratio_c``; None for no such bound.
+        enable_sequence_masking: drop the tokens with ``A < 0`` of sequences that have become unlikely: mean of
+            ``old_log_prob - log_prob`` above ``delta_sequence_masking``. They keep their place in the denominator.
+        delta_sequence_masking: nats per token.
+        fallback_to_policy_gradient: treat the current policy as the one that sampled: the plain policy gradient
+            ``-A log_prob``, without clipping and without ``old_log_prob``.
+
+    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0, ``_dual``); ``sequence_masked_fraction``.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> ppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[-1.2000,  0.8000]])
+    """
+    check_clip_range(clip_low, clip_high)
+    check_range(above=1.0, clip_ratio_c=clip_ratio_c)
+    if fallback_to_policy_gradient:
+        old_log_prob = log_prob.detach()
+    assert old_log_prob is not None  # needs_if
+    value, metrics = clipped_surrogate(
+        probability_ratio(log_prob, old_log_prob),
+        advantage,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_ratio_c=clip_ratio_c,
+    )
+    if enable_sequence_masking:
+        kept, dropped = off_policy_sequence_mask(log_prob, old_log_prob, advantage, mask, delta=delta_sequence_masking)
+        metrics |= dropped
+        value = torch.where(kept == 0, 0, value)
+    return (LossTerm("objective", value, mask, metrics=metrics),)
+
+
+dapo = variant(
+    ppo,
+    "dapo",
+    r"""PPO's clipped surrogate with ``clip_high`` above ``clip_low``, averaged over the tokens of the whole batch.
+
+    The looser upper bound lets unlikely tokens become likely. Hyper-parameters, gradient and metrics are those of
+    :func:`ppo`; the paper has no dual clip and divides the advantage by its group's deviation. Its shaping of overlong
+    rewards and its choice of groups are not part of the objective.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> dapo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[-1.2800,  0.8000]])
+    """,
+    needs=("old_log_prob", "advantage"),
+    source="Yu et al. 2025 (arXiv 2503.14476), eq. 8",
+    clip_low=0.2,
+    clip_high=0.28,
+    clip_ratio_c=None,
+)
+
+dr_grpo = variant(
+    ppo,
+    "dr_grpo",
+    r"""PPO's clipped surrogate, summed over tokens and divided by a length that does not depend on the sequence.
+
+    The differences are outside the objective: the aggregation ``seq-mean-token-sum-norm``, and an advantage that is centred
+    but not divided by its group's deviation. Hyper-parameters, gradient and metrics are those of :func:`ppo`; the paper has
+    no dual clip.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> dr_grpo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[-1.2000,  0.8000]])
+    """,
+    needs=("old_log_prob", "advantage"),
+    aggregation="seq-mean-token-sum-norm",
+    source="Liu et al. 2025 (arXiv 2503.20783), section 3.2",
+    clip_low=0.2,
+    clip_high=0.2,
+    clip_ratio_c=None,
+)
+
+
+@objective(
+    "gspo",
+    needs=("old_log_prob", "advantage"),
+    aggregation="seq-mean-token-mean",
+    aliases=CLIP_ALIASES,
+    source="Zheng et al. 2025 (arXiv 2507.18071), eq. 5-7 (sequence) and 13-14 (token)",
+)
+def gspo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: Scalar = 3e-4,
+    clip_high: Scalar = 4e-4,
+    level: str = "token",
+) -> tuple[LossTerm, ...]:
+    r"""PPO's surrogate with the geometric mean of a sequence's ratios, ``s = exp(mean(log_prob - old_log_prob))``.
+
+    ``level="sequence"`` is ``max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))`` once per sequence, ``[*B, 1]``, with the
+    sequence's mean advantage. In ``level="token"`` each token has the value of ``s`` and the gradient of its own log-prob,
+    ``r = exp(log_prob - sg(log_prob) + sg(log s))``, so that advantages may differ within a sequence. Where they do not,
+    and tokens are averaged per sequence, both levels agree in value and gradient: 0 for all tokens of a clipped sequence.
+
+    Hyper-parameters:
+        clip_low: the lower bound of ``s`` is ``1 - clip_low``.
+        clip_high: the upper bound of ``s`` is ``1 + clip_high``. Other names as for :func:`ppo`.
+        level: ``"token"`` (as Trinity and verl) or ``"sequence"``.
+
+    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0), of tokens or of sequences.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[3.0, 3.0]])
+        >>> gspo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[-3., -3.]])
+        >>> gspo(log_prob, mask, old_log_prob=old, advantage=advantage, level="sequence")[0].value
+        tensor([[-3.]])
+    """
+    check_clip_range(clip_low, clip_high)
+    check_choice(("token", "sequence"), level=level)
+    log_ratio = sequence_mean(log_prob - old_log_prob, mask)
+    if level == "sequence":
+        advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
+    else:
+        log_ratio = log_prob - log_prob.detach() + log_ratio.detach()
+    value, metrics = clipped_surrogate(bounded_exp(log_ratio), advantage, mask, clip_low=clip_low, clip_high=clip_high)
+    return (LossTerm("objective", value, mask, metrics=metrics),)
+
+
+@objective(
+    "gmpo",
+    needs=("old_log_prob", "advantage"),
+    aggregation="seq-mean-token-mean",
+    aliases=CLIP_ALIASES,
+    source="Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and algorithm 1",
+)
+def gmpo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: Scalar = 0.4,
+    clip_high: Scalar = 0.4,
+) -> tuple[LossTerm, ...]:
+    r"""``-A exp(mean(c))`` per sequence, ``[*B, 1]``; ``c`` are its tokens' log-ratios after PPO's clipping in log space.
+
+    With ``d = log_prob - old_log_prob`` and ``k = clip(d, -clip_low, clip_high)`` a token's ``c`` is ``min(d, k)`` where
+    ``A > 0`` and ``max(d, k)`` elsewhere; ``A`` is the sequence's mean advantage. The gradient reaches the tokens that are
+    not clipped, all with the same weight. verl calls it ``geo_mean``.
+
+    Hyper-parameters:
+        clip_low: nats: the lower bound of a log-ratio is ``-clip_low``.
+        clip_high: nats: the upper bound of a log-ratio is ``clip_high``. Other names as for :func:`ppo`.
+
+    Metrics: ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
+        >>> gmpo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value  # exp((0.4 - 0.5) / 2)
+        tensor([[-0.9512]])
+    """
+    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high)
+    advantage = sequence_mean(advantage, mask)
+    free = log_prob - old_log_prob
+    bound = clamp(free, -clip_low, clip_high)
+    up = advantage > 0
+    clipped = torch.where(up, bound < free, bound > free)
+    value = -advantage * bounded_exp(sequence_mean(torch.where(clipped, bound, free), mask))
+    metrics = clip_fractions(clipped & ~up, clipped & up, mask)
+    return (LossTerm("objective", value, mask.any(-1, keepdim=True), metrics=metrics),)
+
+
+@objective(
+    "cispo",
+    needs=("old_log_prob", "advantage"),
+    aliases={**CLIP_ALIASES, "mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"},
+    source="MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5; token mask: eq. 6-7",
+)
+def cispo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: Scalar = 1.0,
+    clip_high: Scalar = 0.28,
+    enable_mask_clip: bool = False,
+    mask_clip_low: Scalar = 1.0,
+    mask_clip_high: Scalar = 0.28,
+) -> tuple[LossTerm, ...]:
+    r"""REINFORCE with a bounded importance weight: ``-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log_prob`` per token.
+
+    The gradient is the off-policy policy gradient with the weight cut off at the bounds: a clipped token weighs less, but
+    never nothing.
+
+    Hyper-parameters:
+        clip_low: a weight is at least ``1 - clip_low``: 1 for no lower bound.
+        clip_high: a weight is at most ``1 + clip_high``. Other names as for :func:`ppo`. (TRL's ``epsilon_high`` is the
+            bound itself, ``1 + clip_high``.)
+        enable_mask_clip: drop tokens that PPO would clip: ``A > 0`` and ``r > 1 + mask_clip_high``, or ``A < 0`` and
+            ``r < 1 - mask_clip_low``. They keep their place in the denominator.
+        mask_clip_low: for ``enable_mask_clip``; 0 to 1. Trinity: ``mask_clip_range_low``.
+        mask_clip_high: for ``enable_mask_clip``. Trinity: ``mask_clip_range_high``.
+
+    Metrics: ``clip_fraction`` (``_low``: weights raised, ``_high``: weights lowered); ``token_masked_fraction``.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> cispo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[ 1.2800, -1.2131]])
+    """
+    check_range(low=0.0, high=1.0, clip_low=clip_low, mask_clip_low=mask_clip_low)
+    check_range(low=0.0, clip_high=clip_high, mask_clip_high=mask_clip_high)
+    ratio = probability_ratio(log_prob, old_log_prob).detach()
+    value = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high) * log_prob
+    metrics = clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high, mask)
+    if enable_mask_clip:
+        too_likely = (ratio > 1 + mask_clip_high) & (advantage > 0)
+        too_unlikely = (ratio < 1 - mask_clip_low) & (advantage < 0)
+        dropped = too_likely | too_unlikely
+        metrics["token_masked_fraction"] = masked_mean(dropped.float(), mask)
+        value = torch.where(dropped, 0, value)
+    return (LossTerm("objective", value, mask, metrics=metrics),)
+
+
+@objective(
+    "sapo",
+    needs=("old_log_prob", "advantage"),
+    aggregation="seq-mean-token-mean",
+    aliases={"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
+    source="Gao et al. 2025 (arXiv 2511.20347), eq. 5-6",
+)
+def sapo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    tau_pos: Scalar = 1.0,
+    tau_neg: Scalar = 1.05,
+) -> tuple[LossTerm, ...]:
+    r"""A smooth gate instead of a hard clip: ``-A f(r)`` per token with ``f(r) = 4 sigmoid(tau (r - 1)) / tau``.
+
+    The gradient goes through ``r``: a token's weight is ``A r 4 p (1 - p)`` with ``p = sigmoid(tau (r - 1))``. At ``r = 1``
+    that is the policy gradient; it falls off smoothly on both sides, the faster the larger ``tau``. The value at ``r = 1``
+    is ``-2 A / tau``.
+
+    Hyper-parameters:
+        tau_pos: temperature where ``A > 0``. TRL: ``sapo_temperature_pos``.
+        tau_neg: temperature elsewhere, in the paper larger than ``tau_pos``. TRL: ``sapo_temperature_neg``.
+
+    Metrics: ``gate_mean``, the mean of ``4 p (1 - p)``, 1 on-policy.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
+        >>> sapo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[-2.0000, -1.3881]])
+    """
+    check_range(above=0.0, tau_pos=tau_pos, tau_neg=tau_neg)
+    one = torch.ones_like(advantage)
+    tau = torch.where(advantage > 0, tau_pos * one, tau_neg * one)
+    p = torch.sigmoid(tau * (probability_ratio(log_prob, old_log_prob) - 1))
+    slope = 4 * p.detach() * (1 - p.detach())
+    return (LossTerm("objective", -advantage * 4 * p / tau, mask, metrics={"gate_mean": masked_mean(slope, mask)}),)

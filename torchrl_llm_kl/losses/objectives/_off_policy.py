@@ -1,0 +1,382 @@
+"""Policy gradients and importance weighting: ``-A w log_prob`` per token with different weights ``w``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import (
+    Aggregation,
+    bounded_exp,
+    clamp,
+    clip_fractions,
+    probability_ratio,
+    sequence_mean,
+    sequence_sum,
+)
+from torchrl_llm_kl.losses._objective import LossTerm, objective
+from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES
+
+# ------------------------------------------------------------------ without bounds
+
+
+@objective("gpg", needs=("advantage",), source="Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE)")
+def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> tuple[LossTerm, ...]:
+    r"""The plain policy gradient: ``-A log_prob`` per token, without ratio, clipping or hyper-parameters.
+
+    The mean gradient is the policy gradient if the current policy sampled the tokens.
+
+    Example:
+        >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
+        >>> gpg(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage)[0].value
+        tensor([[ 1., -2.]])
+    """
+    return (LossTerm("objective", -advantage * log_prob, mask),)
+
+
+@objective(
+    "opmd",
+    needs=("advantage",),
+    source="Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD",
+)
+def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> tuple[LossTerm, ...]:
+    r"""``-A log_prob / (1 + tau)`` per token, whichever policy sampled it: no ratio, no clipping.
+
+    With advantages ``reward - mean(reward)`` of a group this is, at the old policy, the gradient of an objective that pulls
+    the policy towards ``pi_old exp(reward / tau)``; elsewhere it needs no importance weight. ``tau`` only scales it.
+
+    Hyper-parameters:
+        tau: strength of the regulariser, at least 0. Trinity: the same name.
+
+    Example:
+        >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
+        >>> opmd(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage, tau=3.0)[0].value
+        tensor([[ 0.2500, -0.5000]])
+    """
+    check_range(low=0.0, tau=tau)
+    return (LossTerm("objective", -advantage * log_prob / (1 + tau), mask),)
+
+
+@objective(
+    "importance_sampling",
+    needs=("old_log_prob", "advantage"),
+    source="Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6",
+)
+def importance_sampling(
+    log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor
+) -> tuple[LossTerm, ...]:
+    r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
+
+    The mean gradient is that of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
+    between the two. A log-ratio above 80 nats, where float32 ends, becomes 80 without gradient.
+
+    Metrics: ``ratio_mean``, about 1 for tokens of the old policy.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> importance_sampling(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[-1.6487,  0.6065]])
+    """
+    ratio = probability_ratio(log_prob, old_log_prob)
+    return (LossTerm("objective", -advantage * ratio, mask, metrics={"ratio_mean": masked_mean(ratio.detach(), mask)}),)
+
+
+# ------------------------------------------------------------------ bounded per token
+
+
+@objective(
+    "topr",
+    needs=("old_log_prob", "advantage"),
+    source="Le Roux et al. 2025 (arXiv 2503.14286), the gradient of canonical TOPR",
+)
+def topr(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    advantage_threshold: Scalar = 0.0,
+    level: str = "token",
+) -> tuple[LossTerm, ...]:
+    r"""Tapered off-policy REINFORCE: ``-A sg(a) log_prob`` with ``a = min(r, 1)`` where ``A <= advantage_threshold``, else 1.
+
+    The gradient pulls good tokens up whatever their ratio. It pushes bad ones down the less, the less likely they have
+    become, so that a loss that is not bounded below does not run away.
+
+    Hyper-parameters:
+        advantage_threshold: advantages up to this are bad. Trinity: the same name.
+        level: ``"token"``: each token has its own ratio (as Trinity); ``"sequence"``: the ratio of the whole sequence, the
+            product of its tokens' (as the paper, which sums over tokens: ``seq-mean-token-sum``).
+
+    Metrics: ``weight_mean`` (of ``a``) and ``tapered_fraction`` (``a < 1``).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-2.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> topr(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[ 2.0000, -1.2131]])
+    """
+    check_choice(("token", "sequence"), level=level)
+    log_ratio = log_prob.detach() - old_log_prob
+    if level == "sequence":
+        log_ratio = sequence_sum(log_ratio, mask)
+    weight = torch.where(advantage <= advantage_threshold, log_ratio.clamp(max=0).exp(), 1)
+    metrics = {"weight_mean": masked_mean(weight, mask), "tapered_fraction": masked_mean((weight < 1).float(), mask)}
+    return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
+
+
+@objective(
+    "sppo", needs=("old_log_prob", "advantage"), source="Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO)"
+)
+def sppo(
+    log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: Scalar = 0.3
+) -> tuple[LossTerm, ...]:
+    r"""A log-ratio surrogate: ``-A (log_prob - old_log_prob)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0.
+
+    The gradient is ``-A`` inside the interval and 0 outside, on both sides and for both signs of ``A``: nothing pulls a
+    token back once it has left.
+
+    Hyper-parameters:
+        epsilon: how far the ratio may be from 1, either way, as a factor. Trinity: the same name.
+
+    Metrics: ``clip_fraction`` (``_low``: ratio below the interval, ``_high``: above).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.5, -2.0]]), torch.tensor([[-1.75, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[2.0, -1.0]])
+        >>> sppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[-0.5000,  0.0000]])
+    """
+    check_range(low=0.0, epsilon=epsilon)
+    ratio = probability_ratio(log_prob, old_log_prob).detach()
+    below, above = ratio < 1 / (1 + epsilon), ratio > 1 + epsilon
+    value = torch.where(below | above, 0, -advantage * (log_prob - old_log_prob))
+    return (LossTerm("objective", value, mask, metrics=clip_fractions(below, above, mask)),)
+
+
+#: Bounds of each divergence: the authors' settings.
+_DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
+
+
+@objective(
+    "dppo",
+    needs=("old_log_prob", "advantage"),
+    aliases=CLIP_ALIASES,
+    source="Qi et al. 2026 (arXiv 2602.04879), the binary TV and binary KL variants",
+)
+def dppo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    divergence: str = "tv",
+    clip_low: Scalar | None = None,
+    clip_high: Scalar | None = None,
+    clip_ratio_c: Scalar | None = 20.0,
+) -> tuple[LossTerm, ...]:
+    r"""``-A sg(min(r, clip_ratio_c)) log_prob`` per token, and 0 where the policy has moved too far along the advantage.
+
+    The trust region is in probability, not in its ratio. The distance is between two outcomes, this token or any other,
+    with probabilities ``p`` now and ``q`` at sampling: ``"tv"`` is ``|p - q|``, ``"kl"`` is
+    ``q log(q / p) + (1 - q) log((1 - q) / (1 - p))``. A token is dropped if ``A > 0``, ``p > q`` and its distance is above
+    ``clip_high``, or ``A <= 0``, ``p < q`` and it is above ``clip_low``. The gradient elsewhere is the off-policy policy
+    gradient with a bounded weight; unlikely tokens are free to change by large factors.
+
+    Hyper-parameters:
+        divergence: ``"tv"`` or ``"kl"``: verl's ``dppo_tv`` and ``dppo_kl``.
+        clip_low: bound where ``A <= 0``; None for 0.15 (tv, a probability) or 0.05 (kl, nats).
+        clip_high: bound where ``A > 0``; None likewise.
+        clip_ratio_c: upper bound of an importance weight, above 1; None for no bound.
+
+    Metrics: ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0) and ``truncated_fraction`` (weights lowered).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[0.5, 0.02]]).log(), torch.tensor([[0.25, 0.01]]).log()
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
+        >>> dppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[0.0000, 7.8240]])
+    """
+    check_choice(tuple(_DPPO_BOUNDS), divergence=divergence)
+    clip_low = _DPPO_BOUNDS[divergence] if clip_low is None else clip_low
+    clip_high = _DPPO_BOUNDS[divergence] if clip_high is None else clip_high
+    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high)
+    check_range(above=1.0, clip_ratio_c=clip_ratio_c)
+    now = log_prob.detach()
+    distance = _binary_tv(now, old_log_prob) if divergence == "tv" else _binary_kl(now, old_log_prob)
+    up = advantage > 0
+    dropped = torch.where(
+        up, (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now < old_log_prob)
+    )
+    ratio = probability_ratio(now, old_log_prob)
+    weight = clamp(ratio, high=clip_ratio_c)
+    metrics = clip_fractions(dropped & ~up, dropped & up, mask)
+    metrics["truncated_fraction"] = masked_mean((weight < ratio).float(), mask)
+    value = torch.where(dropped, 0, -advantage * weight * log_prob)
+    return (LossTerm("objective", value, mask, metrics=metrics),)
+
+
+def _binary_tv(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() - log_q.exp()).abs()
+
+
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q || p) of the two outcomes; infinite if ``p`` is 1 and ``q`` is not."""
+    rest_p, rest_q = -torch.expm1(log_p), -torch.expm1(log_q)
+    rest = torch.where(rest_q > 0, rest_q * (rest_q.log() - rest_p.log()), 0)
+    return log_q.exp() * (log_q - log_p) + rest
+
+
+# ------------------------------------------------------------------ weighted per sequence, or by choice
+
+
+@objective(
+    "vespo",
+    needs=("old_log_prob", "advantage"),
+    aliases={f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    source="Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16",
+)
+def vespo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    k_pos: Scalar = 2.0,
+    lambda_pos: Scalar = 3.0,
+    k_neg: Scalar = 3.0,
+    lambda_neg: Scalar = 2.0,
+) -> tuple[LossTerm, ...]:
+    r"""REINFORCE with a weight per sequence: ``-A sg(phi(w)) log_prob`` with ``phi(w) = w^k exp(lambda (1 - w))``.
+
+    ``w`` is the probability ratio of the whole sequence, the product of its tokens', without length normalisation. The
+    weight is 1 on-policy, largest at ``w = k / lambda``, and falls to 0 on both sides: sequences that have become much
+    more or much less likely drop out. It passes no gradient.
+
+    Hyper-parameters:
+        k_pos: exponent where ``A >= 0``: how fast the weight falls towards ``w = 0``. TRL: ``vespo_k_pos``.
+        lambda_pos: rate where ``A >= 0``: how fast it falls for large ``w``. TRL: ``vespo_lambda_pos``.
+        k_neg: exponent where ``A < 0``. TRL: ``vespo_k_neg``.
+        lambda_neg: rate where ``A < 0``. TRL: ``vespo_lambda_neg``.
+
+    Metrics: ``weight_mean`` (of ``phi``).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])  # w = 1/e
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> vespo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
+        tensor([[ 0.9016, -0.3525]])
+    """
+    check_range(low=0.0, k_pos=k_pos, k_neg=k_neg)
+    check_range(above=0.0, lambda_pos=lambda_pos, lambda_neg=lambda_neg)
+    log_w = sequence_sum(log_prob.detach() - old_log_prob, mask)
+    # An infinite w does no harm: with a rate above 0 its weight is exp(-inf).
+    room = 1 - log_w.exp()
+    log_weight = torch.where(advantage >= 0, k_pos * log_w + lambda_pos * room, k_neg * log_w + lambda_neg * room)
+    weight = log_weight.exp()
+    metrics = {"weight_mean": masked_mean(weight, mask)}
+    return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
+
+
+_CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
+_WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
+_REGULARIZERS = ("none", "k2", "forward-kl")
+
+
+@objective("rec", needs=("old_log_prob", "advantage"), source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4")
+def rec(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_mode: str = "none",
+    epsilon_low: Scalar = 0.2,
+    epsilon_high: Scalar = 0.2,
+    epsilon_low_prime: Scalar = 0.6,
+    epsilon_high_prime: Scalar = 2.0,
+    weight: str = "none",
+    temp: Scalar = 1.0,
+    regularizer: str = "none",
+    regularizer_coef: Scalar = 0.0,
+) -> tuple[LossTerm, ...]:
+    r"""``-A sg(w) log_prob`` per token where the ratio is in range, else 0, plus a regulariser on every token.
+
+    With ``s`` the geometric mean of a sequence's ratios, a token is in range where
+
+    ================= ==================================================================================================
+    ``none``          always
+    ``one-side``      ``r <= 1 + epsilon_high`` if A > 0, ``r >= 1 - epsilon_low`` if A < 0: where PPO has a gradient
+    ``two-side``      both
+    ``ring``          both; or ``r <= 1 - epsilon_low_prime`` if A > 0, ``r >= 1 + epsilon_high_prime`` if A < 0
+    ``gspo-one-side`` as ``one-side``, with ``s``; the loss is then averaged per sequence, ``seq-mean-token-mean``
+    ================= ==================================================================================================
+
+    The gradient in range is ``-A w``: the policy gradient, off-policy unless ``w`` corrects for it. All names and values are
+    Trinity's.
+
+    Hyper-parameters:
+        clip_mode: a row of the table.
+        epsilon_low: see the table; in ``(0, 1]``.
+        epsilon_high: see the table; above 0.
+        epsilon_low_prime: of ``ring``; in ``(0, 1]``.
+        epsilon_high_prime: of ``ring``; above 0.
+        weight: ``w``: 1 (``none``), ``r`` (``importance_sampling``), ``s`` (``gspo_importance_sampling``), or
+            ``exp(A / temp)`` (``advantage``). Each goes with each clip mode.
+        temp: of the weight ``advantage``, in units of the advantage.
+        regularizer: ``k2``: ``regularizer_coef (log_prob - old_log_prob)^2``, which keeps the policy near the old one;
+            ``forward-kl``: ``-regularizer_coef log_prob``, which imitates it.
+        regularizer_coef: at least 0.
+
+    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
+        >>> rec(log_prob, mask, old_log_prob=old, advantage=advantage, clip_mode="one-side")[0].value
+        tensor([[0., 2.]])
+    """
+    check_choice(_CLIP_MODES, clip_mode=clip_mode)
+    check_choice(_WEIGHTS, weight=weight)
+    check_choice(_REGULARIZERS, regularizer=regularizer)
+    check_range(above=0.0, high=1.0, epsilon_low=epsilon_low, epsilon_low_prime=epsilon_low_prime)
+    check_range(above=0.0, epsilon_high=epsilon_high, epsilon_high_prime=epsilon_high_prime, temp=temp)
+    check_range(low=0.0, regularizer_coef=regularizer_coef)
+
+    log_ratio = log_prob - old_log_prob
+    ratio = probability_ratio(log_prob.detach(), old_log_prob)
+    sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)
+
+    measured = sequence_ratio if clip_mode == "gspo-one-side" else ratio
+    low_enough, high_enough = measured <= 1 + epsilon_high, measured >= 1 - epsilon_low
+    good, bad = advantage > 0, advantage < 0
+    if clip_mode == "none":
+        in_range = torch.ones_like(mask)
+    elif clip_mode in ("one-side", "gspo-one-side"):
+        in_range = (low_enough | ~good) & (high_enough | ~bad)
+    else:
+        in_range = low_enough & high_enough
+    if clip_mode == "ring":
+        in_range = in_range | (good & (ratio <= 1 - epsilon_low_prime)) | (bad & (ratio >= 1 + epsilon_high_prime))
+
+    if weight == "importance_sampling":
+        advantage = advantage * ratio
+    elif weight == "gspo_importance_sampling":
+        advantage = advantage * sequence_ratio
+    elif weight == "advantage":
+        advantage = advantage * bounded_exp(advantage / temp)
+    value = torch.where(in_range, -advantage * log_prob, 0)
+
+    if regularizer == "k2":
+        value = value + regularizer_coef * log_ratio.square()
+    elif regularizer == "forward-kl":
+        value = value - regularizer_coef * log_prob
+    metrics = {
+        "clip_fraction": masked_mean((~in_range).float(), mask),
+        "clip_fraction_low": masked_mean((~in_range & bad).float(), mask),
+        "clip_fraction_high": masked_mean((~in_range & good).float(), mask),
+    }
+    per_sequence: Aggregation | None = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else None
+    return (LossTerm("objective", value, mask, metrics=metrics, aggregation=per_sequence),)

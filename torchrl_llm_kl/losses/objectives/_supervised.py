@@ -1,0 +1,274 @@
+"""Imitation: the log-likelihood of tokens that an expert wrote, plain, weighted, or mixed with PPO on one's own tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import Aggregation, check_aggregation, clamp
+from torchrl_llm_kl.losses._objective import LossTerm, objective
+from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
+
+
+@objective("sft", source="maximum likelihood; Trinity-RFT 0.6.0: sft")
+def sft(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
+    """Supervised fine-tuning: ``-log_prob`` per token, in nats.
+
+    The gradient is that of the cross-entropy between the author of the tokens and the policy.
+
+    Example:
+        >>> sft(torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool))[0].value
+        tensor([[1., 2.]])
+    """
+    return (LossTerm("objective", -log_prob, mask),)
+
+
+@objective("sft_is", source="Trinity-RFT 0.6.0: sft_is; Wu et al. 2025 (arXiv 2508.05629), DFT")
+def sft_is(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
+    """Imitation weighted by the token's probability ``p`` under the policy: ``-sg(p) log p``.
+
+    The gradient is that of ``-p``: tokens that the policy finds impossible do not move it.
+
+    Metrics: ``weight_mean``.
+
+    Example:
+        >>> sft_is(torch.tensor([[0.5, 0.1]]).log(), torch.ones(1, 2, dtype=torch.bool))[0].value
+        tensor([[0.3466, 0.2303]])
+    """
+    weight = log_prob.detach().exp()
+    return (LossTerm("objective", -weight * log_prob, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
+
+
+@objective(
+    "sft_phi",
+    source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's",
+)
+def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> tuple[LossTerm, ...]:
+    """Imitation of the tokens about which the policy is undecided: ``-sg(p (1 - p)) log p``, ``p`` the token's probability.
+
+    The gradient is that of ``-(p - p**2 / 2)``: it vanishes both for tokens that the policy knows and for those that would
+    disrupt it, and is largest at ``p = 1/2``.
+
+    Hyper-parameters:
+        cutoff_prob: tokens more probable than this are not trained any further: their ``log p`` becomes
+            ``log(cutoff_prob)``, without gradient; in ``(0, 1]``. The paper has no such bound, which is 1.0.
+
+    Metrics: ``weight_mean``, at most 1/4.
+
+    Example:
+        >>> probability = torch.tensor([[0.9, 0.5, 0.01]])
+        >>> sft_phi(probability.log(), torch.ones(1, 3, dtype=torch.bool))[0].value
+        tensor([[0.0095, 0.1733, 0.0456]])
+    """
+    check_range(above=0.0, high=1.0, cutoff_prob=cutoff_prob)
+    decided = log_prob.detach()
+    # expm1 does not round 1 - p where p is near 1.
+    weight = -decided.exp() * decided.expm1()
+    cutoff = cutoff_prob.log() if isinstance(cutoff_prob, Tensor) else math.log(cutoff_prob)
+    value = -weight * clamp(log_prob, high=cutoff)
+    return (LossTerm("objective", value, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
+
+
+# ------------------------------------------------------------------ mixed with PPO
+
+#: Names of Trinity-RFT, torchrl and verl.
+_MIX_ALIASES = {
+    **CLIP_ALIASES,
+    "grpo_loss_agg_mode": "usual_aggregation",
+    "sft_loss_agg_mode": "expert_aggregation",
+}
+#: Trinity-RFT divides the parts of a batch by these.
+_MIX_OBSOLETE = dict.fromkeys(
+    (
+        "use_dynamic_bsz",
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ngpus_trainer",
+        "train_batch_size_usual",
+        "train_batch_size_expert",
+    ),
+    "each part is divided by its own count of tokens or sequences, that of the whole batch if it is handed over",
+)
+
+
+@objective(
+    "mix",
+    needs=("old_log_prob", "advantage", "expert_mask"),
+    aliases=_MIX_ALIASES,
+    obsolete=_MIX_OBSOLETE,
+    source="Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu; Trinity-RFT 0.6.0: mix",
+)
+def mix(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    expert_mask: Tensor,
+    mu: Scalar = 0.1,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    clip_ratio_c: Scalar | None = 3.0,
+    usual_aggregation: Aggregation | None = None,
+    expert_aggregation: Aggregation | None = None,
+) -> tuple[LossTerm, ...]:
+    r"""``(1 - mu)`` of :func:`ppo` on the policy's own tokens plus ``mu`` of :func:`sft` on those of experts.
+
+    Each part is averaged over its own tokens, so ``mu`` is the weight of the experts however many there are; a part without
+    tokens is 0. At tokens of experts ``old_log_prob`` and ``advantage`` are not read, not even NaN.
+
+    Hyper-parameters:
+        mu: weight of the experts, 0 to 1.
+        clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
+        usual_aggregation: how the usual part is summed, if not as the loss around it. Trinity: ``grpo_loss_agg_mode``.
+        expert_aggregation: how the experts' part is summed. Trinity: ``sft_loss_agg_mode``.
+
+    Returns:
+        Two terms: ``usual`` with the metrics of :func:`ppo`, and ``expert`` with ``expert_fraction``, the experts' share of
+        the masked-in tokens.
+
+    Example:
+        >>> log_prob = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
+        >>> usual, expert = mix(
+        ...     log_prob,
+        ...     torch.ones(2, 2, dtype=torch.bool),
+        ...     old_log_prob=log_prob,
+        ...     advantage=torch.ones(2, 2),
+        ...     expert_mask=torch.tensor([[False, False], [True, True]]),
+        ... )
+        >>> usual.value[usual.mask], expert.value[expert.mask], expert.weight
+        (tensor([-1., -1.]), tensor([3., 4.]), 0.1)
+    """
+    (usual,) = ppo(
+        log_prob,
+        mask & ~expert_mask,
+        old_log_prob=old_log_prob,
+        advantage=advantage,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_ratio_c=clip_ratio_c,
+    )
+    (expert,) = sft(log_prob, mask & expert_mask)
+    return _mixture(mu, usual, expert, mask, usual_aggregation, expert_aggregation)
+
+
+def _mixture(
+    mu: Scalar,
+    usual: LossTerm,
+    expert: LossTerm,
+    mask: Tensor,
+    usual_aggregation: Aggregation | None,
+    expert_aggregation: Aggregation | None,
+) -> tuple[LossTerm, ...]:
+    """``(1 - mu)`` of one part and ``mu`` of the other; ``mask`` is that of both together."""
+    check_range(low=0.0, high=1.0, mu=mu)
+    for mode in (usual_aggregation, expert_aggregation):
+        if mode is not None:
+            check_aggregation(mode)
+    metrics = {**expert.metrics, "expert_fraction": masked_mean(expert.mask.to(expert.value.dtype), mask)}
+    return (
+        usual.replace(name="usual", weight=1 - mu, aggregation=usual_aggregation),
+        expert.replace(name="expert", weight=mu, aggregation=expert_aggregation, metrics=metrics),
+    )
+
+
+@objective(
+    "mix_chord",
+    needs=("old_log_prob", "advantage", "expert_mask"),
+    aliases=_MIX_ALIASES,
+    obsolete=_MIX_OBSOLETE,
+    source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord",
+)
+def mix_chord(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    expert_mask: Tensor,
+    step: int | Tensor = 0,
+    mu_warmup_steps: int = 0,
+    mu_decay_steps: int = 0,
+    mu_peak: Scalar = 0.1,
+    mu_valley: Scalar = 0.1,
+    enable_phi_function: bool = True,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    clip_ratio_c: Scalar | None = 3.0,
+    usual_aggregation: Aggregation | None = None,
+    expert_aggregation: Aggregation | None = None,
+) -> tuple[LossTerm, ...]:
+    r""":func:`mix` with a ``mu`` that follows :func:`mu_schedule` over training, and weighted tokens of experts.
+
+    Hyper-parameters:
+        step: of training, from 0; a number, or a 0-dim tensor that is counted up in place.
+        mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley: see :func:`mu_schedule`.
+        enable_phi_function: weight the tokens of experts as :func:`sft_phi` does (CHORD-phi) instead of equally (CHORD-mu).
+        clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
+        usual_aggregation, expert_aggregation: see :func:`mix`.
+
+    Returns:
+        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu`` and, if weighted, ``weight_mean``.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> schedule = {"mu_decay_steps": 10, "mu_peak": 0.9, "mu_valley": 0.1}
+        >>> usual, expert = mix_chord(
+        ...     -one, one.bool(), old_log_prob=-one, advantage=one, expert_mask=~one.bool(), step=5, **schedule
+        ... )
+        >>> usual.weight, expert.weight
+        (0.5, 0.5)
+    """
+    mu = mu_schedule(step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
+    (usual,) = ppo(
+        log_prob,
+        mask & ~expert_mask,
+        old_log_prob=old_log_prob,
+        advantage=advantage,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_ratio_c=clip_ratio_c,
+    )
+    (expert,) = (sft_phi if enable_phi_function else sft)(log_prob, mask & expert_mask)
+    now = torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()
+    expert = expert.replace(metrics={**expert.metrics, "mu": now})
+    return _mixture(mu, usual, expert, mask, usual_aggregation, expert_aggregation)
+
+
+def mu_schedule(
+    step: int | Tensor, mu_warmup_steps: int, mu_decay_steps: int, mu_peak: Scalar, mu_valley: Scalar
+) -> Scalar:
+    """Weight of the experts: linear warm-up from 0 to a peak, then half a cosine down to a valley.
+
+    Args:
+        step: of training, from 0.
+        mu_warmup_steps: steps until the peak; with 0 training starts there.
+        mu_decay_steps: steps from the peak to the valley; with 0 the valley follows the warm-up at once.
+        mu_peak: 0 to 1.
+        mu_valley: 0 to 1.
+
+    Returns:
+        A number; a 0-dim tensor, which is not read on the host, if ``step``, ``mu_peak`` or ``mu_valley`` is one.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> [round(mu_schedule(step, 10, 20, 0.9, 0.1), 3) for step in (0, 5, 10, 20, 30, 1000)]
+        [0.0, 0.45, 0.9, 0.5, 0.1, 0.1]
+
+    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu; Trinity-RFT 0.6.0.
+    """
+    check_range(low=0, step=step, mu_warmup_steps=mu_warmup_steps, mu_decay_steps=mu_decay_steps)
+    check_range(low=0.0, high=1.0, mu_peak=mu_peak, mu_valley=mu_valley)
+    rising = mu_peak * (step / max(mu_warmup_steps, 1))
+    progress = (step - mu_warmup_steps) / max(mu_decay_steps, 1)
+    cosine = torch.cos(math.pi * progress) if isinstance(progress, Tensor) else math.cos(math.pi * progress)
+    falling = mu_valley + (mu_peak - mu_valley) * 0.5 * (1 + cosine)
+    # Products with conditions instead of branches: they work for numbers and for tensors.
+    end = mu_warmup_steps + mu_decay_steps
+    decaying = (step >= mu_warmup_steps) * (step < end)
+    return (step < mu_warmup_steps) * rising + decaying * falling + (step >= end) * mu_valley

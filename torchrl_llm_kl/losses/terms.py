@@ -1,0 +1,187 @@
+"""Terms beside an objective: KL penalties and an entropy bonus. They follow its protocol but are not registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import Scalar
+from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, corrected_k3, get_estimator
+from torchrl_llm_kl.losses._arithmetic import clean
+from torchrl_llm_kl.losses._objective import LossTerm, term
+
+__all__ = ["entropy_bonus", "kl_to_ref", "kl_to_sampler"]
+
+#: The name of a registered estimator, or a function of the same signature.
+Estimator = EstimatorName | Callable[..., Tensor]
+
+
+def _is_exact(estimator: Any) -> bool:
+    return isinstance(estimator, str) and estimator == "exact"
+
+
+def _is_estimated(estimator: Any) -> bool:
+    return not _is_exact(estimator)
+
+
+def _reads_old_log_prob(estimator: Any) -> bool:
+    """Whether an estimator is ``corrected_k3``, by any name and in any wrapping."""
+    if isinstance(estimator, str):
+        return estimator.removesuffix("+") == "corrected_k3"
+    while isinstance(estimator, (StraightThrough, partial)):
+        estimator = estimator.base if isinstance(estimator, StraightThrough) else estimator.func
+    return estimator is corrected_k3
+
+
+@term(
+    "kl_to_ref",
+    needs_if={
+        "kl": ("estimator", _is_exact),
+        "ref_log_prob": ("estimator", _is_estimated),
+        "old_log_prob": ("estimator", _reads_old_log_prob),
+        "expert_mask": ("leave_out_experts", bool),
+    },
+    source="Ziegler et al. 2019 (arXiv 1909.08593), eq. 2; in the loss: Shao et al. 2024 (GRPO, arXiv 2402.03300), eq. 3; "
+    "the default is Trinity-RFT 0.6.0's",
+)
+def kl_to_ref(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    ref_log_prob: Tensor | None = None,
+    old_log_prob: Tensor | None = None,
+    kl: Tensor | None = None,
+    estimator: Estimator = "k2",
+    coeff: Scalar = 1e-3,
+    expert_mask: Tensor | None = None,
+    leave_out_experts: bool = False,
+) -> tuple[LossTerm, ...]:
+    r"""KL penalty to the reference: an estimate at each token, or the exact KL of each position.
+
+    The gradient is the estimator's, which is not always that of the KL whose value it estimates: ``"k2"`` has that of
+    :math:`KL(\pi \| \pi_{ref})`, ``"k3"`` that of the other direction, ``"k1"`` none on average; see each of
+    :mod:`torchrl_llm_kl.estimators`. ``"exact"`` reads ``kl`` (see :func:`~torchrl_llm_kl.estimators.exact_kl`) instead of
+    ``ref_log_prob``; ``"corrected_k3"`` also reads ``old_log_prob``.
+
+    Hyper-parameters:
+        estimator: one of :func:`~torchrl_llm_kl.estimators.available_estimators`, or a function
+            ``(log_prob, ref_log_prob, old_log_prob)``. Trinity: ``kl_loss_fn``.
+        coeff: weight of the term. Trinity: ``kl_coef``.
+        leave_out_experts: penalise only tokens that are not in ``expert_mask``.
+
+    Returns:
+        One term, ``kl_to_ref``, in the estimator's unit.
+
+    Example:
+        >>> import torch
+        >>> log_prob, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
+        >>> (term,) = kl_to_ref(log_prob, torch.ones(1, 2, dtype=torch.bool), ref_log_prob=ref)
+        >>> term.value, term.weight
+        (tensor([[0.1250, 0.0000]]), 0.001)
+    """
+    if leave_out_experts:
+        mask, log_prob, ref_log_prob, old_log_prob = _without(expert_mask, mask, log_prob, ref_log_prob, old_log_prob)
+    if _is_exact(estimator):
+        assert kl is not None  # needs_if
+        value = kl
+    else:
+        estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
+        value = estimate(log_prob, ref_log_prob, old_log_prob)
+    return (LossTerm("kl_to_ref", value, mask, weight=coeff),)
+
+
+@term(
+    "kl_to_sampler",
+    needs_if={"expert_mask": ("leave_out_experts", bool)},
+    source="prime-rl has twice ``k2``, the squared log-ratio, in its loss",
+)
+def kl_to_sampler(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor | None = None,
+    sampler_log_prob: Tensor | None = None,
+    estimator: Estimator = "k2",
+    coeff: Scalar = 1e-3,
+    expert_mask: Tensor | None = None,
+    leave_out_experts: bool = False,
+) -> tuple[LossTerm, ...]:
+    r"""KL penalty to the policy that sampled, estimated at each token: a soft bound on how far an update goes.
+
+    Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``; one of them is required. Unlike in :func:`kl_to_ref` the
+    tokens come from the second of the two policies, so most estimators have their known value and gradient only while the
+    two are close. ``"corrected_k3"`` has both wherever its ratio is not clamped. The gradient of ``"k2"`` is the log-ratio
+    times that of ``log_prob``: always back to the sampler.
+
+    Hyper-parameters:
+        estimator: as for :func:`kl_to_ref`, but not ``"exact"``.
+        coeff: weight of the term.
+        leave_out_experts: penalise only tokens that are not in ``expert_mask``, which no policy sampled.
+
+    Returns:
+        One term, ``kl_to_sampler``, in the estimator's unit.
+
+    Example:
+        >>> import torch
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
+        >>> kl_to_sampler(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old)[0].value
+        tensor([[0.1250, 0.0000]])
+    """
+    sampler = old_log_prob if sampler_log_prob is None else sampler_log_prob
+    if sampler is None:
+        raise ValueError("kl_to_sampler needs log-probs of the sampler: pass sampler_log_prob= or old_log_prob=.")
+    if _is_exact(estimator):
+        raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not kept. Use 'k2'.")
+    if leave_out_experts:
+        mask, log_prob, sampler = _without(expert_mask, mask, log_prob, sampler)
+    estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
+    return (LossTerm("kl_to_sampler", estimate(log_prob, sampler, sampler), mask, weight=coeff),)
+
+
+@term(
+    "entropy_bonus",
+    needs=("entropy",),
+    needs_if={"expert_mask": ("leave_out_experts", bool)},
+    source="Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4",
+)
+def entropy_bonus(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    entropy: Tensor,
+    coeff: Scalar,
+    expert_mask: Tensor | None = None,
+    leave_out_experts: bool = False,
+) -> tuple[LossTerm, ...]:
+    """Entropy bonus: minus the entropy of the policy at each token.
+
+    The gradient is that of ``entropy`` as it was computed: over the whole vocabulary it spreads probability. Minus the
+    log-prob of the sampled token would be an estimate of the same value with another gradient (of mean 0).
+
+    Hyper-parameters:
+        coeff: weight of the term; above 0 for more entropy. Trinity: ``entropy_coef``.
+        leave_out_experts: take the mean only over tokens that are not in ``expert_mask``. Trinity:
+            ``entropy_loss_fn: mix``.
+
+    Returns:
+        One term, ``entropy``.
+
+    Example:
+        >>> import torch
+        >>> entropy = torch.tensor([[0.5, 2.0]])
+        >>> (term,) = entropy_bonus(torch.zeros(1, 2), torch.tensor([[True, False]]), entropy=entropy, coeff=0.01)
+        >>> term.value, term.weight
+        (tensor([[-0.5000, -0.0000]]), 0.01)
+    """
+    if leave_out_experts:
+        (mask,) = _without(expert_mask, mask)
+    return (LossTerm("entropy", -entropy, mask, weight=coeff),)
+
+
+def _without(expert_mask: Any, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """The mask without tokens of experts, and tensors that are 0 there: no NaN of theirs may reach a gradient."""
+    mask = mask & ~expert_mask
+    return mask, *(None if tensor is None else clean(tensor, mask) for tensor in tensors)
