@@ -48,7 +48,9 @@ lint: $(READY)  ## Check style and formatting
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
-docs: $(READY)  ## Write the generated tables of docs/ again
+docs: $(READY)  ## Write the generated pages, tables and pictures of docs/
+	$(BIN)/python docs/build_architecture.py
+	$(BIN)/python docs/build_api.py
 	$(BIN)/python docs/build_estimator_table.py
 	$(BIN)/python docs/build_chat_template_table.py
 	$(BIN)/python docs/build_algorithm_table.py

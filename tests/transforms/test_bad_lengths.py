@@ -153,9 +153,7 @@ def test_an_outcome_without_a_token_to_carry_it(form: str) -> None:
     rows = [torch.tensor([-1.0]), torch.zeros(0)]
     columns = {("log_probs", "full"): rows, ("ref_log_probs", "full"): rows}
     data = build(form, {**columns, "reward": torch.tensor([1.0, -2.5])})
-    with assert_refused(
-        ValueError, data, "sequence 1 has no token to hold its reward of -2.5", "drop empty sequences"
-    ):
+    with assert_refused(ValueError, data, "sequence 1 has no token to hold its reward of -2.5", "drop empty sequences"):
         KLComputation()(data)
     out = KLComputation()(build(form, {**columns, "reward": torch.tensor([1.0, 0.0])}))
     assert [row.reshape(-1).tolist() for row in out.get("reward", as_list=True)] == [[1.0], []]
