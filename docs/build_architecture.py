@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -20,13 +21,10 @@ PICTURE = Path(__file__).with_name("architecture.png")
 #: The layers from bottom to top. Those in one row do not import one another; each may import from every row before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_registry", "_numerics"),
-    ("ragged",),
-    ("masks", "head", "estimators"),
-    ("scoring",),
-    ("rollouts",),
-    ("transforms", "advantages", "losses"),
-    ("algorithms",),
-    ("service",),
+    ("masks", "ragged", "head"),
+    ("rollouts", "scoring", "estimators"),
+    ("advantages", "transforms", "losses"),
+    ("algorithms", "service"),
 )
 
 HOLDS = {
@@ -114,6 +112,19 @@ def write_page() -> None:
     )
 
 
+def reduced() -> dict[str, set[str]]:
+    """Layer -> the layers it imports that no other of its imports brings along; base modules left out."""
+    direct = {layer: {other for other in targets if not other.startswith("_")} for layer, targets in edges().items()}
+
+    def reachable(layer: str) -> set[str]:
+        return direct.get(layer, set()).union(*(reachable(other) for other in direct.get(layer, ())))
+
+    return {
+        layer: {t for t in targets if not any(t in reachable(other) for other in targets - {t})}
+        for layer, targets in direct.items()
+    }
+
+
 def draw() -> None:
     """Layers as boxes, imports as arrows from the importer to what it imports."""
     import matplotlib
@@ -122,40 +133,34 @@ def draw() -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import FancyBboxPatch
 
-    colours = ["#e8e8e8", "#dbe9f6", "#cfe3d4", "#fbe3c4", "#dbe9f6", "#e4d7ef", "#f9d5d5", "#fbe3c4"]
-    figure, axes = plt.subplots(figsize=(12, 9.6))
+    colours = ["#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4"]
+    step, half = 1.7, 0.42
+    figure, axes = plt.subplots(figsize=(11, 7.6))
     place: dict[str, tuple[float, float]] = {}
     for height, row in enumerate(LAYERS):
         for i, layer in enumerate(row):
-            x, y = 6 + 3.9 * (i - (len(row) - 1) / 2), 1.2 * height
+            x, y = 6 + 4.1 * (i - (len(row) - 1) / 2), step * height
             place[layer] = (x, y)
-            axes.add_patch(
-                FancyBboxPatch(
-                    (x - 1.75, y - 0.36), 3.5, 0.72, boxstyle="round,pad=0.02,rounding_size=0.1",
-                    facecolor=colours[height], edgecolor="#555555", zorder=2,
-                )
+            box = FancyBboxPatch(
+                (x - 1.85, y - half), 3.7, 2 * half, boxstyle="round,pad=0.02,rounding_size=0.1",
+                facecolor=colours[height], edgecolor="#555555", zorder=2,
             )  # fmt: skip
-            axes.text(x, y + 0.16, layer, ha="center", va="center", weight="bold", size=11, zorder=3)
-            words, lines = HOLDS[layer].split(), [""]
-            for word in words:
-                lines[-1:] = [f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < 40 else [lines[-1], word]
-            axes.text(x, y - 0.14, "\n".join(lines), ha="center", va="center", size=7.5, zorder=3)
-    for layer, targets in edges().items():
+            axes.add_patch(box)
+            axes.text(x, y + 0.18, layer, ha="center", va="center", weight="bold", size=11, zorder=3)
+            lines = textwrap.fill(HOLDS[layer], 42)
+            axes.text(x, y - 0.13, lines, ha="center", va="center", size=7.8, zorder=3)
+    for layer, targets in reduced().items():
         for target in sorted(targets):
-            if target.startswith("_"):
-                continue  # every layer uses the base modules
             (x0, y0), (x1, y1) = place[layer], place[target]
-            far = round((y0 - y1) / 1.2) > 1
-            bend = 0.0 if not far else (0.28 if x0 >= x1 else -0.28) if abs(x0 - x1) > 0.1 else 0.42
+            lean = 0.12 * (x1 - x0)  # arrows leave and arrive apart from one another
             axes.annotate(
-                "", xy=(x1 + 0.25 * (x0 - x1) / 4, y1 + 0.38), xytext=(x0 - 0.25 * (x0 - x1) / 4, y0 - 0.38), zorder=1,
-                arrowprops={"arrowstyle": "-|>", "color": "#7a7a7a" if far else "#222222", "lw": 0.8 if far else 1.3,
-                            "connectionstyle": f"arc3,rad={bend}", "shrinkA": 0, "shrinkB": 0},
+                "", xy=(x1 - lean, y1 + half + 0.02), xytext=(x0 + lean, y0 - half - 0.02), zorder=1,
+                arrowprops={"arrowstyle": "-|>", "color": "#333333", "lw": 1.2, "shrinkA": 0, "shrinkB": 0},
             )  # fmt: skip
-    axes.text(6, -0.72, "every layer uses the base modules; arrows go from the importer to what it imports",
-              ha="center", size=8.5, color="#444444")  # fmt: skip
+    note = "an arrow goes from the importer to what it imports; imports that another one brings along are left out"
+    axes.text(6, -0.75, f"every layer uses the base modules; {note}", ha="center", size=8, color="#444444")
     axes.set_xlim(-0.2, 12.2)
-    axes.set_ylim(-1.0, 1.2 * (len(LAYERS) - 1) + 0.6)
+    axes.set_ylim(-1.0, step * (len(LAYERS) - 1) + 0.6)
     axes.axis("off")
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
