@@ -48,7 +48,9 @@ lint: $(READY)  ## Check style and formatting
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
-docs: $(READY)  ## Regenerate the tables in docs/
+docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
+	$(BIN)/python docs/build_architecture.py
+	$(BIN)/python docs/build_api.py
 	$(BIN)/python docs/build_estimator_table.py
 	$(BIN)/python docs/build_chat_template_table.py
 	$(BIN)/python docs/build_algorithm_table.py

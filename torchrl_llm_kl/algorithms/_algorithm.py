@@ -10,18 +10,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-<<<<<<< HEAD
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, EstimatorName
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, get_objective, spec_of
-=======
-from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.algorithms._schema import SCHEMAS
-from torchrl_llm_kl.losses import Aggregation, ObjectiveName
->>>>>>> lossmodules
 
 Coefficient = float | Tensor | nn.Module
 
@@ -68,7 +62,6 @@ class Algorithm:
 
     name: str
     objective: ObjectiveName
-<<<<<<< HEAD
     objective_args: ObjectiveArgs = field(default_factory=ObjectiveArgs)
     advantage: AdvantageName | None = None
     advantage_args: AdvantageArgs = field(default_factory=AdvantageArgs)
@@ -78,17 +71,6 @@ class Algorithm:
     kl_reward: EstimatorName = "none"
     kl_reward_coeff: Coefficient = 1e-3
     entropy_coeff: Coefficient = 0.0
-=======
-    objective_args: Mapping[str, Any] = field(default_factory=dict)
-    advantage: str | None = None
-    advantage_args: Mapping[str, Any] = field(default_factory=dict)
-    aggregation: Aggregation | None = None
-    kl_loss: str = "none"
-    kl_loss_coeff: float = 1e-3
-    kl_reward: str = "none"
-    kl_reward_coeff: float = 1e-3
-    entropy_coeff: float = 0.0
->>>>>>> lossmodules
     leave_out_experts: bool = False
     keep_best: bool = False
     repeat_times: int = 1

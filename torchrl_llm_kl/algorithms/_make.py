@@ -16,27 +16,11 @@ from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
-<<<<<<< HEAD
 from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
 from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, TermPart, ValueLoss
 from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
-=======
-from torchrl_llm_kl.algorithms._selection import KeepBest
-from torchrl_llm_kl.algorithms.presets import ALGORITHMS
-from torchrl_llm_kl.losses import (
-    EntropyBonus,
-    KLPlacementWarning,
-    KLToReference,
-    PolicyLoss,
-    TermPart,
-    ValueLoss,
-    check_placement,
-)
-from torchrl_llm_kl.rollouts import MaskingStrategy
-from torchrl_llm_kl.scoring import LogProbScorer
->>>>>>> lossmodules
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 

@@ -12,11 +12,7 @@ from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
-<<<<<<< HEAD
 from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, write_ragged
-=======
-from torchrl_llm_kl.ragged import own_leaves
->>>>>>> lossmodules
 from torchrl_llm_kl.rollouts import find_key, per_sequence
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 

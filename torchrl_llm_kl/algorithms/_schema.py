@@ -10,15 +10,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-<<<<<<< HEAD
 from torchrl_llm_kl._registry import Registry
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.rollouts import describe_entries, find_key
-=======
-from torchrl_llm_kl.ragged import read_column
-from torchrl_llm_kl.rollouts import find_key
-from torchrl_llm_kl.transforms._errors import entries
->>>>>>> lossmodules
 
 SchemaName = Literal["sft", "dpo", "experience", "mix", "trajectory", "distill"]
 
