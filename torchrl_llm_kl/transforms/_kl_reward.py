@@ -157,7 +157,7 @@ class KLRewardTransform(RayVariant, KLPenalty):
         self._slot = ScorerSlot()
         self.out_keys = written
         self.declare()
-        self.check_model()
+        self.build_scorer()
 
     # ------------------------------------------------------------------ keys and specs
 
@@ -239,14 +239,14 @@ class KLRewardTransform(RayVariant, KLPenalty):
 
     # ------------------------------------------------------------------ the reference
 
-    def check_model(self) -> None:
-        """Build the scorer: a reference that cannot be scored raises an error."""
-        self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
+    def build_scorer(self) -> LogProbScorer:
+        """The engine, built again if the reference or a setting changed; one that cannot be scored raises an error."""
+        return self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
 
     @property
     def scorer(self) -> LogProbScorer:
         """The engine."""
-        return self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
+        return self.build_scorer()
 
     @property
     def _interface(self) -> ModelInterface:
