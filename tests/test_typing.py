@@ -22,6 +22,6 @@ def test_mypy_reports_wrong_calls_and_accepts_right_ones() -> None:
     assert not done.stderr, done.stderr
     reported = {int(line) for line in re.findall(rf"{CALLS.name}:(\d+): error:", done.stdout)}
     wrong = {n for n, line in enumerate(CALLS.read_text().splitlines(), 1) if line.endswith("# reported")}
-    assert len(wrong) > 30
+    assert len(wrong) > 25
     assert reported - wrong == set(), done.stdout
     assert wrong - reported == set(), f"not reported: {sorted(wrong - reported)}"

@@ -15,7 +15,6 @@ from torchrl_llm_kl import (
     PolicyLoss,
     RetrieveKL,
     RetrieveLogProb,
-    ValueLoss,
     get_estimator,
     get_objective,
     make_algorithm,
@@ -41,7 +40,7 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     return out
 
 
-def wrong(model: nn.Module, batch: TensorDictBase) -> None:
+def wrong(model: nn.Module) -> None:
     make_algorithm("grpoo", model, reference=model)  # reported
     make_algorithm("grpo", model, reference=model, group_sise=8)  # reported
     make_algorithm("grpo", model, reference=model, clip_hihg=0.28)  # reported
@@ -69,8 +68,3 @@ def wrong(model: nn.Module, batch: TensorDictBase) -> None:
     get_advantage("gropo")  # reported
     get_estimator("k9")  # reported
     get_algorithm("grpoo")  # reported
-    loss = PolicyLoss(model, "gpg")(batch)
-    loss.backward()  # reported
-    ValueLoss(model)(batch).backward()  # reported
-    RetrieveKL(model, model)(batch).backward()  # reported
-    make_algorithm("grpo", model, reference=model).loss(batch).backward()  # reported

@@ -34,7 +34,7 @@ TrinityName = Literal["ppo", "reinforceplusplus", "multi_step_grpo"]
 class AdvantageArgs(TypedDict, total=False):
     """Every hyper-parameter of every advantage, under each name that :class:`~torchrl_llm_kl.advantages.Advantage` takes.
 
-    The functions say what they mean; a name that an advantage does not have raises a TypeError.
+    The functions say what they mean. Names of Trinity-RFT that an advantage refuses are left out.
     """
 
     # groups
@@ -62,8 +62,6 @@ class AdvantageArgs(TypedDict, total=False):
     lmbda: float
     std_cal_level: Literal["group", "batch"]
     lambda_coef: float
-    duplicate_experiences: bool
-    temperature: float
     chunk_size: int | None
     step_reward_key: str | None
     env_state_hash_key: str | None
