@@ -41,11 +41,8 @@ class FixedKLCoefficient(_Coefficient):
     """A constant KL coefficient.
 
     Args:
-        value: weight of the penalty, dimensionless; a negative one rewards distance from the reference. The buffer
-            ``value`` stays in float32, also under ``.half()`` and ``.bfloat16()``.
-
-    Raises:
-        ValueError: if ``value`` is NaN or infinite.
+        value: weight of the penalty, dimensionless and finite; a negative one rewards distance from the reference. The
+            buffer ``value`` stays in float32, also under ``.half()`` and ``.bfloat16()``.
 
     Example:
         >>> coefficient = FixedKLCoefficient(0.25)
@@ -69,12 +66,10 @@ class AdaptiveKLCoefficient(_Coefficient):
     Each :meth:`update` multiplies by ``1 + clip(current_kl / target - 1, -0.2, 0.2) * n / horizon``.
 
     Args:
-        init: initial coefficient; 0 stays 0, since updates multiply.
-        target: target KL, in the unit of ``current_kl`` (nats per token or per sequence).
-        horizon: samples over which a KL at least 20 % off changes the coefficient by about 20 %; the unit of ``n``.
-
-    Raises:
-        ValueError: if ``init`` is negative, or ``target`` or ``horizon`` is not positive, or one is not finite.
+        init: initial coefficient, at least 0; 0 stays 0, since updates multiply.
+        target: target KL, in the unit of ``current_kl`` (nats per token or per sequence); positive.
+        horizon: samples over which a KL at least 20 % off changes the coefficient by about 20 %; the unit of ``n``;
+            positive.
 
     Example:
         >>> coefficient = AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100)
@@ -92,22 +87,20 @@ class AdaptiveKLCoefficient(_Coefficient):
             if not (math.isfinite(bound) and bound > 0):
                 raise ValueError(f"{name} must be finite and positive, got {bound}.")
         super().__init__(init)
-        self.target = target
-        self.horizon = horizon
+        self.target, self.horizon = target, horizon
 
     @torch.no_grad()
     def update(self, current_kl: float | Tensor, n: int) -> None:
         """Update the coefficient in place.
 
         Args:
-            current_kl: mean KL of the last batch; a number, or a tensor with one element. A tensor on the module's
-                device is updated from without a host sync; one on another device is copied over first.
+            current_kl: mean KL of the last batch; a number, or a tensor with one element, which is read without a host
+                sync if it is on the module's device.
             n: samples over which ``current_kl`` is the mean; the unit of ``horizon``.
 
         Raises:
             ValueError: if a *number* is NaN or infinite (a *tensor* that is leaves the coefficient unchanged: raising
-                would need a host sync); if the tensor has several elements; if ``n`` is negative or so large that one
-                step could make the coefficient 0 or negative.
+                would need a host sync), or ``n`` is negative or so large that the coefficient could drop to 0.
         """
         rate = n / self.horizon
         if not 0 <= _ERROR_CLIP * rate < 1:
@@ -117,16 +110,12 @@ class AdaptiveKLCoefficient(_Coefficient):
             )
         if isinstance(current_kl, Tensor):
             if current_kl.numel() != 1:
-                raise ValueError(
-                    f"current_kl must have one element, got shape {tuple(current_kl.shape)}; reduce it first."
-                )
+                raise ValueError(f"current_kl must have one element, got shape {tuple(current_kl.shape)}: reduce it.")
             kl = current_kl.detach().reshape(()).to(self.value)
         elif math.isfinite(current_kl):
             kl = torch.full_like(self.value, current_kl)
         else:
-            raise ValueError(
-                f"current_kl is {current_kl}; expected a finite number. Look for a bad log-prob: the coefficient is unchanged."
-            )
+            raise ValueError(f"current_kl is {current_kl}; expected a finite number. Look for a bad log-prob.")
         error = (kl / self.target - 1).clamp(-_ERROR_CLIP, _ERROR_CLIP)
         self.value.copy_(torch.where(kl.isfinite(), self.value * (1 + error * rate), self.value))
 
@@ -138,11 +127,8 @@ def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
     """Convert a ``coeff`` argument to a module: ``module()`` is its 0-dim value, ``module.update(...)`` adapts it.
 
     Args:
-        coeff: a number, a tensor with one element (its value is copied), or a module, which is returned unchanged.
-
-    Raises:
-        TypeError: if it is none of these, or a module without ``update``.
-        ValueError: if a tensor has several elements or requires grad, or the number is not finite.
+        coeff: a number, a tensor with one element (its value is copied) and without grad, or a module with a method
+            ``update``, which is returned unchanged.
 
     Example:
         >>> as_coefficient(0.1)()

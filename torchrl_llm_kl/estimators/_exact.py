@@ -31,7 +31,7 @@ def exact_kl(
     the reverse KL as ``beta`` tends to 1.
 
     Nothing is sampled at the position itself: value and *gradient* are the chosen divergence and its gradient given the
-    prefix, whoever wrote the prefix. Use it in a **loss** and for logging. In a **reward** alone it does not reach the
+    prefix, whichever policy sampled it. Use it in a **loss** and for logging. In a **reward** alone it does not reach the
     token of its own position (its policy gradient there is zero), only the earlier tokens that led to this prefix.
 
     Each head computes its logits in its own dtype, as the model does; softmax, sums and accumulated gradients are
@@ -79,7 +79,8 @@ def exact_kl(
             "all but the last dimension must be equal."
         )
     double = [torch.float64 in (hidden.dtype, weight.dtype), torch.float64 in (ref_hidden.dtype, ref_weight.dtype)]
-    flat = linear_kl(
+    product_dtype = torch.float64 if double[0] != double[1] else None
+    kl = linear_kl(
         hidden.flatten(0, -2),
         weight,
         ref_hidden.flatten(0, -2),
@@ -89,10 +90,10 @@ def exact_kl(
         bias=bias,
         ref_bias=ref_bias,
         temperature=temperature,
-        product_dtype=torch.float64 if double[0] != double[1] else None,
+        product_dtype=product_dtype,
         chunk=chunk_size,
     )
-    return flat.view(hidden.shape[:-1])
+    return kl.view(hidden.shape[:-1])
 
 
 def exact_kl_from_logits(
@@ -106,28 +107,19 @@ def exact_kl_from_logits(
 ) -> Tensor:
     r"""Full-vocabulary divergence at each position, from logits that exist already.
 
-    Meaning, gradient, placement and the other arguments are those of :func:`exact_kl`; float32 copies exist chunk by
-    chunk only. ``logits`` and ``ref_logits`` are the policy's and the reference's, ``[*B, T, V]`` each; a constant added
-    to a row changes nothing.
-
-    Returns:
-        Nats per position, ``[*B, T]``; not masked, not reduced; float32 or wider.
-
-    Raises:
-        ValueError: if the shapes disagree or an option is out of range.
+    Meaning, gradient, placement, result and the other arguments are those of :func:`exact_kl`; float32 copies exist
+    chunk by chunk only. ``logits`` and ``ref_logits`` are the policy's and the reference's, ``[*B, T, V]`` each; a
+    constant added to a row changes nothing. Unequal shapes raise a ValueError.
 
     Example:
         >>> exact_kl_from_logits(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), direction="forward")
         tensor([0.1438])
-
-    Source: as :func:`exact_kl`.
     """
     check_range(1, chunk_size=chunk_size)
     if logits.shape[-1] != ref_logits.shape[-1]:
         raise ValueError(
             f"logits covers a vocabulary of {logits.shape[-1]} tokens but ref_logits one of {ref_logits.shape[-1]}; an "
-            "exact KL needs the same tokens in the same order. If one head is only padded, cut both to the common "
-            "vocabulary."
+            "exact KL needs the same tokens in order. If one head is only padded, cut both to the common vocabulary."
         )
     check_same_shape(logits=logits, ref_logits=ref_logits)
     rows = [t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (logits, ref_logits)]

@@ -29,8 +29,7 @@ EstimatorName = Literal[
 def none_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
     """No penalty: zeros without a graph, in the dtype of the other estimators. Registered as ``"none"``.
 
-    Estimates no KL and has no gradient: put it anywhere to switch the penalty off. Arguments and errors:
-    :mod:`torchrl_llm_kl.estimators`.
+    Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> none_(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0]))
@@ -92,10 +91,7 @@ def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
 
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     """
-    return _k3_of(k1(log_prob, ref_log_prob, old_log_prob))
-
-
-def _k3_of(d: Tensor) -> Tensor:
+    d = k1(log_prob, ref_log_prob, old_log_prob)
     return torch.expm1(-d) + d
 
 
@@ -129,14 +125,11 @@ def low_var_kl(
     For tokens sampled from the policy, where no clamp is active, value and mean gradient are those of :func:`k3`:
     unbiased, and the gradient of :math:`KL(\pi_{ref} \| \pi)`. Where one is active the **gradient is 0**. With the
     defaults that is where ``d < -2.61`` (at ``d = -4`` k3 is 49.6, this returns 10) and where ``d > 11``, so a **loss**
-    no longer pulls back a token to which the policy has come to give less than 1/13.6 of the reference's probability.
-    Finite for any finite input, so it suits **logging**; :func:`k1` belongs in a reward.
+    no longer pulls back a token whose probability has dropped below 1/13.6 of the reference's. Finite for any finite
+    input, so it suits **logging**; use :func:`k1` in a reward.
 
-    ``math.inf`` switches a clamp off; without that of the log-ratio float32 overflows where ``d < -88``. The other
-    arguments: :mod:`torchrl_llm_kl.estimators`.
-
-    Raises:
-        ValueError: if the shapes differ or a clamp is not positive.
+    ``math.inf`` switches a clamp off; without that of the log-ratio float32 overflows where ``d < -88``. A clamp must
+    be positive. Other arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> low_var_kl(torch.tensor([-2.0, -5.0]), torch.tensor([-1.0, -1.0]))
@@ -145,8 +138,8 @@ def low_var_kl(
     Source: ``kl_fn="low_var_kl"`` of Trinity-RFT 0.6.0 and verl, whose constants are the defaults.
     """
     check_range(above=0.0, log_ratio_clamp=log_ratio_clamp, value_clamp=value_clamp)
-    d = k1(log_prob, ref_log_prob, old_log_prob)
-    return _k3_of(d.clamp(-log_ratio_clamp, log_ratio_clamp)).clamp(max=value_clamp)
+    d = k1(log_prob, ref_log_prob, old_log_prob).clamp(-log_ratio_clamp, log_ratio_clamp)
+    return (torch.expm1(-d) + d).clamp(max=value_clamp)
 
 
 def corrected_k3(
@@ -154,17 +147,14 @@ def corrected_k3(
 ) -> Tensor:
     r""":func:`k3` for tokens that another policy sampled: ``min(r, ratio_max) * k3``, nats.
 
-    The ratio ``r = exp(log_prob - old_log_prob)`` carries gradient. While no ratio exceeds ``ratio_max``, the mean over
+    The ratio ``r = exp(log_prob - old_log_prob)`` is differentiated too. While no ratio exceeds ``ratio_max``, the mean over
     the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})` and its mean *gradient* is that of the same
     reverse KL: fit for a **loss**, on-policy and off-policy. Where the clamp is active both claims fail: the value is
     too small, and only :func:`k3`'s gradient is left, times ``ratio_max``. In a reward it has the fault of :func:`k3`.
 
-    ``old_log_prob`` is required; on-policy, pass ``log_prob.detach()``. ``ratio_max=math.inf`` switches the clamp off.
-    The other arguments: :mod:`torchrl_llm_kl.estimators`.
-
-    Raises:
-        ValueError: if ``old_log_prob`` is missing (Trinity falls back to k3 in silence), the shapes differ, or
-            ``ratio_max`` is not positive.
+    ``old_log_prob`` is required (Trinity falls back to k3 silently); on-policy, pass ``log_prob.detach()``.
+    ``ratio_max`` is positive; ``math.inf`` switches the clamp off. Other arguments and errors:
+    :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> corrected_k3(torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -4.0]))
@@ -193,8 +183,7 @@ class StraightThrough:
     the base. The value, and whether it is unbiased, are the base's: ``"k3+"`` is unbiased and quiet, so it is the one
     for a **loss** whose value is logged too. The clamps of the base act on the value only. In a **reward**, where the
     gradient is not used, it equals its base. The gradient is not importance-weighted, not even for ``"corrected_k3+"``.
-
-    An object and not a closure, so that a transform that holds it can be pickled.
+    Can be pickled.
 
     Args:
         base: a per-token estimator.
@@ -213,10 +202,7 @@ class StraightThrough:
     def __call__(
         self, log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None, **clamps: float
     ) -> Tensor:
-        """Estimate per token, in the base's unit; NaN where the log-ratio is infinite.
-
-        ``clamps`` are the base's keyword arguments. The rest, and errors: :mod:`torchrl_llm_kl.estimators`.
-        """
+        """Estimate per token, in the base's unit; NaN where the log-ratio is infinite. ``clamps``: the base's."""
         value = self.base(log_prob, ref_log_prob, old_log_prob, **clamps).detach()
         surrogate = k2(log_prob, ref_log_prob)
         return value + (surrogate - surrogate.detach())
@@ -229,22 +215,13 @@ class UnknownEstimatorError(UnknownNameError):
     """The name is not registered; the message lists those that are and suggests the nearest one."""
 
 
-_BASES: dict[str, Callable[..., Tensor]] = {
-    "none": none_,
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "low_var_kl": low_var_kl,
-    "abs": abs_,
-    "corrected_k3": corrected_k3,
-}
-# No "none+": a penalty that trains and always reads 0 is a trap.
-_STRAIGHT_THROUGH: dict[str, Callable[..., Tensor]] = {
-    f"{name}+": StraightThrough(base) for name, base in _BASES.items() if name != "none"
-}
 _ESTIMATORS = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimatorError)
-for _name, _estimator in {**_BASES, **_STRAIGHT_THROUGH, "exact": exact_kl}.items():
-    _ESTIMATORS.add(_name, _estimator)
+for _base in (none_, k1, k2, k3, low_var_kl, abs_, corrected_k3):
+    _ESTIMATORS.add(_base.__name__.removesuffix("_"), _base)
+# No "none+": a penalty that trains and always reads 0 is a trap.
+for _base in (k1, k2, k3, low_var_kl, abs_, corrected_k3):
+    _ESTIMATORS.add(f"{_base.__name__.removesuffix('_')}+", StraightThrough(_base))
+_ESTIMATORS.add("exact", exact_kl)
 
 
 def available_estimators() -> tuple[EstimatorName, ...]:
@@ -258,7 +235,7 @@ def available_estimators() -> tuple[EstimatorName, ...]:
 
 
 def get_estimator(name: EstimatorName) -> Callable[..., Tensor]:
-    """Look an estimator up by name.
+    """Look up an estimator; every look-up returns the same object, which can be pickled.
 
     All but ``"exact"`` are called as ``(log_prob, ref_log_prob, old_log_prob=None, *, <clamps>)`` on equal shapes
     ``[*B, T]``. ``"exact"`` is :func:`exact_kl`, which needs hidden states and heads instead of log-probs.
@@ -266,11 +243,8 @@ def get_estimator(name: EstimatorName) -> Callable[..., Tensor]:
     Args:
         name: one of :func:`available_estimators`; a trailing ``+`` keeps the value and takes the gradient of ``k2``.
 
-    Returns:
-        The function itself: two look-ups return the same object, and it can be pickled.
-
     Raises:
-        UnknownEstimatorError: a ``ValueError``; lists the names and suggests the nearest one.
+        UnknownEstimatorError: a ``ValueError``.
 
     Example:
         >>> get_estimator("k2") is k2

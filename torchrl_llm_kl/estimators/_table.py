@@ -1,13 +1,9 @@
-"""The contract of each estimator, and a warning where one is used against it.
-
-The documentation is rendered from this table, and the tests hold the code to it.
-"""
+"""The contract of each estimator, which the docs render and the tests verify, and a warning where one is misplaced."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 #: Quantities whose gradient an estimator may have -> notation. ``p``: policy, ``q``: reference, ``old``: sampler.
@@ -70,7 +66,7 @@ _K2 = _BASES[2]
 
 def _straight_through(base: EstimatorContract) -> EstimatorContract:
     """The value's promises from ``base``, the gradient's from k2."""
-    return dataclasses.replace(
+    return replace(
         base,
         name=f"{base.name}+",
         loss_gradient=_K2.loss_gradient,
@@ -80,6 +76,7 @@ def _straight_through(base: EstimatorContract) -> EstimatorContract:
     )
 
 
+#: The contract of every estimator, in the order of :func:`available_estimators`.
 CONTRACTS: tuple[EstimatorContract, ...] = (
     *_BASES,
     *(_straight_through(base) for base in _BASES if base.name != "none"),
@@ -87,17 +84,11 @@ CONTRACTS: tuple[EstimatorContract, ...] = (
         "exact", True, "chosen", "zero", True, "chosen", "only beside the loss", "**yes**", "unbiased: `reverse`"
     ),
 )
+_BY_NAME = {contract.name: contract for contract in CONTRACTS}
 
 _HEADER = (
-    "name",
-    "value unbiased",
-    "gradient in a loss",
-    "gradient in a reward",
-    "off-policy: value unbiased",
-    "off-policy: gradient in a loss",
-    "use in a reward",
-    "use in a loss",
-    "holds",
+    "| name | value unbiased | gradient in a loss | gradient in a reward | off-policy: value unbiased "
+    "| off-policy: gradient in a loss | use in a reward | use in a loss | holds |\n" + "| --- " * 9 + "|\n"
 )
 
 
@@ -108,26 +99,16 @@ def estimator_table() -> str:
         >>> print(estimator_table().splitlines()[3])
         | `k1` | yes | 0 | KL(p‖q) | no | −KL(old‖p) | **yes** | no: noise without pull | always |
     """
-    rows = [
-        (
-            f"`{contract.name}`",
-            "yes" if contract.unbiased else "no",
-            QUANTITIES[contract.loss_gradient],
-            QUANTITIES[contract.reward_gradient],
-            "yes" if contract.unbiased_off_policy else "no",
-            QUANTITIES[contract.loss_gradient_off_policy],
-            contract.reward,
-            contract.loss,
-            contract.condition or "always",
-        )
-        for contract in CONTRACTS
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (_HEADER, ("---",) * len(_HEADER), *rows)) + "\n"
+    table = _HEADER
+    for c in CONTRACTS:
+        value, off_policy = ("yes" if unbiased else "no" for unbiased in (c.unbiased, c.unbiased_off_policy))
+        gradient, in_reward = QUANTITIES[c.loss_gradient], QUANTITIES[c.reward_gradient]
+        row = (f"`{c.name}`", value, gradient, in_reward, off_policy, QUANTITIES[c.loss_gradient_off_policy])
+        table += f"| {' | '.join((*row, c.reward, c.loss, c.condition or 'always'))} |\n"
+    return table
 
 
 # ------------------------------------------------------------------ placement
-
-_BY_NAME = {contract.name: contract for contract in CONTRACTS}
 
 _IN_LOSS = {
     "zero": "its mean gradient is zero, so it adds noise and no pull. Use 'k2' in the loss, or put 'k1' in the reward "
@@ -137,8 +118,7 @@ _IN_LOSS = {
     "total_variation": "its mean gradient is that of the total variation, not of a KL. Use 'k2'",
 }
 _IN_REWARD = (
-    "detached in a reward, its policy gradient is not that of the reverse KL. Use 'k1' in the reward, or put 'k2' in the "
-    "loss"
+    "detached, its policy gradient is not that of the reverse KL. Use 'k1' in the reward, or put 'k2' in the loss"
 )
 
 
@@ -152,12 +132,7 @@ def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:
     Args:
         estimator: a name of :func:`get_estimator`; anything else passes.
         place: ``"loss"`` or ``"reward"``.
-
-    Keyword Args:
-        stacklevel: of the warning.
-
-    Warns:
-        KLPlacementWarning: with the consequence and the estimator to use instead.
+        stacklevel: of the :class:`KLPlacementWarning`.
 
     Example:
         >>> import warnings
@@ -167,22 +142,19 @@ def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:
         ...     check_placement("k1", "reward")
         >>> print(str(caught[0].message).split(",")[0], len(caught))
         KL estimator 'k1' in the loss: its mean gradient is zero 1
-
-    Source: the table of ``docs/estimators.md``.
     """
     contract = _BY_NAME.get(estimator) if isinstance(estimator, str) else None
     if contract is None or estimator == "none":
         return
     if place == "reward":
         reason = None if contract.reward_gradient == "reverse" else _IN_REWARD
+    elif contract.condition == _UNCLAMPED and contract.loss_gradient not in _IN_LOSS:
+        reason = (
+            "it is clamped: where a clamp is active, nothing pulls back to the reference (it is right only "
+            f"{contract.condition}). Use 'k2', whose gradient has no bound"
+        )
     else:
         reason = _IN_LOSS.get(contract.loss_gradient)
-        if reason is None and "clamp" in contract.condition and not estimator.endswith("+"):
-            reason = (
-                f"it is clamped: where a clamp is active, nothing pulls back to the reference (it is right only "
-                f"{contract.condition}). Use 'k2', whose gradient has no bound"
-            )
     if reason is not None:
-        warnings.warn(
-            f"KL estimator {estimator!r} in the {place}: {reason}.", KLPlacementWarning, stacklevel=stacklevel + 1
-        )
+        message = f"KL estimator {estimator!r} in the {place}: {reason}."
+        warnings.warn(message, KLPlacementWarning, stacklevel=stacklevel + 1)

@@ -1,4 +1,4 @@
-"""The public functions: log-probs, entropy, exact divergences and top-k, with the checks of their arguments."""
+"""The public functions: log-probs, entropy, exact divergences and top-k, and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchrl_llm_kl._numerics import check_choice, wide_dtype
 from torchrl_llm_kl.head._operators import sweep, top_k
 from torchrl_llm_kl.head._tiles import Head, HeadOutput, LogitMap, PairOutput, Plan, TopK
 
+#: A divergence of policy and reference, see :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
 _SHARES = {"reverse": (1.0, 0.0), "forward": (0.0, 1.0)}
 
 # Positions and tokens of a tile. The CPU's is measured (benchmarks/head.py): half of it is as fast, but smaller tiles
-# mean more kernels, and where other processes hold the cores every parallel kernel may wait for a thread. The other one
-# is a guess.
+# mean more kernels, each of which may wait for a thread if other processes hold the cores. The other one is a guess.
 _CPU_CHUNK = (1024, 2048)
 _CHUNK = (2048, 8192)
 
@@ -64,8 +64,7 @@ def linear_log_prob(
 
     Raises:
         ValueError: if shapes disagree, an option is out of range, or, on CPU, a target is outside the vocabulary. On
-            other devices, where looking would wait for the device, and in a compiled function such a target's log-prob
-            is NaN.
+            other devices (a check would be a host sync) and in compiled functions such a target's log-prob is NaN.
         TypeError: if dtypes disagree or are not of the right kind.
 
     Example:
@@ -77,8 +76,7 @@ def linear_log_prob(
     arXiv 2411.09009.
     """
     head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    plan = Plan(_tile_sizes(chunk, hidden), entropy=entropy)
-    out = sweep(plan, _check_targets(targets, head), head)
+    out = sweep(Plan(_tile_sizes(chunk, hidden), entropy), _check_targets(targets, head), head)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -112,9 +110,9 @@ def linear_pair(
     where ``product_dtype`` differs from its own.
 
     Value and *gradient* are those of the sum over the vocabulary: nothing is sampled at the position itself. Gradients
-    reach whatever requires them, of either head. Memory, precision and dtypes are those of :func:`linear_log_prob`, and
-    so is every argument that is not listed here; those with ``ref_`` belong to the reference, the others to the policy.
-    ``temperature`` divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
+    reach the tensors of either head. Memory, precision, errors and all arguments not listed here are those of
+    :func:`linear_log_prob`; those with ``ref_`` belong to the reference, the others to the policy. ``temperature``
+    divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
 
     ``targets`` are the token ids whose log-probs are computed too, if any; ``[N]``. ``beta``, inside (0, 1), is the
     weight of the reference in the mixture, for ``"jensen_shannon"`` alone.
@@ -122,10 +120,6 @@ def linear_pair(
     Returns:
         :class:`PairOutput`: nats, ``[N]`` each; not masked, not reduced. A token that only the second distribution of
         a KL rules out makes it ``inf``, with a NaN gradient; one that both or only the first rule out adds 0.
-
-    Raises:
-        ValueError: if shapes or vocabularies disagree, or an option or a target is out of range.
-        TypeError: if dtypes disagree or are not of the right kind.
 
     Example:
         >>> weight, ref_weight = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()
@@ -137,10 +131,22 @@ def linear_pair(
     """
     policy = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
     ref = _make_head("ref_", ref_hidden, ref_weight, ref_bias, temperature, ref_scale, ref_soft_cap, product_dtype)
-    _check_pair(policy, ref)
+    if policy.sizes[1] != ref.sizes[1]:
+        raise ValueError(
+            f"weight covers a vocabulary of {policy.sizes[1]} tokens but ref_weight one of {ref.sizes[1]}; an exact KL "
+            "needs the same tokens in order. If one head is only padded, cut both to the common vocabulary."
+        )
+    if policy.sizes[0] != ref.sizes[0]:
+        raise ValueError(
+            f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}; they must be equal."
+        )
+    if (policy.map.dtype == torch.float64) != (ref.map.dtype == torch.float64):
+        raise TypeError(
+            f"the policy's product is {policy.map.dtype} but the reference's {ref.map.dtype}; expected both float64 or "
+            "neither. Set product_dtype."
+        )
     checked = None if targets is None else _check_targets(targets, policy)
-    plan = Plan(_tile_sizes(chunk, hidden), entropy=entropy, shares=_shares(direction, beta))
-    return sweep(plan, checked, policy, ref)
+    return sweep(Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta)), checked, policy, ref)
 
 
 def linear_kl(
@@ -161,22 +167,31 @@ def linear_kl(
     product_dtype: torch.dtype | None = None,
     chunk: tuple[int, int] | int | None = None,
 ) -> Tensor:
-    """Exact divergence of two heads over the whole vocabulary, at each position: the ``kl`` of :func:`linear_pair`.
-
-    Arguments and errors are those of :func:`linear_pair`.
-
-    Returns:
-        Nats, ``[N]``; not masked, not reduced.
+    """Exact divergence of two heads over the whole vocabulary: the ``kl`` of :func:`linear_pair`, whose arguments it has.
 
     Example:
         >>> weight, ref_weight = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()
         >>> linear_kl(torch.ones(1, 1), weight, torch.ones(1, 1), ref_weight)  # (1/2, 1/2) against (3/4, 1/4)
         tensor([0.1438])
     """
-    policy = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    ref = _make_head("ref_", ref_hidden, ref_weight, ref_bias, temperature, ref_scale, ref_soft_cap, product_dtype)
-    _check_pair(policy, ref)
-    return sweep(Plan(_tile_sizes(chunk, hidden), shares=_shares(direction, beta)), None, policy, ref).kl
+    pair = linear_pair(
+        hidden,
+        weight,
+        ref_hidden,
+        ref_weight,
+        direction=direction,
+        beta=beta,
+        bias=bias,
+        ref_bias=ref_bias,
+        temperature=temperature,
+        scale=scale,
+        ref_scale=ref_scale,
+        soft_cap=soft_cap,
+        ref_soft_cap=ref_soft_cap,
+        product_dtype=product_dtype,
+        chunk=chunk,
+    )
+    return pair.kl
 
 
 def logits_kl(
@@ -190,23 +205,13 @@ def logits_kl(
 ) -> Tensor:
     """Exact divergence of policy and reference at each position, from logits that exist already.
 
-    The sweep of :func:`linear_kl` without the product: besides inputs and gradients only a few tiles exist, in float32
-    or wider. Differentiable once.
-
-    ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. All other arguments are those of
-    :func:`linear_pair`.
-
-    Returns:
-        Nats, ``[N]``; not masked, not reduced; ``inf`` and NaN where :func:`linear_pair` has them.
-
-    Raises:
-        ValueError: if the shapes disagree or an option is out of range.
+    :func:`linear_kl` without the product: besides inputs and gradients only a few tiles exist, in float32 or wider.
+    ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. The other arguments, the result and
+    the errors are those of :func:`linear_pair`.
 
     Example:
         >>> logits_kl(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), direction="forward")
         tensor([0.1438])
-
-    Source: as :func:`linear_pair`.
     """
     if logits.ndim != 2 or logits.shape != ref_logits.shape or logits.shape[1] == 0:
         raise ValueError(
@@ -266,7 +271,7 @@ def _make_head(
     soft_cap: float | None,
     product_dtype: torch.dtype | None,
 ) -> Head:
-    """A head whose shapes, dtypes and options fit; ``prefix`` is that of the argument names in messages."""
+    """Check one head's arguments; their names in messages begin with ``prefix``."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
         raise ValueError(
             f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight has shape {tuple(weight.shape)}; "
@@ -279,27 +284,22 @@ def _make_head(
     _check_temperature(temperature)
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"{prefix}soft_cap must be positive and finite, or None for no cap, got {soft_cap}.")
-    dtype = _product_dtype(prefix, hidden, weight, product_dtype)
-    return Head(hidden, weight, bias, LogitMap(dtype, float(temperature), float(scale), soft_cap))
-
-
-def _product_dtype(prefix: str, hidden: Tensor, weight: Tensor, requested: torch.dtype | None) -> torch.dtype:
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if not tensor.is_floating_point():
             raise TypeError(f"{prefix}{name} has dtype {tensor.dtype}; expected a floating-point dtype.")
-    if requested is not None:
-        if not requested.is_floating_point:
-            raise TypeError(f"product_dtype is {requested}; expected a floating-point dtype.")
-        return requested
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device)
-    if hidden.dtype != weight.dtype:
+    if product_dtype is not None:
+        if not product_dtype.is_floating_point:
+            raise TypeError(f"product_dtype is {product_dtype}; expected a floating-point dtype.")
+    elif torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        product_dtype = torch.get_autocast_dtype(device)
+    elif hidden.dtype != weight.dtype:
         raise TypeError(
-            f"{prefix}hidden has dtype {hidden.dtype} but {prefix}weight has dtype {weight.dtype}; expected the same, "
-            "or product_dtype to say in which dtype to multiply."
+            f"{prefix}hidden has dtype {hidden.dtype} but {prefix}weight has dtype {weight.dtype}; expected the same "
+            "dtype. Set product_dtype to multiply in one of your choice."
         )
-    return hidden.dtype
+    logit_map = LogitMap(product_dtype or hidden.dtype, float(temperature), float(scale), soft_cap)
+    return Head(hidden, weight, bias, logit_map)
 
 
 def _check_temperature(temperature: float) -> None:
@@ -326,26 +326,8 @@ def _check_targets(targets: Tensor, head: Head) -> Tensor:
     return targets
 
 
-def _check_pair(policy: Head, ref: Head) -> None:
-    """Raise unless the heads have positions and vocabulary in common."""
-    if policy.sizes[1] != ref.sizes[1]:
-        raise ValueError(
-            f"weight covers a vocabulary of {policy.sizes[1]} tokens but ref_weight one of {ref.sizes[1]}; an exact KL "
-            "needs the same tokens in the same order. If one head is only padded, cut both to the common vocabulary."
-        )
-    if policy.sizes[0] != ref.sizes[0]:
-        raise ValueError(
-            f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}; they must be equal."
-        )
-    if (policy.map.dtype == torch.float64) != (ref.map.dtype == torch.float64):
-        raise TypeError(
-            f"the policy's product is {policy.map.dtype} but the reference's {ref.map.dtype}; expected both float64 or "
-            "neither. Set product_dtype."
-        )
-
-
 def _shares(direction: Direction, beta: float) -> tuple[float, float]:
-    """Weights of the policy's and of the reference's KL, see ``Plan``."""
+    """``Plan.shares`` of a divergence."""
     check_choice((*_SHARES, "jensen_shannon"), direction=direction)
     if not 0 < beta < 1:
         raise ValueError(f"beta must be inside (0, 1), got {beta}; the ends are direction='forward' and 'reverse'.")

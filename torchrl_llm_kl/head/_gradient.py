@@ -55,7 +55,7 @@ def backward_sweep(
 
 
 def empty_gradients(heads: list[Head], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Tensors like those that :func:`backward_sweep` returns, not computed."""
+    """Uninitialised tensors in the form of :func:`backward_sweep`'s result."""
     return [g for i, head in enumerate(heads) for g in _HeadGradient(head, needed[3 * i : 3 * i + 3]).results()]
 
 

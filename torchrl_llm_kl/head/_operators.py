@@ -3,9 +3,9 @@
 Tracing into a sweep would unroll its tiles, recompile for every other number of positions, and turn its in-place writes
 into copies of whole gradients.
 
-``tensors`` are everywhere the targets, then hidden states, weight and bias of the policy and of the reference; None for
-what there is not. Operators take tensors, numbers and lists of them, and return tensors that all exist: ``settings``
-are a plan and the logit maps in that form.
+``tensors`` are the targets, then hidden states, weight and bias of the policy and of the reference; None for a missing
+one. Operators take tensors, numbers and lists, and return lists without None: ``settings`` hold a plan and the logit
+maps in that form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, 
 
 
 def sweep(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None) -> PairOutput:
-    """Everything requested of one or two heads, differentiable once; for one head ``kl`` is None."""
+    """What ``plan`` requests of one or two heads, differentiable once; for one head ``kl`` is None."""
     tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else (None, None, None))]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -35,7 +35,6 @@ def sweep(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = N
 
 
 def top_k(head: Head, k: int, chunk: tuple[int, int]) -> TopK:
-    """The ``k`` most probable tokens and the log-probability of all others together."""
     return TopK(*_call("head_top_k", _top_k_op, [None, *head[:3]], k, *_flatten(Plan(chunk), head, None)))
 
 

@@ -105,20 +105,12 @@ class _Softmax:
 
 
 class _Joint(NamedTuple):
-    """How sums over earlier tiles (old) and over this one (new) join, each relative to its own maximum; ``[n]`` each.
+    """Joins sums over earlier tiles (old) and this one (new), each relative to its own maximum; ``[n]`` each."""
 
-    Args:
-        top: this tile's maximum.
-        old: sum of exponentials over the earlier tiles.
-        new: sum of exponentials over this tile.
-        old_shift: the earlier maximum minus the common one.
-        new_shift: this tile's maximum minus the common one.
-    """
-
-    top: Tensor
-    old: Tensor
+    top: Tensor  # this tile's maximum
+    old: Tensor  # sums of exponentials
     new: Tensor
-    old_shift: Tensor
+    old_shift: Tensor  # maximum minus the common one
     new_shift: Tensor
 
     def merge(self, old: Tensor, new_mean: Tensor, other: _Joint | None = None) -> Tensor:
@@ -142,7 +134,6 @@ def _decayed(value: Tensor, shift: Tensor) -> Tensor:
 
 @torch.no_grad()
 def top_k_sweep(head: Head, k: int, chunk: tuple[int, int]) -> TopK:
-    """The ``k`` most probable tokens and the log-probability of all others together."""
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)

@@ -100,8 +100,7 @@ class Head(NamedTuple):
     map: LogitMap
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """``N`` and ``V``."""
+    def sizes(self) -> tuple[int, int]:  # N and V
         return self.hidden.shape[0], self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
 
     @property
@@ -110,7 +109,6 @@ class Head(NamedTuple):
         return wide_dtype(self.map.dtype)
 
     def per_position(self, fill: float) -> Tensor:
-        """``[N]``, filled."""
         return self.hidden.new_full(self.hidden.shape[:1], fill, dtype=self.wide)
 
     def columns(self, cols: slice) -> Columns:
@@ -141,8 +139,8 @@ class Plan:
     Args:
         chunk: positions and tokens of a tile.
         entropy: whether to compute the policy's.
-        shares: weights of the policy's and of the reference's KL in the divergence. If one is 0, the other head's KL is
-            to the head of share 0; if both are positive, each head's KL is to the mixture of the two.
+        shares: weights of the policy's and of the reference's KL in the divergence. If one is 0, the other is the KL
+            between the heads; if both are positive, each head's KL is to the mixture of the two.
     """
 
     chunk: tuple[int, int]
