@@ -149,7 +149,7 @@ ERRORS = {
     "lengths of another dtype": (
         lambda: Ragged(torch.ones(1), torch.tensor([1], dtype=torch.int32), FLAT.container),
         ValueError,
-        r"int64 tensor, got \(1,\) of dtype torch.int32",
+        r"int64 tensor, got \(1,\) of torch.int32",
     ),
     "lengths that are no vector": (
         lambda: Ragged(torch.ones(1), torch.tensor([[1]]), FLAT.container),

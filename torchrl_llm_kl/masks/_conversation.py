@@ -56,13 +56,14 @@ def render_conversation(
     In a template with ``{% generation %}`` blocks, the blocks select the parts of each turn, under the same definition:
     headers and trailing white space are removed, an end-of-turn token right after a block is added.
 
-    A token that straddles the border of a turn is masked in; :func:`encode_with_mask` has one exception. If the
-    template writes no end-of-turn token (the next role's header stops the model), the mask has none.
+    A token that straddles the border of a turn is masked in, unless it is a special token of the header that reaches
+    into the turn only by the white space that it swallows. If the template writes no end-of-turn token (the next role's
+    header stops the model), the mask has none.
 
     Args:
         tokenizer: a transformers tokenizer, preferably a fast one.
         messages: dicts with ``role`` and ``content`` (text or a list of parts), ``tool_calls``, ``reasoning_content``
-            and whatever else the template reads. Not modified.
+            and other keys that the template reads. Not modified.
         chat_template: a template, or the name of one of the tokenizer's. Default: the tokenizer's own.
         tools: tool schemas or functions for the template.
         add_generation_prompt: whether to end the text with the prompt for another answer (never masked in).
@@ -116,17 +117,21 @@ def render_conversations(
     assistant_mask: bool = True,
     **template_kwargs: Any,
 ) -> list[RenderedConversation]:
-    """Render several conversations and tokenise them in one batch.
+    """Render several conversations (lists of messages) and tokenise them in one batch.
 
-    ``conversations`` holds one list of messages per conversation. They share the other arguments, which are those of
-    :func:`render_conversation`.
+    Returns one result per conversation, in order; nothing is padded. The other arguments apply to all conversations;
+    arguments and errors are those of :func:`render_conversation`, and an error names its conversation.
 
-    Returns:
-        One result per conversation, in order; lengths differ, nothing is padded.
-
-    Raises:
-        AssistantMaskError: one of the errors of :func:`render_conversation`, which names the conversation.
-        TypeError: if a conversation is not a list of dicts.
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"yes": 0, "no": 1, "<bot>": 2}))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        >>> template = "{% for m in messages %}<bot> {{ m.content }} {% endfor %}"
+        >>> chats = [[{"role": "assistant", "content": "yes"}], [{"role": "assistant", "content": "no yes"}]]
+        >>> [r.assistant_mask.tolist() for r in render_conversations(tokenizer, chats, chat_template=template)]
+        [[False, True], [False, True, True]]
     """
     for index, messages in enumerate(conversations):
         check_messages(messages, index)
@@ -144,15 +149,15 @@ def render_conversations(
     for index, ((text, spans, located_by), (token_ids, mask)) in enumerate(zip(located, encoded, strict=True)):
         turns = sum(message.get("role") == ASSISTANT for message in conversations[index])
         if assistant_mask and turns and not mask.any():
+            if renderer.template.has_generation_blocks:
+                reason = "Its {% generation %} blocks mark nothing here: correct them, or pass a template without any."
+            else:
+                reason = (
+                    "It writes no content and no end-of-turn token: pass the model's own template (`chat_template=`)."
+                )
             raise EmptyAssistantMaskError(
                 f"conversation {index} has {turns} assistant turn{'s' * (turns > 1)}, but {renderer.name} renders none "
-                f"of their tokens (located by: {located_by}). "
-                + (
-                    "Its {% generation %} blocks mark nothing here: correct them, or pass a template without any."
-                    if renderer.template.has_generation_blocks
-                    else "It writes neither their content nor an end-of-turn token: pass the model's own template as "
-                    "`chat_template=`."
-                )
+                f"of their tokens (located by: {located_by}). {reason}"
             )
         results.append(RenderedConversation(text, token_ids, mask, spans, located_by))
     return results

@@ -18,10 +18,7 @@ _BOOKKEEPING = frozenset({"is_complete"})
 
 
 class AssistantMaskError(ValueError):
-    """The assistant's tokens cannot be determined; base class of the errors below.
-
-    All are a ``ValueError``: the cause is in the conversation, the template or the tokenizer.
-    """
+    """Base class: the conversation, the template or the tokenizer does not determine the assistant's tokens."""
 
 
 class MissingChatTemplateError(AssistantMaskError):
@@ -49,9 +46,6 @@ def history_to_messages(history: History) -> list[Any]:
     Returns:
         A list of message dicts for a one-dimensional history, nested lists of them for more dimensions. The dicts are
         copies: changing them leaves ``history`` unchanged.
-
-    Raises:
-        TypeError: if ``history`` is not a ``History``.
 
     Example:
         >>> import tensordict

@@ -45,12 +45,6 @@ _RESERVED = frozenset(
 class Renderer:
     """Renders conversations on one template with one set of template variables.
 
-    Args:
-        tokenizer: a transformers tokenizer; its ``apply_chat_template`` renders.
-        chat_template: a template, the name of one of the tokenizer's templates, or None for the tokenizer's own.
-        tools: passed to the template.
-        template_kwargs: further template variables.
-
     Attributes:
         name: describes the template in messages.
         template: the template with markers.
@@ -67,8 +61,7 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self._source, self.name = _resolve(tokenizer, chat_template, tools)
-        self._tools = list(tools) if tools is not None else None
-        self._kwargs = dict(template_kwargs)
+        self._kwargs = {**template_kwargs, "tools": list(tools) if tools is not None else None}
         self.template = instrument(self._source)
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
@@ -102,14 +95,8 @@ class Renderer:
         self, template: Any, messages: list[dict[str, Any]], generation_prompt: bool, extra: dict[str, str]
     ) -> str:
         # transformers passes the template on as it is, and jinja2 compiles a syntax tree as it does a string.
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            tools=self._tools,
-            chat_template=template,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **{**self._kwargs, **extra},
-        )
+        options = {**self._kwargs, **extra, "add_generation_prompt": generation_prompt, "tokenize": False}
+        text = self.tokenizer.apply_chat_template(messages, chat_template=template, **options)
         if not isinstance(text, str):
             raise AssistantMaskError(f"expected one rendered text from {self.name}, found {type(text).__name__}.")
         return text
@@ -117,11 +104,6 @@ class Renderer:
 
 class Renderings:
     """The renderings of one conversation that its masks need; each is computed once, on first use.
-
-    Args:
-        renderer: the template.
-        messages: the conversation.
-        generation_prompt: whether it ends with a generation prompt.
 
     Attributes:
         plain: ``plain(count, generation_prompt)``, the plain rendering of the first ``count`` messages.
@@ -182,7 +164,7 @@ def _resolve(tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | N
     if chat_template is None and not own:
         raise MissingChatTemplateError(
             f"{type(tokenizer).__name__} ({getattr(tokenizer, 'name_or_path', '') or 'unnamed'}) has no chat template. "
-            "Pass `chat_template=` (the template of the model, as a string), or set `tokenizer.chat_template`."
+            "Pass `chat_template=` (the model's template, as a string), or set `tokenizer.chat_template`."
         )
     if isinstance(own, Mapping):
         name = chat_template
@@ -190,8 +172,7 @@ def _resolve(tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | N
             name = "tool_use" if tools is not None and "tool_use" in own else "default"
             if name not in own:
                 raise MissingChatTemplateError(
-                    f"the tokenizer has the chat templates {sorted(own)} and no default one. Pass the name of one as "
-                    "`chat_template=`."
+                    f"the tokenizer has the chat templates {sorted(own)} and no default: pass one as `chat_template=`."
                 )
         if name in own:
             return own[name], f"the tokenizer's chat template {name!r} ({_fingerprint(own[name])})"
@@ -250,10 +231,9 @@ def read_trace(marked_text: str, quotes: tuple[str, str]) -> Trace:
     """Remove the markers from a rendering and pair them up; a marker without a partner is ignored."""
     pattern = re.compile(f"{quotes[0]}([a-z]+)([+-])([0-9]+){quotes[1]}")
     pieces: list[str] = []
-    length = position = 0
     opened: dict[tuple[str, int], list[int]] = {}
     spans: list[tuple[str, int, int, int]] = []
-    messages_end = 0
+    length = position = messages_end = 0
     for match in pattern.finditer(marked_text):
         pieces.append(marked_text[position : match.start()])
         length += len(pieces[-1])
@@ -377,15 +357,11 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
                 marked.append(_emit_message(node.target.name, SET, _OPEN, node.lineno))
                 closing.append(_emit_message(node.target.name, SET, _CLOSE, node.lineno))
         else:
-            _mark_children(node, loop_target, in_loop)
+            inner = (None, False) if isinstance(node, (nodes.Macro, nodes.CallBlock)) else (loop_target, in_loop)
+            for field, value in node.iter_fields():
+                if isinstance(value, list) and value and all(isinstance(item, nodes.Stmt) for item in value):
+                    setattr(node, field, _mark_statements(value, *inner))
     return marked + closing[::-1]
-
-
-def _mark_children(node: nodes.Node, loop_target: str | None, in_loop: bool) -> None:
-    is_macro = isinstance(node, (nodes.Macro, nodes.CallBlock))
-    for field, value in node.iter_fields():
-        if isinstance(value, list) and value and all(isinstance(item, nodes.Stmt) for item in value):
-            setattr(node, field, _mark_statements(value, None if is_macro else loop_target, in_loop and not is_macro))
 
 
 def _emit_message(variable: str, kind: str, action: str, lineno: int) -> nodes.Output:

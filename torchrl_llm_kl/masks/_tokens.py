@@ -24,8 +24,7 @@ def encode_with_mask(
     it only with the white space that it swallows: it is part of the role header.
 
     Args:
-        tokenizer: a transformers tokenizer. A slow one works if cutting the text at the borders leaves its tokens
-            unchanged.
+        tokenizer: a transformers tokenizer; a slow one must not change tokens if the text is cut at the borders.
         texts: rendered conversations; no special tokens are added.
         spans: for each text, disjoint character spans ``(start, end)``.
 
@@ -33,21 +32,12 @@ def encode_with_mask(
         For each text ``(token_ids, mask)``, int64 and bool ``[T]``; the mask is False for the first token.
     """
     if getattr(tokenizer, "is_fast", False):
-        batch = tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        pairs = [
-            _mask_by_offsets(tokenizer, text, ids, offsets, text_spans)
-            for text, ids, offsets, text_spans in zip(
-                texts, batch["input_ids"], batch["offset_mapping"], spans, strict=True
-            )
-        ]
+        options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
+        batch = tokenizer(list(texts), add_special_tokens=False, **options)
+        columns = zip(texts, batch["input_ids"], batch["offset_mapping"], spans, strict=True)
+        pairs = [_mask_by_offsets(tokenizer, *row) for row in columns]
     else:
-        pairs = [_mask_by_pieces(tokenizer, text, text_spans) for text, text_spans in zip(texts, spans, strict=True)]
+        pairs = [_mask_by_pieces(tokenizer, *row) for row in zip(texts, spans, strict=True)]
     for _, mask in pairs:
         mask[:1] = False
     return pairs
@@ -66,18 +56,14 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
         Bool ``[N]`` with ``N = lengths.sum()``, on the device of ``lengths``: True from the first response token on.
         The first token of a sequence is False even after an empty prompt: it has no prefix and no log-prob.
 
-    Raises:
-        ValueError: if the shapes differ or are not one-dimensional, or a sequence is shorter than its prompt.
-        TypeError: if either tensor has another dtype than an integer one.
-
     Example:
         >>> mask_from_prompt_lengths(torch.tensor([2, 0]), torch.tensor([4, 3])).tolist()
         [False, False, True, True, False, True, True]
     """
     if prompt_lengths.ndim != 1 or prompt_lengths.shape != lengths.shape:
         raise ValueError(
-            f"prompt_lengths has shape {tuple(prompt_lengths.shape)} and lengths {tuple(lengths.shape)}; expected two "
-            "tensors of one shape [S], one entry per sequence. Flatten batch dimensions first."
+            f"prompt_lengths has shape {tuple(prompt_lengths.shape)} and lengths {tuple(lengths.shape)}; expected [S] "
+            "for both, one entry per sequence. Flatten batch dimensions first."
         )
     for name, value in (("prompt_lengths", prompt_lengths), ("lengths", lengths)):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -90,8 +76,7 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
             f"sequence {sequence} has prompt length {int(prompt_lengths[sequence])} and length {int(lengths[sequence])}"
             "; expected 0 <= prompt length <= length. `lengths` counts prompt and response together."
         )
-    starts = lengths.cumsum(0) - lengths
-    first_response = starts + prompt_lengths.clamp(min=1)
+    first_response = lengths.cumsum(0) - lengths + prompt_lengths.clamp(min=1)
     position = torch.arange(int(lengths.sum()), device=lengths.device)
     return position >= first_response.repeat_interleave(lengths)
 

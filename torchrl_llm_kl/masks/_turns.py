@@ -27,12 +27,7 @@ _FILLER = "\U0010fefe"
 def locate_turns(
     renderer: Renderer, messages: Sequence[Message], generation_prompt: bool
 ) -> tuple[str, tuple[Span, ...], str]:
-    """Render a conversation and locate the assistant in it.
-
-    Returns:
-        The text, the assistant's character spans in it, and how they were found
-        (``RenderedConversation.located_by``).
-    """
+    """Text, assistant spans and ``located_by`` of a :class:`RenderedConversation`."""
     chat = Renderings(renderer, messages, generation_prompt)
     turns = [i for i, message in enumerate(messages) if message.get("role") == ASSISTANT]
     if not turns:
@@ -72,10 +67,7 @@ def _trace_without_prompt(chat: Renderings) -> Trace | None:
 
 
 def _written(trace: Trace, turn: int) -> Span | None:
-    """The span that the template wrote for one message, header and end included; empty if it wrote nothing.
-
-    None if that is unknown.
-    """
+    """The span that the template wrote for one message, header and end included; (0, 0) if nothing, None if unknown."""
     spans = trace.of(LOOP, turn) or trace.of(SET, turn)
     outermost = [a for a in spans if not any(b[0] <= a[0] and a[1] <= b[1] and a != b for b in spans)]
     if len(outermost) == 1:

@@ -14,8 +14,12 @@ from torch import Tensor
 class Container:
     """A form of variable-length data in ``S`` rows: how many slots each row has, and how flat slots go back into it.
 
-    Attributes:
-        batch_shape: the shape of the batch; its product is ``S``.
+    ``batch_shape`` is the shape of the batch; its product is ``S``.
+
+    Example:
+        >>> container = Dense(torch.Size([2]), 3, torch.device("cpu"))
+        >>> container.row_sizes, container.build(torch.arange(6)).tolist()
+        ([3, 3], [[0, 1, 2], [3, 4, 5]])
     """
 
     batch_shape: torch.Size
@@ -56,8 +60,6 @@ class Dense(Container):
 
 
 class _FromLengths(Container):
-    """A container whose row lengths are given, as numbers or as a tensor; the other form is computed on first use."""
-
     lengths: Tensor | Sequence[int]
     device: torch.device | None
 
@@ -79,10 +81,7 @@ class _FromLengths(Container):
 class Rows(_FromLengths):
     """Separate rows ``[T_i, *F]`` in row-major order: a Python list, or the leaves of a lazy stack.
 
-    Args:
-        lengths: slots per row, as numbers or as a tensor.
-        batch_shape: its product is the number of rows.
-        device: device of :attr:`row_lengths`, if the lengths are numbers.
+    ``lengths`` are slots per row, as numbers (for :attr:`row_lengths` on ``device``) or as a tensor.
     """
 
     lengths: Tensor | Sequence[int]
@@ -106,9 +105,7 @@ class Strided(_FromLengths):
 
     def build(self, slots: Tensor) -> Tensor:
         if not self.row_sizes:
-            raise ValueError(
-                "cannot build a nested tensor without rows: found a batch of 0, expected at least one row."
-            )
+            raise ValueError("cannot build a nested tensor of 0 rows, expected at least one row.")
         return torch.nested.as_nested_tensor(split_rows(slots, self.row_sizes), layout=torch.strided)
 
 
@@ -145,7 +142,12 @@ class Jagged(Container):
 
 
 def same_rows(a: Container, b: Container) -> bool:
-    """Whether both containers have the same number of rows, with the same number of slots in each."""
+    """Whether both containers have the same number of rows, with the same number of slots in each.
+
+    Example:
+        >>> same_rows(Rows([2, 2], torch.Size([2])), Dense(torch.Size([2]), 2, torch.device("cpu")))
+        True
+    """
     return a is b or a.row_sizes == b.row_sizes
 
 

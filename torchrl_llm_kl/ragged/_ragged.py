@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, split_rows
 
+#: The side of a sequence on which its padding is.
 PaddingSide = Literal["left", "right"]
 
 
@@ -18,8 +19,8 @@ class Ragged:
     """``S`` sequences of different lengths, laid end to end. Immutable.
 
     Compute on :attr:`values`, without a Python loop over sequences. A ``Ragged`` keeps the container that it was read
-    from, so that :meth:`restore` puts new values in place of the old ones: padded data comes back padded, nested data
-    nested, with ``fill`` in every slot that held no value.
+    from, for :meth:`restore`: padded data comes back padded, nested data nested, with ``fill`` in every slot that held
+    no value.
 
     Args:
         values: all elements; ``[N, *F]`` with ``N = lengths.sum()``.
@@ -39,22 +40,15 @@ class Ragged:
         self, values: Tensor, lengths: Tensor | None, container: Container, keep: Tensor | None = None
     ) -> None:
         if lengths is not None and (lengths.ndim != 1 or lengths.dtype != torch.long):
-            raise ValueError(
-                f"lengths must be a 1-d int64 tensor, got {tuple(lengths.shape)} of dtype {lengths.dtype}."
-            )
+            raise ValueError(f"lengths must be a 1-d int64 tensor, got {tuple(lengths.shape)} of {lengths.dtype}.")
         # On an accelerator the check would be a host sync.
         if lengths is None or lengths.device.type == "cpu":
-            total = sum(container.row_sizes) if lengths is None else int(lengths.sum())
-            if total != values.shape[0]:
-                raise ValueError(
-                    f"the lengths must add up to the number of values: found {total}, expected {values.shape[0]}."
-                )
-        self.values = values
-        self.container = container
-        self.keep = keep
-        self._index: dict[str, Tensor] = (
-            {} if lengths is None else {"lengths": lengths}
-        )  # shared by all results of `like`
+            total, count = sum(container.row_sizes) if lengths is None else int(lengths.sum()), values.shape[0]
+            if total != count:
+                raise ValueError(f"the lengths must add up to the number of values: found {total}, expected {count}.")
+        self.values, self.container, self.keep = values, container, keep
+        # Shared by all results of `like`.
+        self._index: dict[str, Tensor] = {} if lengths is None else {"lengths": lengths}
 
     # ------------------------------------------------------------------ reading
 
@@ -106,9 +100,7 @@ class Ragged:
             raise ValueError("got both mask and lengths: pass one of them.")
         if lengths is not None:
             if lengths.shape != batch:
-                raise ValueError(
-                    f"lengths must have the batch shape {tuple(batch)} of the values, got {tuple(lengths.shape)}."
-                )
+                raise ValueError(f"lengths must have the batch shape {tuple(batch)}, got {tuple(lengths.shape)}.")
             if lengths.dtype == torch.bool or lengths.is_floating_point():
                 raise ValueError(f"lengths must be of an integer dtype, found {lengths.dtype}.")
             if bool((lengths > width).any() | (lengths < 0).any()):
@@ -141,13 +133,8 @@ class Ragged:
             )
         jagged: Any = values  # torch does not annotate the methods of the jagged subclass
         offsets, lengths, buffer = jagged.offsets(), jagged.lengths(), jagged.values()
-        container = Jagged(
-            offsets,
-            lengths,
-            buffer.shape[0],
-            getattr(values, "_maybe_min_seqlen", None),
-            getattr(values, "_maybe_max_seqlen", None),
-        )
+        shortest, longest = (getattr(values, f"_maybe_{which}_seqlen", None) for which in ("min", "max"))
+        container = Jagged(offsets, lengths, buffer.shape[0], shortest, longest)
         if lengths is None:
             return cls(buffer, offsets.diff().long(), container)
         starts, ends = offsets[:-1], offsets[:-1] + lengths
@@ -264,7 +251,12 @@ class Ragged:
 
 
 def check_padding_side(side: str) -> PaddingSide:
-    """Return ``side``; raise a ValueError unless it is ``"left"`` or ``"right"``."""
+    """Return ``side``; raise a ValueError unless it is ``"left"`` or ``"right"``.
+
+    Example:
+        >>> check_padding_side("left")
+        'left'
+    """
     if side not in get_args(PaddingSide):
         raise ValueError(f"the padding side must be 'left' or 'right', found {side!r}.")
     return cast(PaddingSide, side)
@@ -273,7 +265,11 @@ def check_padding_side(side: str) -> PaddingSide:
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum ``values [N, *F]`` over consecutive segments of ``lengths [S]``; ``[S, *F]``, 0 for an empty segment.
 
-    As in ``torch.sum``, half-precision values are added in float32 and rounded once; integers and booleans give int64.
+    As in ``torch.sum``, half-precision values are added in float32 and rounded once; integers and booleans in int64.
+
+    Example:
+        >>> segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 1]))
+        tensor([3., 0., 3.])
     """
     if values.dtype in (torch.bfloat16, torch.float16):
         return segment_sum(values.float(), lengths).to(values.dtype)
@@ -284,7 +280,6 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _segment_ids(lengths: Tensor, total: int) -> Tensor:
-    """The segment of each of ``total`` elements."""
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=total)
 
 

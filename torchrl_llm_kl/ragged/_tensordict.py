@@ -28,7 +28,7 @@ from torch import Tensor
 from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
 
-#: Names of nested TensorDicts, level by level.
+# Names of nested TensorDicts, level by level.
 _Tree = dict[str, "_Tree"]
 
 
@@ -40,18 +40,20 @@ def _path(key: NestedKey) -> tuple[str, ...]:
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
-    """Read the entry under ``key``; from a lazy stack, a :class:`list` of its leaves in row-major order.
-
-    Args:
-        td: a TensorDict of any batch size; its entries may be lazy stacks.
-        key: the entry.
+    """Read an entry of a TensorDict of any batch size.
 
     Returns:
-        A tensor (dense or nested), a list with one value per element of the batch, or non-tensor data as TensorDict
-        returns it. None if any leaf lacks the entry.
+        A tensor (dense or nested), non-tensor data as TensorDict returns it, or, from a lazy stack (``td`` or a parent
+        of the entry), a :class:`list` with one value per element of the batch in row-major order. None if any element
+        lacks the entry.
 
     Raises:
         TypeError: if a parent of the entry is not a TensorDict.
+
+    Example:
+        >>> td = lazy_stack([TensorDict(x=torch.ones(1)), TensorDict(x=torch.ones(2))])
+        >>> read_column(td, "x")
+        [tensor([1.]), tensor([1., 1.])]
     """
     path = _path(key)
     if isinstance(td, LazyStackedTensorDict):
@@ -90,9 +92,11 @@ def _unbind(value: Any, batch_size: torch.Size) -> list[Any]:
 
 
 def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
-    """Read the TensorDict under ``name``; from a lazy stack, a new lazy stack of its elements' own.
+    """Read the TensorDict under ``name``, from a lazy stack as a new lazy stack; None if any element lacks it.
 
-    None if any element lacks it.
+    Example:
+        >>> read_node(TensorDict(next=TensorDict(x=torch.ones(2))), "next")["x"]
+        tensor([1., 1.])
     """
     if not isinstance(td, LazyStackedTensorDict):
         return td.get(name, None)
@@ -104,7 +108,12 @@ def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
 
 
 def has_entry(td: TensorDictBase, key: NestedKey) -> bool:
-    """Whether every element of ``td`` has the entry, and it is not None."""
+    """Whether every element of ``td`` has the entry, and it is not None.
+
+    Example:
+        >>> has_entry(lazy_stack([TensorDict(x=torch.ones(1)), TensorDict()]), "x")
+        False
+    """
     return read_column(td, key) is not None
 
 
@@ -121,7 +130,12 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
         The entry, or None if it is missing.
 
     Raises:
-        ValueError: if the mask has another form than the entry.
+        ValueError: if rows of the mask and of the entry differ in length.
+
+    Example:
+        >>> td = TensorDict(x=torch.tensor([[5, 0], [6, 7]]), mask=torch.tensor([[True, False], [True, True]]))
+        >>> read_ragged(td.auto_batch_size_(1), "x", "mask").to_list()
+        [tensor([5]), tensor([6, 7])]
     """
     value = read_column(td, key)
     if value is None:
@@ -164,19 +178,18 @@ def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
 
 
 def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: Container) -> TensorDictBase:
-    """Write ``slots [M, *F]`` under ``key``, in the form that ``container`` describes.
+    """Write ``slots [M, *F]``, one value per slot of ``container``, under ``key`` in the form of the container.
 
     A lazy stack gets one row per leaf, a dense TensorDict a dense or nested tensor. A dense TensorDict with several
     batch dimensions cannot hold ragged rows: the result is then a lazy stack with the same entries.
 
-    Args:
-        td: where to write; changed in place if it can hold the rows.
-        key: the entry.
-        slots: one value per slot of the container.
-        container: the form.
-
     Returns:
-        ``td``, or the lazy stack that replaces it.
+        ``td``, changed in place, or the lazy stack that replaces it.
+
+    Example:
+        >>> td = lazy_stack([TensorDict(), TensorDict()])
+        >>> write_ragged(td, "x", torch.arange(3), Rows([1, 2], td.batch_size))[1]["x"]
+        tensor([1, 2])
     """
     path, sizes = _path(key), container.row_sizes
     if not isinstance(td, LazyStackedTensorDict):
@@ -206,7 +219,6 @@ def _equal(sizes: list[int]) -> bool:
 
 
 def _lazy(td: TensorDictBase) -> TensorDictBase:
-    """A lazy stack, down to the last batch dimension, with the entries of ``td``."""
     return td if td.batch_dims == 0 else lazy_stack([_lazy(sub) for sub in td.unbind(0)], 0)
 
 
@@ -235,14 +247,19 @@ def _write_rows(td: TensorDictBase, path: tuple[str, ...], rows: Sequence[Tensor
 
 
 def own_leaves(td: TensorDictBase, *keys: NestedKey) -> None:
-    """Replace the elements of lazy stacks in ``td`` by shallow copies, so that a write reaches no other owner.
+    """Replace the elements of lazy stacks in ``td``, in place, by shallow copies, so that a write changes only ``td``.
 
-    A replay buffer returns lazy stacks of the same TensorDicts that it stores; entries that a transform writes into a
-    sample must not end up in the storage.
+    A replay buffer returns lazy stacks of the TensorDicts that it stores; entries that a transform writes into a sample
+    must not end up in the storage. ``keys`` are the entries to be written: only their parents are copied (without keys,
+    everything).
 
-    Args:
-        td: changed in place.
-        keys: the entries to be written; only their parents are copied. Without keys everything is.
+    Example:
+        >>> stored = TensorDict()
+        >>> sample = lazy_stack([stored])
+        >>> own_leaves(sample, "x")
+        >>> _ = write_ragged(sample, "x", torch.ones(1), Rows([1], sample.batch_size))
+        >>> "x" in sample, "x" in stored
+        (True, False)
     """
     tree: _Tree = {}
     for key in keys:
@@ -275,7 +292,7 @@ def _copies(td: LazyStackedTensorDict, tree: _Tree | None) -> list[Any]:
 
 # ------------------------------------------------------------------ the rows of a lazy stack
 
-#: Whether a TensorDict has exactly the attributes that the code below reads and writes.
+# Whether a TensorDict has exactly the attributes that the code below reads and writes.
 _ATTRIBUTES_KNOWN = vars(TensorDict()).keys() == {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
 
 
@@ -346,7 +363,7 @@ def _child_or_new(node: TensorDictBase, name: str) -> Any:
 
 
 def _copy_rows(nodes: Sequence[Any], tree: _Tree | None = None) -> list[Any]:
-    """Copies of the nodes that share their tensors; nodes inside them are copied along ``tree`` (None: all)."""
+    """Copies of the nodes that share their tensors; nodes inside them are copied if ``tree`` (None: all) names them."""
     if tree is None or not _plain(nodes):
         return [node.copy() if is_tensor_collection(node) else node for node in nodes]
     copies = [_shallow_copy(node) for node in nodes]
