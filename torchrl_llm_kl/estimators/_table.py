@@ -21,29 +21,17 @@ QUANTITIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class EstimatorContract:
-    """The promises of one estimator; means are over one token given its prefix, gradients keys of :data:`QUANTITIES`.
+    """The promises of one estimator; means are over one token given its prefix, gradients keys of :data:`QUANTITIES`."""
 
-    Attributes:
-        name: as in :func:`get_estimator`.
-        unbiased: whether the mean value over tokens from ``p`` is KL(p‖q).
-        loss_gradient: mean gradient of the value over tokens from ``p``.
-        reward_gradient: mean policy gradient of the detached value over tokens from ``p``.
-        unbiased_off_policy: whether the mean value over tokens from ``old`` is KL(p‖q).
-        loss_gradient_off_policy: mean gradient of the value over tokens from ``old``.
-        reward: advice for use in the reward.
-        loss: advice for use in the loss.
-        condition: when the promises hold; empty for always.
-    """
-
-    name: str
-    unbiased: bool
-    loss_gradient: str
-    reward_gradient: str
-    unbiased_off_policy: bool
-    loss_gradient_off_policy: str
-    reward: str
-    loss: str
-    condition: str = ""
+    name: str  #: as in :func:`get_estimator`
+    unbiased: bool  #: whether the mean value over tokens from ``p`` is KL(p‖q)
+    loss_gradient: str  #: mean gradient of the value over tokens from ``p``
+    reward_gradient: str  #: mean policy gradient of the detached value over tokens from ``p``
+    unbiased_off_policy: bool  #: whether the mean value over tokens from ``old`` is KL(p‖q)
+    loss_gradient_off_policy: str  #: mean gradient of the value over tokens from ``old``
+    reward: str  #: advice for use in the reward
+    loss: str  #: advice for use in the loss
+    condition: str = ""  #: when the promises hold; empty for always
 
 
 _UNCLAMPED = "while no clamp is active"

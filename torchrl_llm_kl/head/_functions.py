@@ -138,7 +138,7 @@ def linear_pair(
         )
     if policy.sizes[0] != ref.sizes[0]:
         raise ValueError(
-            f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}; they must be equal."
+            f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}: expected the same."
         )
     if (policy.map.dtype == torch.float64) != (ref.map.dtype == torch.float64):
         raise TypeError(
@@ -278,9 +278,7 @@ def _make_head(
             "expected [N, H] and [V, H] with V at least 1. Flatten the positions first."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{prefix}bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},) as {prefix}weight."
-        )
+        raise ValueError(f"{prefix}bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), as the weight.")
     _check_temperature(temperature)
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
         raise ValueError(f"{prefix}soft_cap must be positive and finite, or None for no cap, got {soft_cap}.")

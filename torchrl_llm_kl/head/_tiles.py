@@ -27,45 +27,27 @@ Columns = tuple[Tensor | None, Tensor | None]
 
 
 class HeadOutput(NamedTuple):
-    """What :func:`linear_log_prob` returns; nats, ``[N]`` each, float32 or wider.
+    """The result of :func:`linear_log_prob`; nats, ``[N]`` each, float32 or wider."""
 
-    Args:
-        log_prob: of the targets.
-        entropy: of the whole distribution; None unless requested.
-    """
-
-    log_prob: Tensor
-    entropy: Tensor | None
+    log_prob: Tensor  #: of the targets
+    entropy: Tensor | None  #: of the whole distribution; None unless requested
 
 
 class PairOutput(NamedTuple):
-    """What :func:`linear_pair` returns; nats, ``[N]`` each, float32 or wider.
+    """The result of :func:`linear_pair`; nats, ``[N]`` each, float32 or wider."""
 
-    Args:
-        kl: the divergence of the two heads.
-        log_prob: of the targets under the policy; None without targets.
-        ref_log_prob: of the targets under the reference; None without targets.
-        entropy: of the policy; None unless requested.
-    """
-
-    kl: Tensor
-    log_prob: Tensor | None
-    ref_log_prob: Tensor | None
-    entropy: Tensor | None
+    kl: Tensor  #: the divergence of the two heads
+    log_prob: Tensor | None  #: of the targets under the policy; None without targets
+    ref_log_prob: Tensor | None  #: of the targets under the reference; None without targets
+    entropy: Tensor | None  #: of the policy; None unless requested
 
 
 class TopK(NamedTuple):
-    """What :func:`linear_top_k` returns.
+    """The result of :func:`linear_top_k`."""
 
-    Args:
-        indices: tokens, most probable first; ``[N, k]``.
-        log_probs: nats; ``[N, k]``.
-        tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
-    """
-
-    indices: Tensor
-    log_probs: Tensor
-    tail_log_prob: Tensor
+    indices: Tensor  #: tokens, most probable first; ``[N, k]``
+    log_probs: Tensor  #: nats; ``[N, k]``
+    tail_log_prob: Tensor  #: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none
 
 
 @dataclass(frozen=True)
@@ -104,8 +86,7 @@ class Head(NamedTuple):
         return self.hidden.shape[0], self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
 
     @property
-    def wide(self) -> torch.dtype:
-        """Dtype of everything after the product: float32 at least."""
+    def wide(self) -> torch.dtype:  # of everything after the product: float32 at least
         return wide_dtype(self.map.dtype)
 
     def per_position(self, fill: float) -> Tensor:
@@ -134,22 +115,18 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sweep computes, and in which tiles.
+    """The tiles and the results of a sweep.
 
-    Args:
-        chunk: positions and tokens of a tile.
-        entropy: whether to compute the policy's.
-        shares: weights of the policy's and of the reference's KL in the divergence. If one is 0, the other is the KL
-            between the heads; if both are positive, each head's KL is to the mixture of the two.
+    ``shares`` are the weights of the policy's and of the reference's KL in the divergence. If one is 0, the other is the
+    KL between the heads; if both are positive, each head's KL is to the mixture of the two.
     """
 
-    chunk: tuple[int, int]
-    entropy: bool = False
+    chunk: tuple[int, int]  # positions and tokens of a tile
+    entropy: bool = False  # the policy's
     shares: tuple[float, float] = (1.0, 0.0)
 
     @property
     def mixture(self) -> bool:
-        """Whether the divergence compares each head with the mixture of the two."""
         return self.shares[0] > 0 and self.shares[1] > 0
 
     @property

@@ -18,20 +18,15 @@ from torchrl_llm_kl.masks._turns import locate_turns
 class RenderedConversation:
     """A conversation as the model sees it.
 
-    Attributes:
-        text: the rendered template.
-        token_ids: int64 ``[T]``, the tokens of ``text``, without added special tokens.
-        assistant_mask: bool ``[T]``, True for the assistant's tokens, always False for the first token.
-        assistant_spans: the character spans ``(start, end)`` of the assistant in ``text``, sorted and disjoint.
-        located_by: how the spans were found: ``"marks"`` (the template's ``{% generation %}`` blocks), ``"trace"``
-            (following the template's loop over the messages), ``"prefixes"`` (rendering the conversation up to each
-            turn), ``"no assistant turn"``, or ``"not asked"``.
+    ``located_by`` reports how the spans were found: ``"marks"`` (the template's ``{% generation %}`` blocks),
+    ``"trace"`` (following the template's loop over the messages), ``"prefixes"`` (rendering the conversation up to each
+    turn), ``"no assistant turn"``, or ``"not asked"`` (``assistant_mask=False``).
     """
 
-    text: str
-    token_ids: Tensor
-    assistant_mask: Tensor
-    assistant_spans: tuple[tuple[int, int], ...]
+    text: str  #: the rendered template
+    token_ids: Tensor  #: int64 ``[T]``, the tokens of ``text``, without added special tokens
+    assistant_mask: Tensor  #: bool ``[T]``, True for the assistant's tokens, always False for the first token
+    assistant_spans: tuple[tuple[int, int], ...]  #: the assistant's ``(start, end)`` in ``text``, sorted and disjoint
     located_by: str
 
 

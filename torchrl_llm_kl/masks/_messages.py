@@ -80,14 +80,14 @@ def _clean(nested: list[Any]) -> list[Any]:
 def check_messages(messages: Any, index: int) -> None:
     """Raise unless conversation ``index`` is a non-empty list of dicts with a role."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        found = type(messages).__name__
         raise TypeError(
-            f"conversation {index} is a {type(messages).__name__}; expected a list of message dicts. "
-            "Convert a History with history_to_messages()."
+            f"conversation {index} is a {found}; expected message dicts: convert with history_to_messages()."
         )
     if not messages:
         raise ValueError(f"conversation {index} has no messages; expected at least one.")
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise TypeError(
-                f"message {position} of conversation {index} is {message!r:.80}; expected a dict with a 'role'."
+                f"message {position} of conversation {index} is {message!r:.80}; expected a dict with 'role'."
             )

@@ -43,12 +43,7 @@ _RESERVED = frozenset(
 
 
 class Renderer:
-    """Renders conversations on one template with one set of template variables.
-
-    Attributes:
-        name: describes the template in messages.
-        template: the template with markers.
-    """
+    """Renders conversations on one template with one set of template variables; ``name`` describes it in messages."""
 
     def __init__(
         self, tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
@@ -105,10 +100,8 @@ class Renderer:
 class Renderings:
     """The renderings of one conversation that its masks need; each is computed once, on first use.
 
-    Attributes:
-        plain: ``plain(count, generation_prompt)``, the plain rendering of the first ``count`` messages.
-        trace: ``trace(count, generation_prompt)``, the trace of the first ``count`` messages, or None.
-        text: the conversation as the model sees it.
+    ``plain(count, prompt)`` and ``trace(count, prompt)`` are those of the first ``count`` messages, with a generation
+    prompt if ``prompt``; ``text`` is the conversation as the model sees it.
     """
 
     def __init__(self, renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> None:
@@ -202,17 +195,11 @@ _PRIVATE_USE = range(0x10FF00, 0x10FFFE, 2)
 
 @dataclass(frozen=True)
 class Trace:
-    """A rendered text with the spans of its messages and generation blocks.
-
-    Attributes:
-        text: the rendering without markers.
-        spans: ``(kind, message index, start, end)`` in closing order; the index is -1 for generation blocks.
-        messages_end: position of the last loop marker: the text after it was written after the last message.
-    """
+    """A rendered text, without markers, with the spans of its messages and generation blocks."""
 
     text: str
-    spans: tuple[tuple[str, int, int, int], ...]
-    messages_end: int
+    spans: tuple[tuple[str, int, int, int], ...]  # (kind, message index or -1, start, end) in closing order
+    messages_end: int  # of the last loop marker: the text after it was written after the last message
 
     def of(self, kind: str, index: int = -1) -> list[Span]:
         """Spans of one kind and message that hold more than white space (generation blocks may be empty)."""
@@ -273,12 +260,8 @@ def _key(kind: str, action: str) -> str:
 class InstrumentedTemplate:
     """A template's syntax tree with markers, and properties of the template that the tree shows.
 
-    Attributes:
-        tree: with markers.
-        has_generation_blocks: whether the template has ``{% generation %}`` blocks (one in a comment is none).
-        prompt_is_fixed: whether everything written after the message loop is independent of the messages and outside
-            of generation blocks.
-        loop_reads_flag: whether the message loop reads ``add_generation_prompt``; meaningful if the prompt is fixed.
+    The prompt is fixed if everything written after the message loop is independent of the messages and outside of
+    generation blocks; only then is ``loop_reads_flag`` meaningful: the message loop reads ``add_generation_prompt``.
     """
 
     tree: nodes.Template

@@ -88,10 +88,8 @@ class Ragged:
         if values.is_nested:
             raise TypeError("expected a dense tensor, found a nested one: use from_nested.")
         if not 0 <= batch_dims < values.ndim:
-            raise ValueError(
-                f"batch_dims must lie in [0, {values.ndim - 1}] for values [*B, T, *F] of shape {tuple(values.shape)}, "
-                f"found {batch_dims}."
-            )
+            allowed, shape = f"[0, {values.ndim - 1}]", tuple(values.shape)
+            raise ValueError(f"batch_dims must lie in {allowed} for [*B, T, *F] of shape {shape}, found {batch_dims}.")
         check_padding_side(side)
         batch, width = values.shape[:batch_dims], values.shape[batch_dims]
         container = Dense(batch, width, values.device)
@@ -118,18 +116,15 @@ class Ragged:
         if values.layout == torch.strided:
             sizes = values._nested_tensor_size()  # [S, ndim - 1], on the CPU
             if sizes.ndim != 2 or sizes.numel() == 0:
-                raise ValueError(
-                    "expected a nested tensor [S, (T_i), *F] of at least one row, "
-                    f"found one of {values.size(0)} rows and {values.ndim} dimensions."
-                )
+                found = f"found one of {values.size(0)} rows and {values.ndim} dimensions"
+                raise ValueError(f"expected a nested tensor [S, (T_i), *F] of at least one row, {found}.")
             if bool((sizes[:, 1:] != sizes[:1, 1:]).any()):
                 raise ValueError(f"only the first dimension of each row may vary, got row shapes {sizes.tolist()}.")
             slots = values.contiguous().values().reshape(int(sizes[:, 0].sum()), *sizes[0, 1:].tolist())
             return cls(slots, None, Strided(sizes[:, 0].tolist(), values.device))
         if (ragged_dim := getattr(values, "_ragged_idx", 1)) != 1:
             raise ValueError(
-                f"the ragged dimension of a jagged tensor must be dimension 1, found dimension {ragged_dim}: "
-                "transpose it back first."
+                f"the ragged dimension must be dimension 1, found dimension {ragged_dim}: transpose it back."
             )
         jagged: Any = values  # torch does not annotate the methods of the jagged subclass
         offsets, lengths, buffer = jagged.offsets(), jagged.lengths(), jagged.values()
@@ -139,10 +134,8 @@ class Ragged:
             return cls(buffer, offsets.diff().long(), container)
         starts, ends = offsets[:-1], offsets[:-1] + lengths
         if bool((ends > offsets[1:]).any() | (lengths < 0).any()):
-            raise ValueError(
-                f"the lengths of a jagged tensor with gaps must lie between 0 and {offsets.diff().tolist()} "
-                f"(the differences of its offsets), found {lengths.tolist()}."
-            )
+            limit = offsets.diff().tolist()
+            raise ValueError(f"jagged lengths must lie between 0 and {limit} (from offsets), found {lengths.tolist()}.")
         rows_open = torch.zeros(buffer.shape[0] + 1, dtype=torch.long, device=buffer.device)
         one = torch.ones_like(starts, dtype=torch.long)
         rows_open = rows_open.index_add(0, starts, one).index_add(0, ends, -one)
@@ -295,10 +288,8 @@ def _check_rows(rows: Sequence[Tensor]) -> None:
         if row.ndim == 0:
             raise ValueError(f"each row must be a tensor [T_i, *F], found a scalar at row {i}.")
         if row.shape[1:] != first.shape[1:] or row.dtype != first.dtype:
-            raise ValueError(
-                f"rows may differ only in their first dimension: expected [*, {tuple(first.shape[1:])}] of "
-                f"{first.dtype} as row 0 has, found {tuple(row.shape)} of {row.dtype} at row {i}."
-            )
+            expected = f"[*, {tuple(first.shape[1:])}] of {first.dtype} as row 0"
+            raise ValueError(f"expected rows {expected}, found {tuple(row.shape)} of {row.dtype} at row {i}.")
 
 
 def _scatter(values: Tensor, mask: Tensor, fill: float) -> Tensor:

@@ -148,9 +148,8 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
     if not same_rows(mask.container, data.container):
         found, expected = mask.container.row_sizes, data.container.row_sizes
         row = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-        raise ValueError(
-            f"{mask_key!r} must have the length of {key!r}: sequence {row} has {found[row]} and {expected[row]} positions."
-        )
+        sizes = f"sequence {row} has {found[row]} and {expected[row]} positions"
+        raise ValueError(f"{mask_key!r} must have the length of {key!r}: {sizes}.")
     keep = mask.slots().bool()
     return Ragged.from_slots(data.slots(), data.container, keep if data.keep is None else keep & data.keep)
 
@@ -165,10 +164,8 @@ def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
     if value.is_nested:
         return Ragged.from_nested(value)
     if value.ndim <= len(batch_size):
-        raise ValueError(
-            f"expected {key!r} to have a token dimension after the batch {tuple(batch_size)}, "
-            f"got shape {tuple(value.shape)}."
-        )
+        batch, shape = tuple(batch_size), tuple(value.shape)
+        raise ValueError(f"expected {key!r} to have a token dimension after the batch {batch}, got shape {shape}.")
     if batch_size.numel() == 0:
         raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it.")
     return Ragged.from_padded(value, batch_dims=len(batch_size))
