@@ -153,10 +153,7 @@ def test_exact_on_one_position(direction, seed, vocab):
     assert_close(case.gradient((case.p * value.detach() * case.log_p).sum()), case.gradient(case.quantity("zero")))
 
 
-@pytest.mark.parametrize(
-    ("name", "logit", "bias_sign"),
-    [("low_var_kl", -5.0, -1), ("corrected_k3", 5.0, -1)],
-)
+@pytest.mark.parametrize(("name", "logit", "bias_sign"), [("low_var_kl", -5.0, -1), ("corrected_k3", 5.0, -1)])
 def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
     """The reason for "while no clamp is active" in the table."""
     case = Setting(torch.tensor([logit, 0.0]), torch.zeros(2), torch.zeros(2))

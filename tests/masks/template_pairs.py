@@ -116,10 +116,7 @@ def compare(template: str, kind: str) -> Outcome:
     try:
         ours = render_conversation(tokenizer, messages)
         marked = tokenizer.apply_chat_template(
-            messages,
-            chat_template=read(f"{template}_training"),
-            return_assistant_tokens_mask=True,
-            return_dict=True,
+            messages, chat_template=read(f"{template}_training"), return_assistant_tokens_mask=True, return_dict=True
         )
     except (jinja2.TemplateError, TypeError) as error:
         return Outcome("refused", reason=str(error))

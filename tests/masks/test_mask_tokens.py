@@ -28,8 +28,7 @@ def masked(tokenizer, text, spans) -> str:
 
 
 @pytest.mark.parametrize(
-    ("span", "expected"),
-    [((1, 3), "bc"), ((2, 3), "bc"), ((1, 2), "bc"), ((3, 4), "d"), ((0, 1), ""), ((2, 2), "")],
+    ("span", "expected"), [((1, 3), "bc"), ((2, 3), "bc"), ((1, 2), "bc"), ((3, 4), "d"), ((0, 1), ""), ((2, 2), "")]
 )
 def test_a_token_that_straddles_the_border_is_masked_in(span, expected):
     tokenizer = build_tokenizer(merges=[("b", "c")])

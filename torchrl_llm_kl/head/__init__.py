@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.head._functions import (
-    Direction,
-    linear_kl,
-    linear_log_prob,
-    linear_pair,
-    linear_top_k,
-    logits_kl,
-)
+from torchrl_llm_kl.head._functions import Direction, linear_kl, linear_log_prob, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.head._tiles import HeadOutput, PairOutput, TopK
 
 __all__ = [

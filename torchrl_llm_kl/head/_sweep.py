@@ -7,16 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._tiles import (
-    LOG_ZERO,
-    Head,
-    PairOutput,
-    Plan,
-    TopK,
-    local_index,
-    log_ratio_to_mixture,
-    tiles,
-)
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, TopK, local_index, log_ratio_to_mixture, tiles
 
 
 @torch.no_grad()

@@ -2,14 +2,7 @@
 
 from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, same_rows
 from torchrl_llm_kl.ragged._ragged import PaddingSide, Ragged, check_padding_side, segment_sum
-from torchrl_llm_kl.ragged._tensordict import (
-    has_entry,
-    own_leaves,
-    read_column,
-    read_node,
-    read_ragged,
-    write_ragged,
-)
+from torchrl_llm_kl.ragged._tensordict import has_entry, own_leaves, read_column, read_node, read_ragged, write_ragged
 
 __all__ = [
     "Container",
