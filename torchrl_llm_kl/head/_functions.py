@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, wide_dtype
 from torchrl_llm_kl.head._operators import sweep, top_k
-from torchrl_llm_kl.head._tiles import Head, HeadOutput, LogitMap, PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Head, HeadOutput, PairOutput, Plan, TopK
 
 #: A divergence of policy and reference, see :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
@@ -140,9 +140,9 @@ def linear_pair(
         raise ValueError(
             f"hidden holds {policy.sizes[0]} positions but ref_hidden holds {ref.sizes[0]}: expected the same."
         )
-    if (policy.map.dtype == torch.float64) != (ref.map.dtype == torch.float64):
+    if (policy.dtype == torch.float64) != (ref.dtype == torch.float64):
         raise TypeError(
-            f"the policy's product is {policy.map.dtype} but the reference's {ref.map.dtype}; expected both float64 or "
+            f"the policy's product is {policy.dtype} but the reference's {ref.dtype}; expected both float64 or "
             "neither. Set product_dtype."
         )
     checked = None if targets is None else _check_targets(targets, policy)
@@ -219,9 +219,9 @@ def logits_kl(
             "same [N, V] with V at least 1. Flatten the positions first."
         )
     _check_temperature(temperature)
-    both = LogitMap(wide_dtype(logits.dtype, ref_logits.dtype), float(temperature))
-    plan = Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta))
-    return sweep(plan, None, Head(logits, None, None, both), Head(ref_logits, None, None, both)).kl
+    dtype = wide_dtype(logits.dtype, ref_logits.dtype)
+    policy, ref = (Head(each, None, None, dtype, float(temperature)) for each in (logits, ref_logits))
+    return sweep(Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta)), None, policy, ref).kl
 
 
 @torch.no_grad()
@@ -296,8 +296,7 @@ def _make_head(
             f"{prefix}hidden has dtype {hidden.dtype} but {prefix}weight has dtype {weight.dtype}; expected the same "
             "dtype. Set product_dtype to multiply in one of your choice."
         )
-    logit_map = LogitMap(product_dtype or hidden.dtype, float(temperature), float(scale), soft_cap)
-    return Head(hidden, weight, bias, logit_map)
+    return Head(hidden, weight, bias, product_dtype or hidden.dtype, float(temperature), float(scale), soft_cap)
 
 
 def _check_temperature(temperature: float) -> None:

@@ -82,8 +82,8 @@ class _Side(NamedTuple):
 
     def normalise(self, head: Head, statistics: Sequence[Tensor], rows: slice) -> None:
         """Turn the logits in ``log_prob`` into log-probs, and fill the rest."""
-        if head.map.soft_cap is not None:
-            torch.div(self.log_prob, head.map.gain, out=self.bend)
+        if head.soft_cap is not None:
+            torch.div(self.log_prob, head.gain, out=self.bend)
             torch.square(self.bend, out=self.bend).neg_().add_(1.0)
         for statistic in statistics:
             self.log_prob.sub_(statistic[rows].unsqueeze(-1))
@@ -121,10 +121,10 @@ def _product_gradient(
     if of_log_prob is not None and row.targets is not None:
         index, inside = local_index(row.targets, cols)
         out.scatter_add_(1, index, of_log_prob * inside)
-    if head.map.soft_cap is not None:
+    if head.soft_cap is not None:
         out.mul_(side.bend)
-    if head.map.slope != 1.0:
-        out.mul_(head.map.slope)
+    if head.slope != 1.0:
+        out.mul_(head.slope)
 
 
 class _HeadGradient:
@@ -155,7 +155,7 @@ class _HeadGradient:
             return
         if self.bias is not None:
             _accumulate(self.bias[cols], gradient.sum(0), rows.start == 0)
-        gradient = gradient.to(self.head.map.dtype)
+        gradient = gradient.to(self.head.dtype)
         if self.hidden is not None:
             _accumulate_product(self.hidden[rows], gradient, weight, cols.start == 0)
         if self.weight is not None:

@@ -4,8 +4,8 @@ Tracing into a sweep would unroll its tiles, recompile for every other number of
 into copies of whole gradients.
 
 ``tensors`` are the targets, then hidden states, weight and bias of the policy and of the reference; None for a missing
-one. Operators take tensors, numbers and lists, and return lists without None: ``settings`` hold a plan and the logit
-maps in that form.
+one. Operators take tensors, numbers and lists, and return lists without None: ``settings`` hold the rest of the heads
+and a plan in that form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import Head, LogitMap, PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Head, PairOutput, Plan, TopK
 
 Tensors = Sequence[Tensor | None]
 Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, list[float]]
@@ -69,10 +69,10 @@ def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
-    maps = [policy.map] if ref is None else [policy.map, ref.map]
-    numbers = [number for each in maps for number in (each.temperature, each.scale, each.soft_cap or 0.0)]
-    ref_dtype = None if ref is None else ref.map.dtype
-    return list(plan.chunk), plan.entropy, list(plan.shares), policy.map.dtype, ref_dtype, numbers
+    heads = [policy] if ref is None else [policy, ref]
+    numbers = [number for each in heads for number in (each.temperature, each.scale, each.soft_cap or 0.0)]
+    ref_dtype = None if ref is None else ref.dtype
+    return list(plan.chunk), plan.entropy, list(plan.shares), policy.dtype, ref_dtype, numbers
 
 
 def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head]]:
@@ -80,8 +80,7 @@ def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head]]:
     heads = []
     for i, each in enumerate([dtype] if ref_dtype is None else [dtype, ref_dtype]):
         temperature, scale, soft_cap = numbers[3 * i : 3 * i + 3]
-        logit_map = LogitMap(each, temperature, scale, soft_cap or None)
-        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], logit_map]))
+        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], each, temperature, scale, soft_cap or None]))
     return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1])), heads
 
 

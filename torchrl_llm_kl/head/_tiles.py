@@ -50,10 +50,15 @@ class TopK(NamedTuple):
     tail_log_prob: Tensor  #: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none
 
 
-@dataclass(frozen=True)
-class LogitMap:
-    """``softcap(scale * (hidden @ weight.T + bias)) / temperature``, with the product in ``dtype``."""
+class Head(NamedTuple):
+    """One model's logits: ``softcap(scale * (hidden @ weight.T + bias)) / temperature``, with the product in ``dtype``.
 
+    Without a weight there is no product to compute: ``hidden`` is the product, ``[N, V]``.
+    """
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor | None  # [V, H]
+    bias: Tensor | None  # [V]
     dtype: torch.dtype
     temperature: float = 1.0
     scale: float = 1.0
@@ -69,48 +74,36 @@ class LogitMap:
         """Derivative of a logit with respect to the product, without that of tanh."""
         return self.scale / self.temperature
 
-
-class Head(NamedTuple):
-    """One model's side: ``hidden [N, H]``, ``weight [V, H]``, ``bias [V]`` and the map to logits.
-
-    Without a weight there is no product to compute: ``hidden`` is the product, ``[N, V]``.
-    """
-
-    hidden: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    map: LogitMap
-
     @property
     def sizes(self) -> tuple[int, int]:  # N and V
         return self.hidden.shape[0], self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
 
     @property
     def wide(self) -> torch.dtype:  # of everything after the product: float32 at least
-        return wide_dtype(self.map.dtype)
+        return wide_dtype(self.dtype)
 
     def per_position(self, fill: float) -> Tensor:
         return self.hidden.new_full(self.hidden.shape[:1], fill, dtype=self.wide)
 
     def columns(self, cols: slice) -> Columns:
         """Weight and bias of some tokens, in the dtype of the product."""
-        weight, bias = (None if t is None else t[cols].to(self.map.dtype) for t in (self.weight, self.bias))
+        weight, bias = (None if t is None else t[cols].to(self.dtype) for t in (self.weight, self.bias))
         return weight, bias
 
     def logits(self, rows: slice, cols: slice, columns: Columns, out: Tensor) -> Tensor:
         """Fill ``out [n, v]`` with the logits of a tile, given :meth:`columns` of its tokens."""
-        settings, (weight, bias) = self.map, columns
-        factor = settings.scale / (settings.soft_cap or settings.temperature)
-        if weight is None or out.dtype != settings.dtype:
+        weight, bias = columns
+        factor = self.scale / (self.soft_cap or self.temperature)
+        if weight is None or out.dtype != self.dtype:
             # A head in half precision rounds its logits before anything else happens to them; so does this one.
-            hidden = self.hidden[rows, cols] if weight is None else self.hidden[rows].to(settings.dtype)
+            hidden = self.hidden[rows, cols] if weight is None else self.hidden[rows].to(self.dtype)
             out.copy_(hidden if weight is None else F.linear(hidden, weight, bias))
             if factor != 1.0:
                 out.mul_(factor)
         else:
             start, beta = (out, 0.0) if bias is None else (bias, factor)
-            torch.addmm(start, self.hidden[rows].to(settings.dtype), weight.T, beta=beta, alpha=factor, out=out)
-        return out if settings.soft_cap is None else out.tanh_().mul_(settings.gain)
+            torch.addmm(start, self.hidden[rows].to(self.dtype), weight.T, beta=beta, alpha=factor, out=out)
+        return out if self.soft_cap is None else out.tanh_().mul_(self.gain)
 
 
 @dataclass(frozen=True)
