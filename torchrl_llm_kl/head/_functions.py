@@ -37,8 +37,8 @@ def linear_log_prob(
     """Log-probs of given tokens, and the entropy, under ``softcap(scale * (hidden @ weight.T + bias)) / temperature``.
 
     Works through tiles of positions and tokens with an online softmax in float32 or wider, and recomputes the logits in
-    backward: neither holds more than a few tiles besides inputs and gradients. Gradients reach hidden states, weight
-    and bias, and are summed in float32 or wider. Differentiable once.
+    backward: neither holds more than a few tiles besides inputs and gradients. Gradients of hidden states, weight and
+    bias are summed in float32 or wider. Differentiable once.
 
     The product is computed as the model's own head computes it: by default in the dtype of the inputs (under autocast,
     in autocast's), so that half precision rounds each logit; everything after is float32. Backward then rounds each

@@ -39,13 +39,9 @@ def history_to_messages(history: History) -> list[Any]:
     Fields that are ``None``, the ``is_complete`` flag and placeholder messages (role ``"<none>"``) are dropped, so that
     tests such as ``"tool_calls" in message`` work in a template.
 
-    Args:
-        history: any batch size, dense or lazily stacked, with conversations of different lengths. The last dimension
-            is the messages; a single message without dimensions is a conversation of one.
-
-    Returns:
-        A list of message dicts for a one-dimensional history, nested lists of them for more dimensions. The dicts are
-        copies: changing them leaves ``history`` unchanged.
+    ``history`` has any batch size, dense or lazily stacked; the last dimension is the messages, and a single message
+    without dimensions is a conversation of one. Returns a list of message dicts for one dimension, nested lists of them
+    for more; the dicts are copies.
 
     Example:
         >>> import tensordict

@@ -53,8 +53,8 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
         lengths: number of tokens of each sequence, prompt and response together, integer ``[S]``.
 
     Returns:
-        Bool ``[N]`` with ``N = lengths.sum()``, on the device of ``lengths``: True from the first response token on.
-        The first token of a sequence is False even after an empty prompt: it has no prefix and no log-prob.
+        Bool ``[lengths.sum()]``, on the device of ``lengths``: True from the first response token on, except for the
+        first token of a sequence, which has no prefix and no log-prob.
 
     Example:
         >>> mask_from_prompt_lengths(torch.tensor([2, 0]), torch.tensor([4, 3])).tolist()

@@ -32,23 +32,15 @@ from torchrl_llm_kl.ragged._ragged import Ragged
 _Tree = dict[str, "_Tree"]
 
 
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
 # ------------------------------------------------------------------ reading
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
-    """Read an entry of a TensorDict of any batch size.
+    """Read an entry of a TensorDict of any batch size; None if any element lacks it.
 
-    Returns:
-        A tensor (dense or nested), non-tensor data as TensorDict returns it, or, from a lazy stack (``td`` or a parent
-        of the entry), a :class:`list` with one value per element of the batch in row-major order. None if any element
-        lacks the entry.
-
-    Raises:
-        TypeError: if a parent of the entry is not a TensorDict.
+    From a lazy stack (``td`` or a parent of the entry) the result is a :class:`list` with one value per element of the
+    batch in row-major order, else a tensor (dense or nested) or non-tensor data as TensorDict returns it. A parent that
+    is not a TensorDict raises a TypeError.
 
     Example:
         >>> td = lazy_stack([TensorDict(x=torch.ones(1)), TensorDict(x=torch.ones(2))])
@@ -64,6 +56,10 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
     if not isinstance(value, TensorDictBase):
         raise TypeError(f"expected a nested TensorDict under {path[0]!r} to hold {key!r}, got {type(value).__name__}.")
     return read_column(value, path[1:])
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Any] | None:
@@ -118,19 +114,10 @@ def has_entry(td: TensorDictBase, key: NestedKey) -> bool:
 
 
 def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None = None) -> Ragged | None:
-    """Read a variable-length entry ``[*B, (T), *F]`` in whatever form it is stored.
+    """Read a variable-length entry ``[*B, (T), *F]``: dense (padded), nested, or the leaves of a lazy stack.
 
-    Args:
-        td: the TensorDict.
-        key: the entry: a dense (padded) tensor, a nested tensor, or the leaves of a lazy stack.
-        mask_key: a boolean entry of the same form: True where ``key`` holds a value, False at padding. Ignored if
-            ``td`` has no such entry; nested data needs none.
-
-    Returns:
-        The entry, or None if it is missing.
-
-    Raises:
-        ValueError: if rows of the mask and of the entry differ in length.
+    ``mask_key`` is a boolean entry with rows of equal lengths (else a ValueError): True where ``key`` holds a value,
+    False at padding. It is ignored if ``td`` lacks it; nested data needs none. Returns None if ``key`` is missing.
 
     Example:
         >>> td = TensorDict(x=torch.tensor([[5, 0], [6, 7]]), mask=torch.tensor([[True, False], [True, True]]))
@@ -177,11 +164,8 @@ def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
 def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: Container) -> TensorDictBase:
     """Write ``slots [M, *F]``, one value per slot of ``container``, under ``key`` in the form of the container.
 
-    A lazy stack gets one row per leaf, a dense TensorDict a dense or nested tensor. A dense TensorDict with several
-    batch dimensions cannot hold ragged rows: the result is then a lazy stack with the same entries.
-
-    Returns:
-        ``td``, changed in place, or the lazy stack that replaces it.
+    A lazy stack gets one row per leaf, a dense TensorDict a dense or nested tensor. Returns ``td``, changed in place,
+    unless it is dense, has several batch dimensions and cannot hold ragged rows: then a lazy stack that replaces it.
 
     Example:
         >>> td = lazy_stack([TensorDict(), TensorDict()])
@@ -189,19 +173,20 @@ def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: C
         tensor([1, 2])
     """
     path, sizes = _path(key), container.row_sizes
+    equal = len(set(sizes)) == 1
     if not isinstance(td, LazyStackedTensorDict):
         if len(path) > 1:
             sub = _node_of(td.get(path[0], None))
             if sub is None:
                 sub = TensorDict(batch_size=td.batch_size)
-                if isinstance(container, Rows) and not _equal(sizes):
+                if isinstance(container, Rows) and not equal:
                     sub = _lazy(sub)
             new = write_ragged(sub, path[1:], slots, container)
             if new is not sub or td.get(path[0], None) is None:
                 td.set(path[0], new)
             return td
         if isinstance(container, Rows):
-            if td.batch_dims == 0 or _equal(sizes):
+            if td.batch_dims == 0 or equal:
                 container = Dense(td.batch_size, sizes[0], slots.device)
             elif td.batch_dims == 1:
                 return td.set(path[0], torch.nested.as_nested_tensor(container.build(slots), layout=torch.strided))
@@ -209,10 +194,6 @@ def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: C
             return td.set(path[0], container.build(slots))
         td = _lazy(td)
     return _write_rows(td, path, split_rows(slots, sizes))
-
-
-def _equal(sizes: list[int]) -> bool:
-    return len(set(sizes)) == 1
 
 
 def _lazy(td: TensorDictBase) -> TensorDictBase:
@@ -352,11 +333,9 @@ def _set_rows(nodes: Sequence[Any], path: tuple[str, ...], rows: Sequence[Tensor
 
 
 def _child_or_new(node: TensorDictBase, name: str) -> Any:
-    child = node.get(name, None)
-    if child is None:
-        child = TensorDict(batch_size=node.batch_size, device=node.device)
-        node.set(name, child)
-    return child
+    if node.get(name, None) is None:
+        node.set(name, TensorDict(batch_size=node.batch_size, device=node.device))
+    return node.get(name)
 
 
 def _copy_rows(nodes: Sequence[Any], tree: _Tree | None = None) -> list[Any]:
