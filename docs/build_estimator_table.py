@@ -43,15 +43,7 @@ MEASURED = """
 
 
 def gaussian_bias_and_std(name: EstimatorName, shift: float) -> tuple[float, float]:
-    """Bias and standard deviation of an estimator over the true KL, for N(0, 1) against N(shift, 1).
-
-    Args:
-        name: of a per-token estimator.
-        shift: mean of the reference.
-
-    Returns:
-        The two numbers, by the trapezoid rule in float64 on +-12 standard deviations.
-    """
+    """Bias and standard deviation over the true KL of N(0, 1) and N(shift, 1): trapezoid rule, +-12 deviations."""
     x = torch.linspace(-12.0, 12.0, 20_001, dtype=torch.float64)
     log_p, log_q = (-0.5 * (x - mean) ** 2 - 0.5 * math.log(2 * math.pi) for mean in (0.0, shift))
     estimate, density = get_estimator(name)(log_p, log_q), log_p.exp()
@@ -62,7 +54,6 @@ def gaussian_bias_and_std(name: EstimatorName, shift: float) -> tuple[float, flo
 
 
 def render() -> str:
-    """Return the text of the page."""
     shifts = (0.1, 1.0)
     titles = [f"{what}, m = {m:g}" for m in shifts for what in ("bias", "std")]
     lines = [f"| name | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]

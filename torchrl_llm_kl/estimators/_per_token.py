@@ -1,7 +1,6 @@
 r"""KL estimates from the log-probs of the sampled tokens, and the names of all estimators.
 
-The package's docstring has the arguments, results and errors that they share. Below, :math:`\pi` is the policy and
-``d = log_prob - ref_log_prob``; a "mean" is over the next token given its prefix.
+:math:`\pi` is the policy, ``d = log_prob - ref_log_prob``, and a "mean" is over the next token given its prefix.
 """
 
 from __future__ import annotations
@@ -181,9 +180,8 @@ class StraightThrough:
 
     For tokens sampled from the policy the mean *gradient* is that of the reverse :math:`KL(\pi \| \pi_{ref})`, whatever
     the base. The value, and whether it is unbiased, are the base's: ``"k3+"`` is unbiased and quiet, so it is the one
-    for a **loss** whose value is logged too. The clamps of the base act on the value only. In a **reward**, where the
-    gradient is not used, it equals its base. The gradient is not importance-weighted, not even for ``"corrected_k3+"``.
-    Can be pickled.
+    for a **loss** whose value is logged too. Clamps of the base act on the value only. In a **reward**, where the
+    gradient is not used, it equals its base. The gradient is never importance-weighted. Can be pickled.
 
     Args:
         base: a per-token estimator.
@@ -212,7 +210,7 @@ class StraightThrough:
 
 
 class UnknownEstimatorError(UnknownNameError):
-    """The name is not registered; the message lists those that are and suggests the nearest one."""
+    """No estimator has this name; the message lists the names and suggests the nearest one."""
 
 
 _ESTIMATORS = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimatorError)

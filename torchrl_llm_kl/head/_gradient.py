@@ -26,7 +26,7 @@ def backward_sweep(
 ) -> list[Tensor | None]:
     """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
 
-    ``result`` and ``statistics`` are forward's; ``grads`` belong to the fields of ``result``, None for zero.
+    ``grads`` belong to the fields of forward's ``result``, None for zero.
     """
     if not any(needed):
         return [None] * len(needed)
@@ -64,7 +64,7 @@ class _Row(NamedTuple):
 
     targets: Tensor | None
     entropy: Tensor | None
-    # What the probabilities of each head weigh: its KL to the other head or to the mixture; None if they weigh none.
+    # The KL that the probabilities of each head weigh, to the other head or to the mixture; None for none.
     kl: Tensor | None
     ref_kl: Tensor | None
     of_kl: Tensor | None
