@@ -54,6 +54,7 @@ def gaussian_bias_and_std(name: EstimatorName, shift: float) -> tuple[float, flo
 
 
 def render() -> str:
+    """Return the page."""
     shifts = (0.1, 1.0)
     titles = [f"{what}, m = {m:g}" for m in shifts for what in ("bias", "std")]
     lines = [f"| name | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
