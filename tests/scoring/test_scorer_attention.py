@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _attention
+from torchrl_llm_kl.scoring._model import Route, Setup
 from torchrl_llm_kl.scoring._packed import PackedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, read
-from torchrl_llm_kl.scoring._setup import Route, Setup
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import tiny_model
 from toy_rollouts import plain_log_probs

@@ -1,18 +1,22 @@
-"""Forwards of packs: every distinct prefix of a request goes through the body once, a pack of tokens at a time."""
+"""Packs: every distinct prefix of a request goes through the body once, a pack of tokens at a time, without padding."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.scoring._attention import pack_attention
+from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup
-from torchrl_llm_kl.scoring._model import body_and_head, call, hidden_of
-from torchrl_llm_kl.scoring._packs import KeysValues, PackLayout, PackPiece, PackPlan, plan_packs
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, send
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import States, head_states
-from torchrl_llm_kl.scoring._setup import Setup, send
 from torchrl_llm_kl.scoring._tree import PrefixTree
+
+# ---------------------------------------------------------------------- the forwards
 
 
 class PackedPass:
@@ -31,12 +35,7 @@ class PackedPass:
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        request: Request,
-        tree: PrefixTree,
-        tokens_per_batch: int,
-        lookup: CacheLookup | None = None,
+        self, setup: Setup, request: Request, tree: PrefixTree, tokens_per_batch: int, lookup: CacheLookup | None = None
     ) -> None:
         self.setup, self.size, self.lookup = setup, tokens_per_batch, lookup
         self.body = body_and_head(setup.model)[0]
@@ -52,7 +51,8 @@ class PackedPass:
         self._positions = send(position, setup.device)
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
         self._last_use = self.plan.last_use()
-        self._pasts: dict[int, list[KeysValues]] = {}  # of pieces in earlier packs: theirs and those before, in order
+        # Of pieces that later packs attend to: keys and values of the piece and of all before it, in order.
+        self._pasts: dict[int, list[KeysValues]] = {-1: []}
         self.has_window = False
 
     def run(self, index: int) -> States:
@@ -62,53 +62,117 @@ class PackedPass:
         with self.setup.active(), pack_attention(self.body, layout):
             output = call(self.body, self._ids[None, here], position_ids=self._positions[None, here], use_cache=False)
             self.has_window |= layout.has_window
-            self._keep(index, layout)
-            return head_states(self.setup, hidden_of(output)[0][self._slots[index]])
+            for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
+                if self.lookup is not None and forwarded.kept is not None:
+                    piece = self.plan.pieces[i]
+                    self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
+            self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
+            return head_states(self.setup, read_output(output, "last_hidden_state")[0][self._slots[index]])
 
     def _layout(self, number: int) -> PackLayout:
-        pack = self.plan.packs[number]
-        inside = {piece: i for i, piece in enumerate(pack)}
+        inside = {piece: i for i, piece in enumerate(self.plan.packs[number])}
         pieces = []
         first = 0
-        for i in pack:
+        for i in inside:
             piece = self.plan.pieces[i]
-            outside = [] if piece.past in inside else self._past(piece.past)
-            keep = self.lookup is not None or self._last_use[i] > number
-            pieces.append(PackPiece(first, first + piece.length, inside.get(piece.past, -1), outside, keep))
+            later = self._last_use[i] > number
+            if piece.past not in self._pasts and piece.past not in inside:
+                assert self.lookup is not None, "a piece is forwarded before those that follow it"
+                self._pasts[piece.past] = self.lookup.past(self.plan.pieces[piece.past].node)
+            kept: KeysValues = []
+            if later:
+                self._pasts[i] = [*self._pasts[piece.past], kept]
+            keep = later or self.lookup is not None
+            outside = [] if piece.past in inside else self._pasts[piece.past]
+            past = inside.get(piece.past, -1)
+            pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
             first += piece.length
         return PackLayout(pieces)
 
-    def _past(self, index: int) -> list[KeysValues]:
-        """Keys and values of a piece outside the pack and of all before it, in order."""
-        if index < 0:
-            return []
-        if index not in self._pasts:
-            assert self.lookup is not None, "a piece is forwarded before those that follow it"
-            self._pasts[index] = self.lookup.past(self.plan.pieces[index].node)
-        return self._pasts[index]
 
-    def _keep(self, number: int, layout: PackLayout) -> None:
-        """Hold keys and values for later packs, insert new ones into the cache, and drop the rest."""
-        pack = self.plan.packs[number]
-        for i, kept in layout.kept.items():
-            piece = self.plan.pieces[pack[i]]
-            if self.lookup is not None:
-                self.lookup.insert(piece.node, piece.first, piece.length, kept)
-            if self._last_use[pack[i]] > number:
-                chain, before = [kept], layout.pieces[i]
-                while before.past >= 0:
-                    chain.append(layout.kept[before.past])
-                    before = layout.pieces[before.past]
-                self._pasts[pack[i]] = [*before.outside, *reversed(chain)]
-        self._pasts = {piece: kept for piece, kept in self._pasts.items() if self._last_use[piece] > number}
+# ---------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one node of a prefix tree."""
+
+    node: int
+    first: int  # place of its first token in the node
+    length: int  # at least 1
+    past: int  # the piece before its first token, -1 at the start of a sequence
+    cached: bool = False  # keys and values of its tokens and of all before them are cached: in no pack, `past` is -1
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Pieces in an order in which each comes after its ``past``, and the packs that they form."""
+
+    pieces: list[Piece]
+    packs: list[list[int]]  # indices of pieces, ascending through all packs
+
+    def last_use(self) -> list[int]:
+        """The last pack in which another piece attends to each piece, -1 if none does."""
+        out = [-1] * len(self.pieces)
+        for pack, indices in enumerate(self.packs):
+            for index in indices:
+                piece = self.pieces[index].past
+                while piece >= 0 and out[piece] < pack:
+                    out[piece] = pack
+                    piece = self.pieces[piece].past
+        return out
+
+
+def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | None = None) -> PackPlan:
+    """Lay the nodes of a prefix tree end to end, depth first, and cut the row every ``tokens_per_batch`` tokens.
+
+    Depth first holds the fewest keys and values for later packs. ``cached`` is the number of leading tokens of each node
+    that need no forward, by default 0.
+
+    Example:
+        >>> from torchrl_llm_kl.ragged import Ragged
+        >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8]]
+        >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
+        >>> plan = plan_packs(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 6)
+        >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
+        [[(0, 0, 3, -1), (2, 0, 2, 0), (3, 0, 1, 0)], [(1, 0, 2, -1)]]
+    """
+    check_range(1, tokens_per_batch=tokens_per_batch)
+    parents, lengths = tree.parent.tolist(), tree.length.tolist()
+    children: dict[int, list[int]] = {node: [] for node in range(-1, len(lengths))}
+    for node, parent in enumerate(parents):
+        children[parent].append(node)
+
+    pieces: list[Piece] = []
+    packs: list[list[int]] = []
+    room = 0
+    last_piece: dict[int, int] = {-1: -1}
+    waiting = children[-1][::-1]
+    while waiting:
+        node = waiting.pop()
+        waiting.extend(reversed(children[node]))
+        past, done = last_piece[parents[node]], 0
+        if cached is not None and cached[node] > 0:
+            pieces.append(Piece(node, 0, cached[node], -1, cached=True))
+            past, done = len(pieces) - 1, cached[node]
+        while done < lengths[node]:
+            if room == 0:
+                packs.append([])
+                room = tokens_per_batch
+            length = min(room, lengths[node] - done)
+            pieces.append(Piece(node, done, length, past))
+            past, done, room = len(pieces) - 1, done + length, room - length
+            packs[-1].append(past)
+        last_piece[node] = past
+    return PackPlan(pieces, packs)
 
 
 def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens to forward, pack after pack.
+    """The row of all tokens to forward, pack after pack.
 
     Returns:
-        The flat element of each and its position in its sequence, ``[R]``; the place in the row of each token of the
-        tree, node after node, -1 for those not in it.
+        Of each token in the row, its flat element and its position in its sequence; of each token of the tree, node
+        after node, its place in the row, -1 if it is not in it.
     """
     pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
     node, first, length = torch.tensor([(p.node, p.first, p.length) for p in pieces]).long().reshape(-1, 3).unbind(-1)
