@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _attention
 from torchrl_llm_kl.scoring._model import Route, Setup
-from torchrl_llm_kl.scoring._packed import PackedPass
+from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, read
 from torchrl_llm_kl.scoring._tree import PrefixTree

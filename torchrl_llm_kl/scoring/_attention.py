@@ -59,8 +59,7 @@ class PackLayout:
 def pack_attention(body: nn.Module, layout: PackLayout) -> Iterator[None]:
     """Attend within a pack inside, in this thread; restore the configuration afterwards, also after an error.
 
-    Raises:
-        NotImplementedError: if the body's attention cannot be exchanged, or is more than a causal mask and a window.
+    Raises a NotImplementedError if the body's attention cannot be exchanged, or is more than a causal mask and a window.
     """
     found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
     configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
@@ -115,18 +114,15 @@ def _attention(
     if softcap is None and s_aux is None and dropout == 0.0 and takes_varlen(query):
         return _attend_varlen(layout, call, query, key, value, scaling, sliding_window), None
     followed = {piece.past for piece in layout.pieces}
-    keys: dict[int, Tensor] = {}
-    values: dict[int, Tensor] = {}
+    seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others follow
     out = []
     for i, piece in enumerate(layout.pieces):
         k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-        if piece.past >= 0:
-            k, v = torch.cat([keys[piece.past], k], 2), torch.cat([values[piece.past], v], 2)
-        elif piece.outside:
-            past = [kept[call] for kept in piece.outside]
+        past = [seen[piece.past]] if piece.past >= 0 else [kept[call] for kept in piece.outside]
+        if past:
             k, v = torch.cat([*(p[0] for p in past), k], 2), torch.cat([*(p[1] for p in past), v], 2)
         if i in followed:
-            keys[i], values[i] = k, v
+            seen[i] = k, v
         q = query[:, :, piece.first : piece.last]
         for rows, cols, mask in _blocks(layout, q, k, sliding_window):
             block = q[:, :, rows], k[:, :, cols], v[:, :, cols]
@@ -234,10 +230,9 @@ def _varlen_index(
 ) -> tuple[list[KeysValues], Tensor, tuple[Tensor, Tensor, int, int]]:
     """The keys of each piece, for every layer.
 
-    Returns:
-        The keys and values from outside the pack, each once; the index that lays these and the pack's own out piece
-        after piece; and the kernel's spans: ends of the queries and of the keys of each piece (int32, from 0 on), the
-        most queries and the most keys of a piece.
+    Returns the keys and values from outside the pack, each once; the index that lays these and the pack's own out piece
+    after piece; and the kernel's spans: ends of the queries and of the keys of each piece (int32, from 0 on), the most
+    queries and the most keys of a piece.
     """
     outside = {id(kept): kept for piece in layout.pieces for kept in piece.outside}
     span: dict[int, Tensor] = {}  # the places of each in the row of all keys

@@ -54,19 +54,12 @@ class PrefixKVCache:
     """Scored token sequences as a tree of segments; evicts the least recently used when it is full.
 
     A conversation is found by its tokens alone, so environments may interleave in any order.
-
-    Args:
-        limit: the most bytes of keys and values to hold.
-
-    Attributes:
-        num_bytes: held now.
-        tokens_seen: tokens of all requests so far, each shared prefix once.
-        tokens_recalled: cache hits: the tokens among them that needed no forward.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.tokens_seen = self.tokens_recalled = 0
+        self.limit = limit  # the most bytes of keys and values
+        self.tokens_seen = 0  # tokens of all requests so far, each shared prefix once
+        self.tokens_recalled = 0  # those among them that needed no forward: cache hits
         self._owner: tuple[object, ...] = ()
         self.clear()
 
@@ -89,11 +82,7 @@ class PrefixKVCache:
         return len(self._by_use)
 
     def walk(self, cursor: Cursor, tokens: Tensor) -> tuple[Cursor, list[tuple[Segment, int, int]]]:
-        """Follow ``tokens`` from a place as far as they are cached.
-
-        Returns:
-            The place after the last hit, and the hits: segment, first place and last place in it.
-        """
+        """The place up to which ``tokens`` are cached, and the hits: segment, first place and last place in it."""
         segment, offset, done = cursor.segment, cursor.offset, 0
         hits = []
         while done < tokens.numel():
@@ -153,11 +142,7 @@ def _num_bytes(keys_values: KeysValues) -> int:
 class CacheLookup:
     """The cached part of a request's prefix tree; takes keys, values and log-probs of the rest.
 
-    Args:
-        cache: of the model.
-        request: the tokens to score.
-        tree: of the request's tokens and forward lengths.
-        values: False if more than log-probs is wanted, so that no score comes from the cache.
+    If ``values`` is False, no score comes from the cache: more than log-probs is wanted.
 
     Attributes:
         scored: the request's mask without the tokens whose log-prob is cached; ``[N]``.
@@ -249,6 +234,7 @@ class CacheLookup:
         return self.request.tokens.values[element : element + int(self.tree.length[node])]
 
     def _hit(self, segment: Segment, first: int, last: int, place: int) -> None:
+        """Read a hit's log-probs into the tree, and note it for :meth:`finish`."""
         self._used.add(segment)
         self._hits.append((segment, first, last, place))
         self._log_probs[place : place + last - first] = segment.log_probs[first:last]

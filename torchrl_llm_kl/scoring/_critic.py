@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import find_head, position_limit, send, text_config, vocab_size
-from torchrl_llm_kl.scoring._padded import plan_micro_batches
+from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import Request
 
 

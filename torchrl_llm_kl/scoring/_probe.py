@@ -20,8 +20,7 @@ from torchrl_llm_kl.scoring._model import (
     read_output,
     vocab_size,
 )
-from torchrl_llm_kl.scoring._packed import PackedPass
-from torchrl_llm_kl.scoring._padded import PaddedPass
+from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, log_prob_at, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
@@ -41,10 +40,9 @@ _TOKENS_PER_BATCH = 8
 
 
 def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> tuple[Route, str | None]:
-    """The first route that reproduces the model's plain forward of one sequence at a time, without padding.
+    """The first route that reproduces the model's own forward, and the reason if it is not the fast one.
 
-    Returns:
-        The route, and the reason if it is not the fast one.
+    The model's own forward here takes one sequence at a time, without padding.
     """
     head = find_head(model)
     has_parts = find_body(model) is not None and head is not None
@@ -61,7 +59,10 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
 
     setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), dtype=dtype)
     with setup.active():
-        request = _probe_request(vocab, position_limit(model))
+        limit, generator = position_limit(model), torch.Generator().manual_seed(0)
+        lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
+        rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
+        request = Request.build(Ragged.from_list(rows), None)
         plain, tolerance = _plain(model, request)
         for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_parts else _FULL_ROUTES:
             setup = replace(setup, route=route)
@@ -78,13 +79,6 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         f"{complaint}; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
         "deterministic?"
     )
-
-
-def _probe_request(vocab: int, limit: int | None) -> Request:
-    lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-    return Request.build(Ragged.from_list(rows), None)
 
 
 def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
@@ -132,7 +126,15 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
     has_state = any(getattr(module, "_is_stateful", False) for module in model.modules())  # recurrence, convolution
     if has_state or (limit is not None and limit < _TRUNK + _OTHER + 1):
         return False
-    rows, others = _probe_rows(vocab)
+    # Two answers to one question and one to another; and these with other tokens at the end of the first two.
+    generator = torch.Generator().manual_seed(1)
+    lengths = (_TRUNK, _BRANCH, *_TAILS, _OTHER)
+    trunk, branch, one, two, other = (torch.randint(vocab, (n,), generator=generator) for n in lengths)
+    parts = ((trunk, branch, one), (trunk, branch, two), (trunk, other))
+    rows = Ragged.from_list([torch.cat(row) for row in parts])
+    untouched = rows.sequence_ids == 2
+    ends = ~untouched & (rows.positions >= _TRUNK + _BRANCH)
+    others = rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
     try:
         found, passed_window = _packed(setup, rows)
         if has_window(model) and not passed_window:
@@ -146,19 +148,8 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         moved = _packed(setup, others)[0] - found
     except Exception:  # an attention of its own kind
         return False
-    untouched = rows.sequence_ids == 2
     half = precision >= 1e-2  # half precision: any change comes from another sequence
     return float(moved[untouched].abs().max()) <= (0.0 if half else 1e-5 * largest)
-
-
-def _probe_rows(vocab: int) -> tuple[Ragged, Ragged]:
-    """Two answers to one question and one to another; and these with other tokens at the end of the first two."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = (_TRUNK, _BRANCH, *_TAILS, _OTHER)
-    trunk, branch, *tails, other = (torch.randint(vocab, (n,), generator=generator) for n in lengths)
-    rows = [[torch.cat([trunk, branch, (tail + shift) % vocab]) for tail in tails] for shift in (0, 1)]
-    first, second = (Ragged.from_list([*some, torch.cat([trunk, other])]) for some in rows)
-    return first, second
 
 
 def _packed(setup: Setup, rows: Ragged) -> tuple[Tensor, bool]:

@@ -23,17 +23,12 @@ class PaddedBatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Token ids of ``S`` sequences laid end to end, and the tokens among them to score. All on the CPU.
+    """Token ids of ``S`` sequences laid end to end, and the tokens among them to score. All on the CPU."""
 
-    Args:
-        tokens: int64 ids.
-        mask: True at tokens to score; ``[N]``.
-        forward_lengths: number of leading tokens of each sequence that must be forwarded: those before its last scored
-            token, since position ``t - 1`` predicts token ``t`` and a causal model needs no later one; ``[S]``.
-    """
-
-    tokens: Ragged
-    mask: Tensor
+    tokens: Ragged  # int64 ids
+    mask: Tensor  # True at tokens to score; [N]
+    # Leading tokens of each sequence to forward, [S]: those before its last scored token, since position t - 1 predicts
+    # token t and a causal model needs no later one.
     forward_lengths: Tensor
 
     @classmethod

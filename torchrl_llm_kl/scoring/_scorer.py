@@ -29,8 +29,7 @@ from torchrl_llm_kl.scoring._model import (
     send,
     vocab_size,
 )
-from torchrl_llm_kl.scoring._packed import PackedPass
-from torchrl_llm_kl.scoring._padded import PaddedPass, padded_batches
+from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
 from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
@@ -115,13 +114,9 @@ class LogProbScorer:
         check_adapters(adapters)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}.")
-        self.temperature = float(temperature)
-        self.tokens_per_batch = tokens_per_batch
-        self.head_chunk = head_chunk
-        self.probe = probe
-        self.adapters = adapters
-        self.share_prefixes = share_prefixes
-        self.dtype = dtype
+        self.temperature, self.dtype = float(temperature), dtype
+        self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
+        self.probe, self.adapters, self.share_prefixes = probe, adapters, share_prefixes
         self.memory = PrefixKVCache(memory)
         inner = unwrap(model) if is_wrapper(model) else None
         self.model = model if inner is None else inner
@@ -188,7 +183,7 @@ class LogProbScorer:
             ValueError: if there is no sequence, the mask selects a first token, a sequence is too long for the model,
                 a token id is outside its vocabulary, or a log-prob is not finite. Each message names the sequence.
         """
-        return self._scores(sequences, mask, Wanted(), None, grad, remember).log_prob
+        return self.evaluate(sequences, mask, grad=grad, remember=remember).log_prob
 
     def evaluate(
         self,
@@ -232,32 +227,17 @@ class LogProbScorer:
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
-        wanted = Wanted(entropy=entropy, kl=None if reference is None else direction, top_k=top_k)
-        for scorer in (self, reference):
-            if wanted != Wanted() and scorer is not None and scorer._wrapper is not None:
+        wanted = Wanted(entropy, None if reference is None else direction, top_k)
+        scorers = [self] if reference is None else [self, reference]
+        for scorer in scorers:
+            if wanted != Wanted() and scorer._wrapper is not None:
                 raise ValueError(
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
                     "transformers model itself."
                 )
-        return self._scores(sequences, mask, wanted, reference, grad, remember)
-
-    def forget(self) -> None:
-        """Clear the cache of ``remember=True``. Needed only after a change of a few weights through ``.data``."""
-        self.memory.clear()
-
-    def _scores(
-        self,
-        sequences: Ragged,
-        mask: Tensor | None,
-        wanted: Wanted,
-        reference: LogProbScorer | None,
-        grad: bool,
-        remember: bool,
-    ) -> Scores:
         if grad and not self.adapters:
             raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False.")
         request = Request.build(sequences, mask)
-        scorers = [self] if reference is None else [self, reference]
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
             if self._wrapper is None:
                 elements, columns = _run(scorers, request, wanted, grad, remember)
@@ -268,6 +248,10 @@ class LogProbScorer:
                 columns = {"log_prob": log_probs}
             request.check_finite(elements, columns["log_prob"])
         return Scores.spread(sequences, elements, **columns)
+
+    def forget(self) -> None:
+        """Clear the cache of ``remember=True``. Needed only after a change of a few weights through ``.data``."""
+        self.memory.clear()
 
     def _setup(self, request: Request, grad: bool) -> Setup:
         """Check a request against this model; the settings of the call."""
@@ -331,8 +315,7 @@ def _run(
 ) -> tuple[Tensor, Columns]:
     """Score every masked-in token under a model, and under a reference if there is a second scorer.
 
-    Returns:
-        Flat elements ``[K]`` on the CPU, and their scores on the model's device.
+    Returns flat elements ``[K]`` on the CPU, and their scores on the model's device.
     """
     setups = [scorer._setup(request, grad and i == 0) for i, scorer in enumerate(scorers)]
     if any(frequency_switches(setup.model) for setup in setups):

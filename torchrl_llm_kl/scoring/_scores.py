@@ -120,15 +120,10 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 def read(
     states: States, targets: Tensor, wanted: Wanted, ref: States | None = None, *, chunk: int, recompute: bool
 ) -> Columns:
-    """Compute everything wanted in one sweep.
+    """Compute all that is wanted for tokens ``targets [n]``, in one sweep; a KL needs the states of the reference.
 
-    Args:
-        states: of the model.
-        targets: token ids; ``[n]``.
-        wanted: what to compute; a KL needs ``ref``.
-        ref: states of the reference at the same positions; it gets no gradient.
-        chunk: positions whose whole logits are held at once.
-        recompute: drop a chunk's logits and compute them again in the backward.
+    Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
+    them again in the backward.
     """
     if states.head is not None and (ref is None or ref.head is not None):
         return _read_linear(states, states.head, targets.to(states.source.device), wanted, ref)

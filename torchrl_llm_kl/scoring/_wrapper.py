@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.scoring._model import evaluating
-from torchrl_llm_kl.scoring._padded import plan_micro_batches
+from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import Request
 
 _TOKENS_KEY = ("tokens", "full")

@@ -1,4 +1,7 @@
-"""Packs: every distinct prefix of a request goes through the body once, a pack of tokens at a time, without padding."""
+"""Forwards of a request: in packs, every distinct prefix once and without padding; or in padded micro-batches.
+
+Padding is for models that cannot attend within a pack.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup
-from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, send
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, frequency_switches, read_output, send
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import States, head_states
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
-# ---------------------------------------------------------------------- the forwards
+# ---------------------------------------------------------------------- packs
 
 
 class PackedPass:
-    """One model over the prefix tree of a request, a pack at a time.
-
-    Args:
-        setup: the model; attends as transformers' models do.
-        request: the tokens to score.
-        tree: of the request's tokens and forward lengths.
-        tokens_per_batch: tokens in one forward.
-        lookup: the cached part of the tree; takes the rest.
-
-    Attributes:
-        elements: flat indices of the tokens that each pack predicts.
-        has_window: whether any layer has passed a sliding window so far.
-    """
+    """One model over the prefix tree of a request, a pack at a time; with ``lookup``, over the part that is not cached."""
 
     def __init__(
         self, setup: Setup, request: Request, tree: PrefixTree, tokens_per_batch: int, lookup: CacheLookup | None = None
@@ -45,7 +36,7 @@ class PackedPass:
         slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
         bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
         counts = torch.searchsorted(slots, bounds).diff().tolist()
-        self.elements = list(scored[order].split(counts))
+        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
         # Everything that the forwards need crosses to the device at once, before them.
         self._ids = send(request.tokens.values[element], setup.device)
         self._positions = send(position, setup.device)
@@ -53,7 +44,7 @@ class PackedPass:
         self._last_use = self.plan.last_use()
         # Of pieces that later packs attend to: keys and values of the piece and of all before it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
-        self.has_window = False
+        self.has_window = False  # whether any layer has passed a sliding window so far
 
     def run(self, index: int) -> States:
         """States at the positions that predict ``elements[index]``. Packs must be run in order."""
@@ -88,9 +79,6 @@ class PackedPass:
             pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
             first += piece.length
         return PackLayout(pieces)
-
-
-# ---------------------------------------------------------------------- the plan
 
 
 @dataclass(frozen=True)
@@ -170,9 +158,8 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
 def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
     """The row of all tokens to forward, pack after pack.
 
-    Returns:
-        Of each token in the row, its flat element and its position in its sequence; of each token of the tree, node
-        after node, its place in the row, -1 if it is not in it.
+    Returns the flat element and the position of each token in the row; and the place in the row of each token of the
+    tree, node after node, -1 for those not in it.
     """
     pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
     node, first, length = torch.tensor([(p.node, p.first, p.length) for p in pieces]).long().reshape(-1, 3).unbind(-1)
@@ -182,3 +169,74 @@ def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
     place = torch.full((tree.num_tokens,), -1)
     place[tree.first[node] + inside] = torch.arange(inside.numel())
     return tree.element[node] + inside, tree.start[node] + inside, place
+
+
+# ---------------------------------------------------------------------- padded micro-batches
+
+
+class PaddedPass:
+    """One model over a request, a micro-batch at a time, each of sequences with at least one token to forward."""
+
+    def __init__(self, setup: Setup, request: Request, batches: list[Tensor]) -> None:
+        self.setup = setup
+        self._batches = [request.padded(rows) for rows in batches]
+        self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
+
+    def run(self, index: int) -> States:
+        """States at the positions that predict ``elements[index]``."""
+        setup = self.setup
+        ids, real, slots, _ = (send(part, setup.device) for part in self._batches[index])
+        options = {"attention_mask": real} if setup.route.mask else {}
+        if setup.route.positions:
+            positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
+            options["position_ids"] = send(positions, setup.device)
+        with setup.active():
+            if setup.route.path == "full":
+                logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
+                # The last positions: prompt tuning puts virtual tokens before the sequence.
+                logits = logits[:, -ids.shape[1] :].flatten(0, 1)
+                return States(slots.to(logits.device), lambda some: logits[some], setup.temperature)
+            output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
+            return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
+
+
+def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
+    """Split sequences into micro-batches of similar length under a token budget.
+
+    A micro-batch costs ``rows * longest``, padding included. The longest sequences come first, so that a run that does
+    not fit into memory fails at once.
+
+    Args:
+        lengths: tokens to forward per sequence; ``[S]``, int64. A sequence of 0 tokens is in no micro-batch.
+        tokens_per_batch: the budget. A longer sequence gets a micro-batch of its own.
+
+    Returns:
+        Sequence indices, int64 on the CPU, one tensor per micro-batch.
+
+    Raises:
+        ValueError: if the budget is below 1 or a length is negative.
+
+    Example:
+        >>> import torch
+        >>> [batch.tolist() for batch in plan_micro_batches(torch.tensor([2, 9, 0, 3, 4]), 10)]
+        [[1], [4, 3], [0]]
+    """
+    check_range(1, tokens_per_batch=tokens_per_batch)
+    longest_first, order = lengths.cpu().sort(descending=True, stable=True)
+    if len(order) and int(longest_first[-1]) < 0:
+        raise ValueError(f"lengths must not be negative, got {int(longest_first[-1])} for sequence {int(order[-1])}.")
+    batches = []
+    start, stop = 0, int((longest_first > 0).sum())
+    while start < stop:
+        rows = max(1, tokens_per_batch // int(longest_first[start]))
+        batches.append(order[start : min(start + rows, stop)])
+        start += rows
+    return batches
+
+
+def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -> list[Tensor]:
+    """:func:`plan_micro_batches`, with no batch on both sides of a model's frequency switch."""
+    sides = [lengths]
+    for switch in set().union(*map(frequency_switches, models)):
+        sides = [torch.where(within, side, 0) for side in sides for within in (side <= switch, side > switch)]
+    return [rows for side in sides for rows in plan_micro_batches(side, tokens_per_batch)]
