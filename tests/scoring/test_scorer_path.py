@@ -91,7 +91,7 @@ def test_probe_false_trusts_the_head():
 def test_any_module_that_returns_logits(form):
     torch.manual_seed(0)
     model = Recurrent(form)
-    with pytest.warns(UserWarning, match="Recurrent does not say what its body and head are"):
+    with pytest.warns(UserWarning, match="Recurrent does not expose its body and head"):
         scorer = LogProbScorer(model)
     assert scorer.path == "full"
     sequences = random_sequences(11, 1, 0, 5)
@@ -122,7 +122,7 @@ def test_a_transformers_model_that_returns_tuples():
 
 
 def test_a_model_that_returns_no_logits():
-    with pytest.warns(UserWarning, match="Recurrent does not say"):
+    with pytest.warns(UserWarning, match="Recurrent does not expose"):
         scorer = LogProbScorer(Recurrent(lambda logits: "nothing"))
     with pytest.raises(TypeError, match="'logits', or a tuple that starts with it, got str"):
         scorer.score(random_sequences(4))

@@ -65,7 +65,7 @@ def pack_attention(body: nn.Module, layout: PackLayout) -> Iterator[None]:
     configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
     if not configs or not getattr(body, "_supports_flash_attn", False):
         # Models that support flash attention describe their mask by arguments: causal, window, soft-cap, sinks.
-        raise NotImplementedError(f"{type(body).__name__} has an attention of its own kind.")
+        raise NotImplementedError(f"{type(body).__name__} has an attention that cannot be exchanged.")
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -253,13 +253,13 @@ class CacheLookup:
         warnings.warn(
             f"the scorer's memory of {self.cache.limit / 2**20:.0f} MiB is too small for the conversations of one call: a "
             f"token takes {token_bytes / 2**10:.0f} KiB, the {self.tree.num_tokens} tokens here "
-            f"{self.tree.num_tokens * token_bytes / 2**20:.0f} MiB. The scores are right, but tokens that do not fit are "
+            f"{self.tree.num_tokens * token_bytes / 2**20:.0f} MiB. The scores are correct, but tokens that do not fit are "
             "forwarded again at the next turn: raise memory=, or score fewer conversations at a time.",
             stacklevel=2,
         )
 
 
-# ---------------------------------------------------------------------- is it still the same model?
+# ---------------------------------------------------------------------- fingerprint
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:

@@ -18,8 +18,8 @@ class TokenCritic(nn.Module):
     r"""The value of each token's prefix: the expected rest of the return before the token is drawn.
 
     Args:
-        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. Give the critic a
-            model of its own: a body shared with the policy would be trained by both losses.
+        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. A critic
+            needs its own model: both losses would train a body that it shares with the policy.
 
     Keyword Args:
         hidden_size: width of the body's output; by default that of the model's own head or of its configuration.

@@ -47,9 +47,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     head = find_head(model)
     has_parts = find_body(model) is not None and head is not None
     name = type(model).__name__
-    complaint = (
-        "" if has_parts else f"{name} does not say what its body and head are (get_decoder, get_output_embeddings)"
-    )
+    complaint = "" if has_parts else f"{name} does not expose its body and head (get_decoder, get_output_embeddings)"
     # Some models embed more tokens than they predict.
     vocab, weight = vocab_size(model), getattr(head, "weight", None)
     if vocab is None or not probe:
@@ -146,7 +144,7 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
             return False  # zeros prove nothing
         moved = _packed(setup, others)[0] - found
-    except Exception:  # an attention of its own kind
+    except Exception:  # for instance an attention that cannot be exchanged
         return False
     half = precision >= 1e-2  # half precision: any change comes from another sequence
     return float(moved[untouched].abs().max()) <= (0.0 if half else 1e-5 * largest)

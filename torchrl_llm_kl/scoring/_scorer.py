@@ -47,12 +47,11 @@ class LogProbScorer:
     Sequences are laid end to end without padding. A prefix that several of them share (the prompt of a group of
     answers, the earlier turns of a conversation) goes through the model once, the head runs only at positions that
     predict a scored token, and the softmax is computed in float32, a tile of positions and tokens at a time:
-    ``[B, T, V]`` never exists. This fast path proves itself on a short probe when the scorer is built. If it does not
-    reproduce the model's own log-probs, the scorer warns and uses the model's own forward; see :attr:`path`.
+    ``[B, T, V]`` never exists. A short probe checks this fast path when the scorer is built. If it does not reproduce the
+    model's own log-probs, the scorer warns and uses the model's own forward; see :attr:`path`.
 
-    Without gradient the model is scored in evaluation mode and its mode restored: dropout would make the KL of a model
-    with itself noise. Scorers of one model wait for each other; do not run the model yourself in another thread
-    meanwhile.
+    Without gradient the model is scored in evaluation mode, and its mode restored: dropout would turn the KL of a model
+    with itself into noise. Scorers of one model wait for each other; do not run the model in another thread meanwhile.
 
     Args:
         model: a transformers causal LM; a TorchRL wrapper around one (only its weights matter: ``generate=True`` is
@@ -67,9 +66,8 @@ class LogProbScorer:
         probe: False trusts the fast path without proof.
         adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
             second copy of the weights.
-        share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. So are models
-            that cannot attend within a pack (see :attr:`shares_prefixes`) and, with gradient, those with checkpointed
-            layers.
+        share_prefixes: False scores every sequence separately, in padded micro-batches of similar length; so are models
+            that cannot attend within a pack and, with gradient, those with checkpointed layers.
         dtype: autocast dtype of the body; for instance ``torch.bfloat16`` on float32 weights. The head keeps its own.
         memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
             are evicted first. 0 disables the cache.
@@ -148,7 +146,7 @@ class LogProbScorer:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether shared prefixes are forwarded once; False also for a model that cannot attend within a pack."""
+        """Whether shared prefixes are forwarded once; False for a model that cannot attend within a pack."""
         return self.share_prefixes and self._route is not None and self._route.packed
 
     @property
@@ -339,8 +337,7 @@ def _run(
         for scorer in scorers:
             scorer.tokens_per_batch = budget
         warnings.warn(
-            f"out of memory: LogProbScorer goes on with tokens_per_batch={budget}. Set it to that or less to spare the "
-            "attempt.",
+            f"out of memory: LogProbScorer goes on with tokens_per_batch={budget}. Pass that or less to avoid the retry.",
             stacklevel=4,
         )
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Scores, and how they are read from what a body hands to its head."""
+"""Scores, computed from a body's hidden states and the head."""
 
 from __future__ import annotations
 
