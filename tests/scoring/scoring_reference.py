@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import LogProbScorer
 from toy_models import VOCAB_SIZE
 
 
@@ -36,6 +38,17 @@ def plain_log_probs(
         rows.append(row)
     flat = torch.cat(rows)
     return flat if mask is None else torch.where(mask, flat, 0.0)
+
+
+def assert_scores(
+    scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], *, atol: float = 1e-5, rtol: float = 0, **options: bool
+) -> None:
+    """The log-probs of each row equal those of the plain model, one row at a time."""
+    found = scorer.score(Ragged.from_list(rows), **options).to_list()
+    for row, log_probs in zip(rows, found, strict=True):
+        with torch.no_grad():
+            want = plain_log_probs(model, Ragged.from_list([row]))
+        assert_close(log_probs, want, atol=atol, rtol=rtol)
 
 
 def ids(length: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from scoring_reference import body_tokens, ids
+from scoring_reference import assert_scores, body_tokens, ids
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -34,9 +34,8 @@ def group(length: int = 40) -> list[Tensor]:
 
 
 def assert_exact(model: nn.Module, **options: Any) -> LogProbScorer:
-    scorer, rows = LogProbScorer(model, **options), group()
-    for row, found in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
-        assert_close(found, plain_log_probs(model, row), atol=2e-5, rtol=1e-5)
+    scorer = LogProbScorer(model, **options)
+    assert_scores(scorer, model, group(), atol=2e-5, rtol=1e-5)
     return scorer
 
 

@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from scoring_reference import conversation, ids
+from scoring_reference import assert_scores, conversation, ids
 from torch import Tensor
-from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _attention
-from torchrl_llm_kl.scoring._packed import PackedPass
+from torchrl_llm_kl.scoring._model import Route, Setup
+from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, read
-from torchrl_llm_kl.scoring._setup import Route, Setup
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import tiny_model
-from toy_rollouts import plain_log_probs
 
 FAMILIES = ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"]  # the kernel does not support gemma2's soft-capping
 
@@ -67,9 +65,7 @@ def test_every_query_sees_its_own_keys(family: str, tokens_per_batch: int) -> No
     scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
     assert scorer.shares_prefixes
     for turn in (rows, [torch.cat([row, ids(4, 11)]) for row in rows]):
-        found = scorer.score(Ragged.from_list(turn), remember=True).to_list()
-        for row, log_probs in zip(turn, found, strict=True):
-            assert_close(log_probs, plain_log_probs(model, row), atol=2e-5, rtol=0)
+        assert_scores(scorer, model, turn, atol=2e-5, remember=True)
 
 
 def test_the_kernel_is_never_used_on_a_cpu() -> None:

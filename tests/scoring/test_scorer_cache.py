@@ -35,7 +35,7 @@ def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Te
         # Packs of a few tokens sum in another order than whole sequences.
         assert_close(log_probs, torch.where(wanted, plain_log_probs(model, row), 0.0), atol=1e-5, rtol=3e-6)
     assert scorer.memory.num_bytes <= scorer.memory.limit
-    held = [t for s in scorer.memory._by_use.values() for pair in s.keys_values for t in pair]
+    held = [t for s in scorer.memory._by_use for pair in s.keys_values for t in pair]
     assert scorer.memory.num_bytes == sum(t.numel() * t.element_size() for t in held)
 
 
@@ -148,8 +148,6 @@ def copy_of(scorer: LogProbScorer) -> LogProbScorer:
     """A scorer of the same model with a copy of the cache."""
     twin = copy.copy(scorer)
     twin.memory = copy.deepcopy(scorer.memory)
-    # Copies of segments have other ids.
-    twin.memory._by_use = type(scorer.memory._by_use)((id(s), s) for s in twin.memory._by_use.values())
     return twin
 
 

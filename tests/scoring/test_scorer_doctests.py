@@ -6,10 +6,10 @@ import doctest
 
 import pytest
 
-from torchrl_llm_kl.scoring import _critic, _packs, _padded, _scorer, _tree
+from torchrl_llm_kl.scoring import _critic, _passes, _scorer, _scores, _tree
 
 
-@pytest.mark.parametrize("module", [_critic, _packs, _padded, _scorer, _tree], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [_critic, _passes, _scorer, _scores, _tree], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

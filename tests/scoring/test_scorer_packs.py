@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from test_tree import ANSWERS, batches, build
 
-from torchrl_llm_kl.scoring._packs import plan_packs
+from torchrl_llm_kl.scoring._passes import plan_packs
 
 
 def as_tuples(plan):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scoring_reference import plain_log_probs, random_mask, random_sequences
+from scoring_reference import assert_scores, plain_log_probs, random_mask, random_sequences
 from torch import nn
 from torch.testing import assert_close
 
@@ -91,7 +91,7 @@ def test_probe_false_trusts_the_head():
 def test_any_module_that_returns_logits(form):
     torch.manual_seed(0)
     model = Recurrent(form)
-    with pytest.warns(UserWarning, match="Recurrent does not say what its body and head are"):
+    with pytest.warns(UserWarning, match="Recurrent does not expose its body and head"):
         scorer = LogProbScorer(model)
     assert scorer.path == "full"
     sequences = random_sequences(11, 1, 0, 5)
@@ -118,13 +118,11 @@ def test_a_transformers_model_that_returns_tuples():
     assert isinstance(model(input_ids=torch.tensor([[1, 2]])), tuple)
     scorer = LogProbScorer(model)
     assert scorer.path == "head"
-    sequences = random_sequences(11, 4)
-    with torch.no_grad():
-        assert_close(scorer.score(sequences).values, plain_log_probs(model, sequences), rtol=0, atol=1e-5)
+    assert_scores(scorer, model, random_sequences(11, 4).to_list())
 
 
 def test_a_model_that_returns_no_logits():
-    with pytest.warns(UserWarning, match="Recurrent does not say"):
+    with pytest.warns(UserWarning, match="Recurrent does not expose"):
         scorer = LogProbScorer(Recurrent(lambda logits: "nothing"))
     with pytest.raises(TypeError, match="'logits', or a tuple that starts with it, got str"):
         scorer.score(random_sequences(4))
@@ -144,9 +142,7 @@ def test_a_model_that_numbers_positions_in_its_own_way():
     body.__class__ = FromTwo
     scorer = LogProbScorer(model)
     assert scorer.path == "head"
-    sequences = random_sequences(11, 4)
-    with torch.no_grad():
-        assert_close(scorer.score(sequences).values, plain_log_probs(model, sequences), rtol=0, atol=1e-5)
+    assert_scores(scorer, model, random_sequences(11, 4).to_list())
 
 
 def test_a_model_that_sees_the_future_is_reported():

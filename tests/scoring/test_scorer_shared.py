@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from scoring_reference import body_tokens, conversation, ids
+from scoring_reference import assert_scores, body_tokens, conversation, ids
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -22,10 +22,7 @@ def test_exact_for_every_family(family: str, tokens_per_batch: int) -> None:
     model = tiny_model(family)
     scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
     assert scorer.shares_prefixes
-    rows = conversation()
-    found = scorer.score(Ragged.from_list(rows)).to_list()
-    for row, log_probs in zip(rows, found, strict=True):
-        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+    assert_scores(scorer, model, conversation())
 
 
 def test_each_shared_stretch_goes_through_the_body_once() -> None:
@@ -59,8 +56,7 @@ def test_any_tree_of_prefixes(shape: list[tuple[int, int, int]]) -> None:
     model = tiny_model("mistral")  # a sliding window shorter than most sequences
     rows = [torch.cat([ids(40, trunk)[:cut], ids(tail, 50 + trunk)]) for trunk, cut, tail in shape]
     rows = [row if len(row) else ids(2, 99) for row in rows]
-    for row, log_probs in zip(rows, LogProbScorer(model).score(Ragged.from_list(rows)).to_list(), strict=True):
-        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+    assert_scores(LogProbScorer(model), model, rows)
 
 
 @pytest.mark.parametrize("tokens_per_batch", [9, 8192])
@@ -134,8 +130,7 @@ def test_a_layer_with_a_state_along_the_row_is_detected() -> None:
     layer.mlp.__class__ = Shifted
     scorer, rows = LogProbScorer(model), conversation()
     assert not scorer.shares_prefixes
-    for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
-        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+    assert_scores(scorer, model, rows)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -160,8 +155,7 @@ def test_soft_capped_scores_and_short_windows(own: dict[str, Any]) -> None:
     model.set_attn_implementation("eager")  # the only attention of transformers with soft-capping
     scorer = LogProbScorer(model, tokens_per_batch=11)
     assert scorer.shares_prefixes
-    for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
-        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+    assert_scores(scorer, model, rows)
 
 
 def test_attention_sinks() -> None:
@@ -188,8 +182,7 @@ def test_attention_sinks() -> None:
         torch.nn.init.normal_(layer.self_attn.sinks)
     scorer = LogProbScorer(model, tokens_per_batch=11)
     assert scorer.shares_prefixes
-    for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
-        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+    assert_scores(scorer, model, rows)
 
 
 def test_kl_of_a_model_with_itself_stays_exactly_zero() -> None:

@@ -1,10 +1,10 @@
 """The log-prob engine: token ids in, per-token log-probs out, with or without gradient."""
 
 from torchrl_llm_kl.scoring._critic import TokenCritic
-from torchrl_llm_kl.scoring._padded import plan_micro_batches
+from torchrl_llm_kl.scoring._model import evaluating as evaluating
+from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
-from torchrl_llm_kl.scoring._setup import evaluating as evaluating
 from torchrl_llm_kl.scoring._wrapper import is_wrapper as is_wrapper, unwrap as unwrap
 
 __all__ = ["DEFAULT_MEMORY", "LogProbScorer", "Scores", "TokenCritic", "plan_micro_batches"]

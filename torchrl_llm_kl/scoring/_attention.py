@@ -9,20 +9,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrl_llm_kl.scoring._packs import KeysValues, PackLayout
-from torchrl_llm_kl.scoring._setup import send
+from torchrl_llm_kl.scoring._model import send
 
 varlen_attn: Any
 try:  # torch 2.10 and later
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
+
+#: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
+KeysValues = list[tuple[Tensor, Tensor]]
 
 NAME = "torchrl_llm_kl_pack"
 # Queries at a time where keys come from other packs or a window limits them: bounds the size of the mask.
@@ -31,18 +34,38 @@ _ROWS = 512
 _ACTIVE = threading.local()
 
 
+@dataclass(frozen=True, eq=False)
+class PackPiece:
+    """One piece of a pack."""
+
+    first: int  # its first place in the pack
+    last: int  # the place after its last one
+    past: int  # the piece before it, -1 if that is not in the pack
+    outside: list[KeysValues]  # of all tokens before it, in order, if the piece before it is not in the pack
+    kept: KeysValues | None = None  # an empty list, to which the forward appends; None if nothing needs them afterwards
+
+
+@dataclass(eq=False)
+class PackLayout:
+    """The pieces of a pack, and the state of its forward."""
+
+    pieces: list[PackPiece]  # in the order of the pack, without gaps
+    calls: int = 0  # attention calls so far
+    has_window: bool = False  # whether any layer passed a sliding window
+    shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
+
+
 @contextmanager
 def pack_attention(body: nn.Module, layout: PackLayout) -> Iterator[None]:
     """Attend within a pack inside, in this thread; restore the configuration afterwards, also after an error.
 
-    Raises:
-        NotImplementedError: if the body's attention cannot be exchanged, or is more than a causal mask and a window.
+    Raises a NotImplementedError if the body's attention cannot be exchanged, or is more than a causal mask and a window.
     """
     found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
     configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
     if not configs or not getattr(body, "_supports_flash_attn", False):
         # Models that support flash attention describe their mask by arguments: causal, window, soft-cap, sinks.
-        raise NotImplementedError(f"{type(body).__name__} has an attention of its own kind.")
+        raise NotImplementedError(f"{type(body).__name__} has an attention that cannot be exchanged.")
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -83,35 +106,31 @@ def _attention(
         raise NotImplementedError(f"{type(module).__name__} has an attention mask of its own.")
     call, layout.calls = layout.calls, layout.calls + 1
     layout.has_window |= sliding_window is not None
-    for i, kept in layout.kept.items():
-        k, v = (t[:, :, layout.pieces[i].first : layout.pieces[i].last] for t in (key, value))
-        # A copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
-        kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
+    for piece in layout.pieces:
+        if piece.kept is not None:
+            k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
+            # A copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
+            piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
     if softcap is None and s_aux is None and dropout == 0.0 and takes_varlen(query):
         return _attend_varlen(layout, call, query, key, value, scaling, sliding_window), None
-    grouped = query.shape[1] != key.shape[1]
-    keys: dict[int, Tensor] = {}
-    values: dict[int, Tensor] = {}
+    followed = {piece.past for piece in layout.pieces}
+    seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others follow
     out = []
     for i, piece in enumerate(layout.pieces):
         k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-        if piece.past >= 0:
-            k, v = torch.cat([keys[piece.past], k], 2), torch.cat([values[piece.past], v], 2)
-        elif piece.outside:
-            past = [kept[call] for kept in piece.outside]
+        past = [seen[piece.past]] if piece.past >= 0 else [kept[call] for kept in piece.outside]
+        if past:
             k, v = torch.cat([*(p[0] for p in past), k], 2), torch.cat([*(p[1] for p in past), v], 2)
-        if i in layout.followed:
-            keys[i], values[i] = k, v
+        if i in followed:
+            seen[i] = k, v
         q = query[:, :, piece.first : piece.last]
         for rows, cols, mask in _blocks(layout, q, k, sliding_window):
             block = q[:, :, rows], k[:, :, cols], v[:, :, cols]
             if softcap is None and s_aux is None:
-                attended = F.scaled_dot_product_attention(
-                    *block, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-                )
-                out.append(attended)
+                options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+                out.append(F.scaled_dot_product_attention(*block, mask, dropout, is_causal=mask is None, **options))
             else:
-                out.append(_plain(*block, mask, scale=scaling, dropout_p=dropout, softcap=softcap, sinks=s_aux))
+                out.append(_plain(*block, mask, scaling, dropout, softcap, s_aux))
     return torch.cat(out, 2).transpose(1, 2).contiguous(), None
 
 
@@ -127,24 +146,19 @@ def _blocks(
     for first in range(0, length, _ROWS):
         last = min(first + _ROWS, length)
         start = 0 if window is None else max(0, past + first - window + 1)
-        mask = _mask(layout, query, (last - first, past + first - start, past + last - start, window))
-        yield slice(first, last), slice(start, past + last), mask
+        at = (last - first, past + first - start, past + last - start, window, query.device, query.dtype)
+        if at not in layout.shared:
+            layout.shared[at] = _mask(*at)
+        yield slice(first, last), slice(start, past + last), layout.shared[at]
 
 
-def _mask(layout: PackLayout, query: Tensor, shape: tuple[int, int, int, int | None]) -> Tensor:
-    """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``, shared by all layers."""
-    at = (*shape, query.device, query.dtype)
-    if at not in layout.shared:
-        rows, offset, width, window = shape
-        distance = (
-            torch.arange(rows, device=query.device).unsqueeze(-1) + offset - torch.arange(width, device=query.device)
-        )
-        hidden = distance < 0
-        if window is not None:
-            hidden |= distance >= window
-        mask = torch.zeros(rows, width, device=query.device, dtype=query.dtype)
-        layout.shared[at] = mask.masked_fill_(hidden, -torch.inf)
-    return layout.shared[at]
+def _mask(rows: int, past: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``."""
+    distance = torch.arange(rows, device=device).unsqueeze(-1) + past - torch.arange(width, device=device)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    return torch.zeros(rows, width, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _plain(
@@ -152,9 +166,8 @@ def _plain(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    *,
     scale: float | None,
-    dropout_p: float,
+    dropout: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -172,7 +185,7 @@ def _plain(
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
     if sinks is not None:
         weights = weights[..., :-1]
-    return F.dropout(weights, dropout_p) @ value
+    return F.dropout(weights, dropout) @ value
 
 
 # ---------------------------------------------------------------------- one flash-attention call for all pieces
@@ -217,28 +230,22 @@ def _varlen_index(
 ) -> tuple[list[KeysValues], Tensor, tuple[Tensor, Tensor, int, int]]:
     """The keys of each piece, for every layer.
 
-    Returns:
-        The keys and values from outside the pack, each once; the index that lays these and the pack's own out piece
-        after piece; and the kernel's spans: ends of the queries and of the keys of each piece (int32, from 0 on), the
-        most queries and the most keys of a piece.
+    Returns the keys and values from outside the pack, each once; the index that lays these and the pack's own out piece
+    after piece; and the kernel's spans: ends of the queries and of the keys of each piece (int32, from 0 on), the most
+    queries and the most keys of a piece.
     """
-    outside: dict[int, tuple[int, KeysValues]] = {}  # and the place of each in the row of all keys
+    outside = {id(kept): kept for piece in layout.pieces for kept in piece.outside}
+    span: dict[int, Tensor] = {}  # the places of each in the row of all keys
     width = 0
-    for piece in layout.pieces:
-        for kept in piece.outside:
-            if id(kept) not in outside:
-                outside[id(kept)] = (width, kept)
-                width += kept[0][0].shape[2]
+    for name, kept in outside.items():
+        span[name] = torch.arange(width, width + kept[0][0].shape[2])
+        width += len(span[name])
     seen: list[list[Tensor]] = []
     for piece in layout.pieces:
-        before = seen[piece.past] if piece.past >= 0 else [_span(*outside[id(kept)]) for kept in piece.outside]
+        before = seen[piece.past] if piece.past >= 0 else [span[id(kept)] for kept in piece.outside]
         seen.append([*before, torch.arange(width + piece.first, width + piece.last)])
     lengths = [piece.last - piece.first for piece in layout.pieces]
     key_lengths = [sum(len(part) for part in parts) for parts in seen]
     index = send(torch.cat([part for parts in seen for part in parts]), device)
     ends = [send(torch.tensor([0, *some]).cumsum(0).int(), device) for some in (lengths, key_lengths)]
-    return [kept for _, kept in outside.values()], index, (ends[0], ends[1], max(lengths), max(key_lengths))
-
-
-def _span(start: int, kept: KeysValues) -> Tensor:
-    return torch.arange(start, start + kept[0][0].shape[2])
+    return list(outside.values()), index, (ends[0], ends[1], max(lengths), max(key_lengths))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl.scoring._packs import KeysValues
+from torchrl_llm_kl.scoring._attention import KeysValues
+from torchrl_llm_kl.scoring._model import Setup, adapter_layers
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._setup import Setup, adapter_layers
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 # Values of each tensor that a fingerprint compares.
@@ -49,28 +49,17 @@ class Cursor:
             segment, offset = segment.parent, segment.start
         return out[::-1]
 
-    def keys_values(self) -> list[KeysValues]:
-        """Keys and values of all tokens before this place, span after span."""
-        return [[(k[:, :, :n], v[:, :, :n]) for k, v in segment.keys_values] for segment, n in self.spans() if n > 0]
-
 
 class PrefixKVCache:
     """Scored token sequences as a tree of segments; evicts the least recently used when it is full.
 
     A conversation is found by its tokens alone, so environments may interleave in any order.
-
-    Args:
-        limit: the most bytes of keys and values to hold.
-
-    Attributes:
-        num_bytes: held now.
-        tokens_seen: tokens of all requests so far, each shared prefix once.
-        tokens_recalled: cache hits: the tokens among them that needed no forward.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.tokens_seen = self.tokens_recalled = 0
+        self.limit = limit  # the most bytes of keys and values
+        self.tokens_seen = 0  # tokens of all requests so far, each shared prefix once
+        self.tokens_recalled = 0  # those among them that needed no forward: cache hits
         self._owner: tuple[object, ...] = ()
         self.clear()
 
@@ -85,23 +74,15 @@ class PrefixKVCache:
         """Drop all segments."""
         empty = torch.zeros(0)
         self.num_bytes = 0
-        self._root = Segment(empty.long(), [], empty)
+        self.root = Cursor(Segment(empty.long(), [], empty), 0)  # where every conversation begins
         # A segment is touched before its parents, so the first one here has no children.
-        self._by_use: OrderedDict[int, Segment] = OrderedDict()
+        self._by_use: OrderedDict[Segment, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_use)
 
-    def root(self) -> Cursor:
-        """The beginning of every conversation."""
-        return Cursor(self._root, 0)
-
     def walk(self, cursor: Cursor, tokens: Tensor) -> tuple[Cursor, list[tuple[Segment, int, int]]]:
-        """Follow ``tokens`` from a place as far as they are cached.
-
-        Returns:
-            The place after the last hit, and the hits: segment, first place and last place in it.
-        """
+        """The place up to which ``tokens`` are cached, and the hits: segment, first place and last place in it."""
         segment, offset, done = cursor.segment, cursor.offset, 0
         hits = []
         while done < tokens.numel():
@@ -119,42 +100,29 @@ class PrefixKVCache:
     def touch(self, cursor: Cursor) -> None:
         """Mark the segments up to a place as the most recently used."""
         for segment, _ in reversed(cursor.spans()):
-            self._by_use.move_to_end(id(segment))
+            self._by_use.move_to_end(segment)
 
-    def add(self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, in_use: set[int]) -> Segment | None:
-        """Insert tokens after a place.
-
-        Args:
-            cursor: where :meth:`walk` ended, so that no child begins with the first token.
-            tokens: ``[n]``, at least one.
-            keys_values: theirs.
-            in_use: ids of segments that must not be evicted now.
-
-        Returns:
-            The new segment; None if there is no room for it.
-        """
+    def add(self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, in_use: set[Segment]) -> Segment | None:
+        """Insert ``tokens [n]`` where :meth:`walk` ended; None if there is no room without evicting ``in_use``."""
         unknown = torch.full((tokens.numel(),), torch.nan)
         segment = Segment(tokens.clone(), keys_values, unknown, cursor.segment, cursor.offset)
         needed = _num_bytes(keys_values)
         self.touch(cursor)
-        held = {id(s) for s, _ in cursor.spans()} | in_use
+        before = {held for held, _ in cursor.spans()}
         while self.num_bytes + needed > self.limit:
-            oldest = next(iter(self._by_use.values()), None)
-            if oldest is None or id(oldest) in held:
+            oldest = next(iter(self._by_use), None)
+            if oldest is None or oldest in in_use or oldest in before:
                 return None
-            self._evict(oldest)
+            assert oldest.parent is not None
+            assert not oldest.children, "a child was used later than its parent"
+            del oldest.parent.children[oldest.start, int(oldest.tokens[0])]
+            del self._by_use[oldest]
+            self.num_bytes -= _num_bytes(oldest.keys_values)
         cursor.segment.children[cursor.offset, int(tokens[0])] = segment
-        self._by_use[id(segment)] = segment
+        self._by_use[segment] = None
         self.num_bytes += needed
         self.touch(cursor)
         return segment
-
-    def _evict(self, segment: Segment) -> None:
-        assert segment.parent is not None
-        assert not segment.children, "a child was used later than its parent"
-        del segment.parent.children[segment.start, int(segment.tokens[0])]
-        del self._by_use[id(segment)]
-        self.num_bytes -= _num_bytes(segment.keys_values)
 
 
 def _common(a: Tensor, b: Tensor) -> int:
@@ -174,11 +142,7 @@ def _num_bytes(keys_values: KeysValues) -> int:
 class CacheLookup:
     """The cached part of a request's prefix tree; takes keys, values and log-probs of the rest.
 
-    Args:
-        cache: of the model.
-        request: the tokens to score.
-        tree: of the request's tokens and forward lengths.
-        values: False if more than log-probs is wanted, so that no score comes from the cache.
+    If ``values`` is False, no score comes from the cache: more than log-probs is wanted.
 
     Attributes:
         scored: the request's mask without the tokens whose log-prob is cached; ``[N]``.
@@ -189,19 +153,18 @@ class CacheLookup:
     """
 
     def __init__(self, cache: PrefixKVCache, request: Request, tree: PrefixTree, *, values: bool = True) -> None:
-        self.cache, self.tree = cache, tree
-        self._ids = request.tokens.values
+        self.cache, self.request, self.tree = cache, request, tree
         self._log_probs = torch.full((tree.num_tokens,), torch.nan)  # of the tree's tokens, NaN where unknown
-        self._places: list[tuple[Segment, int, int, int]] = []  # segment, its first and last place, place in the tree
-        self._used: set[int] = set()
+        self._hits: list[tuple[Segment, int, int, int]] = []  # segment, its first and last place, place in the tree
+        self._used: set[Segment] = set()
         self._end: list[Cursor | None] = []  # of each node, if the cache holds all of it
         self._full = False
-        held = [self._walk(node) for node in range(tree.num_nodes)]
+        held = [self._look_up(node) for node in range(tree.num_nodes)]
 
         element = request.mask.nonzero().squeeze(-1)
         found = torch.full((element.numel(),), torch.nan)
         if values:
-            inside, place = self._inside(request, element)
+            inside, place = self._inside(element)
             found[inside] = self._log_probs[place]
         self.element, self.values = element[~found.isnan()], found[~found.isnan()]
         self.scored = request.mask.clone()
@@ -213,89 +176,90 @@ class CacheLookup:
 
     def past(self, node: int) -> list[KeysValues]:
         """Keys and values of all tokens before the first one of ``node`` to forward."""
-        cursor = self._begin(node)
-        assert cursor is not None
-        end, _ = self.cache.walk(cursor, self._tokens(node)[: self.cached[node]])
-        return end.keys_values()
+        begin = self._begin(node)
+        assert begin is not None
+        end, _ = self.cache.walk(begin, self._tokens(node)[: self.cached[node]])
+        return [[(k[:, :, :n], v[:, :, :n]) for k, v in segment.keys_values] for segment, n in end.spans() if n > 0]
 
     def insert(self, node: int, first: int, length: int, keys_values: KeysValues) -> None:
         """Cache forwarded tokens of a node; those before them must come first."""
-        cursor = self._begin(node)
-        if cursor is None:
+        begin, tokens = self._begin(node), self._tokens(node)[: first + length]
+        if begin is None:
             return
-        tokens = self._tokens(node)[: first + length]
-        end, hits = self.cache.walk(cursor, tokens)
+        end, hits = self.cache.walk(begin, tokens)
         held = sum(last - start for _, start, last in hits)
         if held < first:
             return  # the tokens before these did not fit
-        if held < first + length:
+        new = first + length - held
+        if new > 0:
             if held > first:
-                keys_values = [
-                    (k[:, :, held - first :].clone(), v[:, :, held - first :].clone()) for k, v in keys_values
-                ]
+                keys_values = [(k[:, :, -new:].clone(), v[:, :, -new:].clone()) for k, v in keys_values]
             segment = self.cache.add(end, tokens[held:], keys_values, self._used)
             if segment is None:
-                self._warn(_num_bytes(keys_values) // (first + length - held))
+                self._warn(_num_bytes(keys_values) // new)
                 return
-            self._note(segment, 0, tokens.numel() - held, int(self.tree.first[node]) + held)
-            end = Cursor(segment, tokens.numel() - held)
+            self._hit(segment, 0, new, int(self.tree.first[node]) + held)
+            end = Cursor(segment, new)
         if first + length == int(self.tree.length[node]):
             self._end[node] = end
 
-    def finish(self, request: Request, element: Tensor, log_probs: Tensor) -> None:
+    def finish(self, element: Tensor, log_probs: Tensor) -> None:
         """Cache computed log-probs; ``[K]`` each, on the CPU."""
-        inside, place = self._inside(request, element)
+        inside, place = self._inside(element)
         self._log_probs[place] = log_probs[inside]
-        for segment, first, last, place_in_tree in self._places:
+        for segment, first, last, place_in_tree in self._hits:
             segment.log_probs[first:last] = self._log_probs[place_in_tree : place_in_tree + last - first]
 
-    def _begin(self, node: int) -> Cursor | None:
-        parent = int(self.tree.parent[node])
-        return self._end[parent] if parent >= 0 else self.cache.root()
-
-    def _walk(self, node: int) -> int:
+    def _look_up(self, node: int) -> int:
         """Look a node up, after its parent; returns the number of its leading tokens in the cache."""
-        cursor = self._begin(node)
-        if cursor is None:
+        begin = self._begin(node)
+        if begin is None:
             self._end.append(None)
             return 0
-        end, hits = self.cache.walk(cursor, self._tokens(node))
+        end, hits = self.cache.walk(begin, self._tokens(node))
         held = 0
         for segment, first, last in hits:
-            self._note(segment, first, last, int(self.tree.first[node]) + held)
+            self._hit(segment, first, last, int(self.tree.first[node]) + held)
             held += last - first
         self.cache.touch(end)
         self._end.append(end if held == int(self.tree.length[node]) else None)
         return held
 
+    def _begin(self, node: int) -> Cursor | None:
+        parent = int(self.tree.parent[node])
+        return self._end[parent] if parent >= 0 else self.cache.root
+
     def _tokens(self, node: int) -> Tensor:
         element = int(self.tree.element[node])
-        return self._ids[element : element + int(self.tree.length[node])]
+        return self.request.tokens.values[element : element + int(self.tree.length[node])]
 
-    def _note(self, segment: Segment, first: int, last: int, place: int) -> None:
-        self._used.add(id(segment))
-        self._places.append((segment, first, last, place))
+    def _hit(self, segment: Segment, first: int, last: int, place: int) -> None:
+        """Read a hit's log-probs into the tree, and note it for :meth:`finish`."""
+        self._used.add(segment)
+        self._hits.append((segment, first, last, place))
         self._log_probs[place : place + last - first] = segment.log_probs[first:last]
 
-    def _inside(self, request: Request, element: Tensor) -> tuple[Tensor, Tensor]:
+    def _inside(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Which elements are in the tree, and their places there: the last token of a sequence is not."""
-        sequence, position = request.tokens.sequence_ids[element], request.tokens.positions[element]
+        tokens = self.request.tokens
+        sequence, position = tokens.sequence_ids[element], tokens.positions[element]
         inside = position < self.tree.forward_lengths[sequence]
         return inside, self.tree.place(sequence[inside], position[inside])
 
     def _warn(self, token_bytes: int) -> None:
-        if not self._full:
-            self._full = True
-            warnings.warn(
-                f"the scorer's memory of {self.cache.limit / 2**20:.0f} MiB is too small for the conversations of one call: "
-                f"a token takes {token_bytes / 2**10:.0f} KiB, the {self.tree.num_tokens} tokens here "
-                f"{self.tree.num_tokens * token_bytes / 2**20:.0f} MiB. The scores are right, but tokens that do not fit "
-                "are forwarded again at the next turn: raise memory=, or score fewer conversations at a time.",
-                stacklevel=2,
-            )
+        if self._full:
+            return
+        self._full = True
+        warnings.warn(
+            f"the scorer's memory of {self.cache.limit / 2**20:.0f} MiB is too small for the conversations of one call: a "
+            f"token takes {token_bytes / 2**10:.0f} KiB, the {self.tree.num_tokens} tokens here "
+            f"{self.tree.num_tokens * token_bytes / 2**20:.0f} MiB. The scores are correct, but tokens that do not fit are "
+            "forwarded again at the next turn: raise memory=, or score fewer conversations at a time.",
+            stacklevel=2,
+        )
 
 
-# ---------------------------------------------------------------------- is it still the same model?
+# ---------------------------------------------------------------------- fingerprint
 
 
 def fingerprint(model: nn.Module) -> tuple[Any, ...]:
@@ -305,9 +269,8 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
     """
     # Of tensors that are sharded over processes, this process's part.
-    tensors: list[Tensor] = [
-        t.to_local() if hasattr(t, "to_local") else t for t in (*model.parameters(), *model.buffers())
-    ]
+    both = (*model.parameters(), *model.buffers())
+    tensors: list[Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in both]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import find_head, position_limit, vocab_size
-from torchrl_llm_kl.scoring._padded import plan_micro_batches
+from torchrl_llm_kl.scoring._model import find_head, position_limit, send, text_config, vocab_size
+from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import Request
 
 
@@ -18,8 +18,8 @@ class TokenCritic(nn.Module):
     r"""The value of each token's prefix: the expected rest of the return before the token is drawn.
 
     Args:
-        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. Give the critic a
-            model of its own: a body shared with the policy would be trained by both losses.
+        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. A critic
+            needs its own model: both losses would train a body that it shares with the policy.
 
     Keyword Args:
         hidden_size: width of the body's output; by default that of the model's own head or of its configuration.
@@ -41,11 +41,10 @@ class TokenCritic(nn.Module):
     def __init__(self, model: nn.Module, *, hidden_size: int | None = None, tokens_per_batch: int = 8192) -> None:
         super().__init__()
         model = _without_peft(model)
-        body: Any = getattr(model, "base_model", model)
         hidden_size = _width(model) if hidden_size is None else hidden_size
         check_range(1, tokens_per_batch=tokens_per_batch)
-        self.body = body
-        parameter = next(body.parameters(), torch.zeros(0))
+        self.body: Any = getattr(model, "base_model", model)
+        parameter = next(self.body.parameters(), torch.zeros(0))
         self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -67,25 +66,16 @@ class TokenCritic(nn.Module):
         """
         after_first = tokens.positions > 0
         mask = after_first if mask is None else mask & after_first
+        out = torch.zeros(tokens.values.shape[0], device=self.head.weight.device)
         if tokens.num_sequences:
             request = Request.build(tokens, mask)
             request.check_ids(vocab_size(self.body))
             request.check_lengths(position_limit(self.body))
-        device = self.head.weight.device
-        out = torch.zeros(tokens.values.shape[0], device=device)
-        rows, wanted = tokens.to_list(), tokens.like(mask).to_list()
-        starts = tokens.offsets[:-1].tolist()
-        busy = [i for i, row in enumerate(wanted) if bool(row.any())]
-        lengths = torch.tensor([len(rows[i]) for i in busy], dtype=torch.long)
-        for batch in plan_micro_batches(lengths, self.tokens_per_batch) if busy else ():
-            chosen = [busy[int(i)] for i in batch]
-            part = Ragged.from_list([rows[i] for i in chosen])
-            ids, real = part.to_padded().to(device), part.padding_mask().to(device)
-            hidden = self.body(input_ids=ids, attention_mask=real.long()).last_hidden_state
-            value = self.head(hidden[:, :-1]).squeeze(-1).float()  # the prefix of token t ends at t - 1
-            here = Ragged.from_list([wanted[i] for i in chosen]).to_padded(value=0).bool().to(device)[:, 1:]
-            at = torch.cat([wanted[i].nonzero().squeeze(-1) + starts[i] for i in chosen]).to(device)
-            out = out.index_copy(0, at, value[here])
+            for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):
+                ids, real, slots, elements = (send(part, out.device) for part in request.padded(rows))
+                hidden = self.body(input_ids=ids, attention_mask=real).last_hidden_state
+                # Position t - 1 predicts token t: the hidden state of its prefix.
+                out = out.index_copy(0, elements, self.head(hidden.flatten(0, 1)[slots]).squeeze(-1).float())
         return tokens.like(out.to(tokens.values.device))
 
 
@@ -107,11 +97,8 @@ def _width(model: nn.Module) -> int:
     weight = getattr(find_head(model), "weight", None)
     if isinstance(weight, Tensor) and weight.ndim == 2:
         return weight.shape[1]
-    config: Any = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", None)
-    config = text() if callable(text) else config
     for name in ("word_embed_proj_dim", "hidden_size"):
-        width = getattr(config, name, None)
+        width = getattr(text_config(model), name, None)
         if isinstance(width, int):
             return width
     raise ValueError(

@@ -1,11 +1,14 @@
-"""A causal language model's parts, configuration, inputs and outputs, whichever library it comes from."""
+"""A causal language model of any library: its parts and configuration, and how it is run while it is scored."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,73 @@ _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
-# ---------------------------------------------------------------------- forward
+# ---------------------------------------------------------------------- how a model is run
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to get logits out of a model: body, then head at scored positions only; or the model's own full forward."""
+
+    path: Literal["head", "full"]
+    # Pass attention_mask: a causal model never attends to padding on its right, but flash attention saves the work.
+    mask: bool = True
+    positions: bool = True  # pass position_ids
+    packed: bool = False  # the body can attend within a pack of several sequences
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """A model and the settings of one call; those without a comment are :class:`LogProbScorer`'s."""
+
+    model: nn.Module
+    route: Route
+    device: torch.device  # where the model expects token ids
+    temperature: float = 1.0
+    adapters: bool = True
+    dtype: torch.dtype | None = None
+    grad: bool = False  # keep the graph and the model's own mode; otherwise evaluation mode without a graph
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Apply the settings to the model inside; restore its state afterwards, also after an error."""
+        with ExitStack() as stack:
+            if not self.adapters:
+                stack.enter_context(_adapters_disabled(self.model))
+            if not self.grad:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(evaluating(self.model))
+            if self.dtype is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.dtype))
+            yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; restores each submodule's own mode afterwards, also after an error."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+_LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_LOCKS_GUARD = threading.Lock()
+
+
+@contextmanager
+def locked(*models: Any) -> Iterator[None]:
+    """Hold the lock of each model's body: a call may change the model's mode, adapters and attention while it runs."""
+    with ExitStack() as stack:
+        # Models that share a body share its lock. One order for all callers, so that no two wait for each other.
+        for model in sorted((find_body(m) or m if isinstance(m, nn.Module) else m for m in models), key=id):
+            with _LOCKS_GUARD:
+                lock = _LOCKS.setdefault(model, threading.RLock())
+            stack.enter_context(lock)
+        yield
 
 
 def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
@@ -28,23 +97,14 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
     return module(input_ids=input_ids, **options)
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits ``[b, T, V]`` in the output of a language model."""
-    return _tensor(output, "logits")
-
-
-def hidden_of(output: Any) -> Tensor:
-    """The last hidden states ``[b, T, H]`` in the output of a body."""
-    return _tensor(output, "last_hidden_state")
-
-
-def _tensor(output: Any, name: str) -> Tensor:
+def read_output(output: Any, name: Literal["logits", "last_hidden_state"]) -> Tensor:
+    """A model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` in what its forward returned."""
     found = getattr(output, name, None)
     if found is None and isinstance(output, Mapping):
         found = output.get(name)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]
-    if found is None and isinstance(output, Tensor):
+    if found is None:
         found = output
     if not isinstance(found, Tensor):
         raise TypeError(
@@ -52,6 +112,65 @@ def _tensor(output: Any, name: str) -> Tensor:
             f"{type(output).__name__}."
         )
     return found
+
+
+def send(data: Tensor, device: torch.device) -> Tensor:
+    """Asynchronous host-to-device copy."""
+    return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data.to(device)
+
+
+# ---------------------------------------------------------------------- PEFT adapters
+
+
+def check_adapters(adapters: object) -> None:
+    """Raise a TypeError unless ``adapters`` is True or False."""
+    if not isinstance(adapters, bool):
+        raise TypeError(
+            f"adapters must be True or False, got {adapters!r}: True scores the model with its active adapters, False "
+            "the base model. To score another adapter, activate it with model.set_adapter(name) and pass True."
+        )
+
+
+def adapter_layers(model: nn.Module) -> list[Any]:
+    """PEFT's layers, whose ``disable_adapters`` is a flag; on a transformers model that name is a method."""
+    return [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
+
+
+def check_has_adapters(model: nn.Module) -> None:
+    """Raise a ValueError if disabling the adapters would change nothing, or would change merged weights."""
+    layers = adapter_layers(model)
+    if not layers and not hasattr(model, "disable_adapter"):
+        raise ValueError(
+            f"{type(model).__name__} has no PEFT adapters to switch off: as its own reference its KL would be 0 "
+            "everywhere. Pass a reference model, or wrap the policy with peft.get_peft_model first."
+        )
+    if any(getattr(layer, "merged", False) for layer in layers):
+        raise ValueError(
+            f"the PEFT adapters of {type(model).__name__} are merged into its weights, and switching them off would undo "
+            "the merge: call unmerge_adapter() first."
+        )
+
+
+@contextmanager
+def _adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """The base model inside; restores each adapter and every ``requires_grad`` afterwards, also after an error."""
+    check_has_adapters(model)
+    layers = adapter_layers(model)
+    enabled = [layer for layer in layers if not layer.disable_adapters]
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        # A PeftModel also disables what is no layer: prompts and prefixes.
+        with cast(Any, model).disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+            for layer in layers:
+                if not layer.disable_adapters:
+                    layer.enable_adapters(False)
+            yield
+    finally:
+        for layer in layers:
+            if layer.disable_adapters != (layer not in enabled):
+                layer.enable_adapters(layer in enabled)
+        for parameter, flag in trainable:
+            parameter.requires_grad_(flag)
 
 
 # ---------------------------------------------------------------------- body and head
@@ -94,7 +213,7 @@ class LogitMap:
 
 def logit_map(model: nn.Module) -> LogitMap:
     """The factor and soft-cap in the model's configuration."""
-    config = _text_config(model)
+    config = text_config(model)
     scale = 1.0
     for name, power in _FACTORS.items():
         value = getattr(config, name, None)
@@ -113,11 +232,42 @@ def vocab_size(model: nn.Module) -> int | None:
     return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
+def model_device(model: nn.Module, default: torch.device) -> torch.device:
+    """The device on which the model expects token ids."""
+    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.device
+    return next((parameter.device for parameter in model.parameters()), default)
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether weights are still to be loaded."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def layers_vary(model: nn.Module) -> bool:
+    """Whether layers run again in the backward (checkpointing) or are dropped at random."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) or (module.training and getattr(module, "layerdrop", 0))
+        for module in model.modules()
+    )
+
+
 def position_limit(model: nn.Module) -> int | None:
     """Number of positions that the configuration allows; None without a limit."""
-    config = _text_config(model)
+    config = text_config(model)
     limits = [getattr(config, name, None) for name in _POSITION_LIMITS]
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+
+
+def has_window(model: nn.Module) -> bool:
+    """Whether the configuration limits some layers to a window of the past."""
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return any("sliding" in kind or "chunked" in kind for kind in kinds)
+    window, limit = getattr(config, "sliding_window", None), position_limit(model)
+    return isinstance(window, int) and (limit is None or window < limit)
 
 
 def frequency_switches(model: nn.Module) -> set[int]:
@@ -125,7 +275,7 @@ def frequency_switches(model: nn.Module) -> set[int]:
 
     The longest sequence of a forward decides for all, so sequences on either side of a switch must not share one.
     """
-    config = _text_config(model)
+    config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(rope, Mapping):
         return set()
@@ -138,42 +288,6 @@ def frequency_switches(model: nn.Module) -> set[int]:
     return {limit for limit in limits if isinstance(limit, int)}
 
 
-def has_window(model: nn.Module) -> bool:
-    """Whether the configuration limits some layers to a window of the past."""
-    config = _text_config(model)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return any("sliding" in kind or "chunked" in kind for kind in kinds)
-    window, limit = getattr(config, "sliding_window", None), position_limit(model)
-    return isinstance(window, int) and (limit is None or window < limit)
-
-
-def is_stateful(model: nn.Module) -> bool:
-    """Whether the model declares a state along the sequence (recurrence, convolution)."""
-    return any(getattr(module, "_is_stateful", False) for module in model.modules())
-
-
-def layers_vary(model: nn.Module) -> bool:
-    """Whether layers run again in the backward (checkpointing) or are dropped at random."""
-    return any(
-        getattr(module, "gradient_checkpointing", False) or (module.training and getattr(module, "layerdrop", 0))
-        for module in model.modules()
-    )
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether weights are still to be loaded."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def model_device(model: nn.Module, default: torch.device) -> torch.device:
-    """The device on which the model expects token ids."""
-    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
-    if isinstance(weight, Tensor):
-        return weight.device
-    return next((parameter.device for parameter in model.parameters()), default)
-
-
 def _ask(model: nn.Module, method: str) -> Any:
     """``model.method()``; None if there is no such method or the model does not implement it."""
     function = getattr(model, method, None)
@@ -183,7 +297,8 @@ def _ask(model: nn.Module, method: str) -> Any:
         return None
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language model, which in a multimodal model is one of several; None if there is none."""
     config = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    return get_text_config(decoder=True) if callable(get_text_config) else config
+    gettext_config = getattr(config, "gettext_config", None)
+    return gettext_config(decoder=True) if callable(gettext_config) else config

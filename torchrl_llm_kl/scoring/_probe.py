@@ -9,21 +9,20 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import (
+    Route,
+    Setup,
     call,
     find_body,
     find_head,
     has_window,
-    is_stateful,
-    logits_of,
     model_device,
     position_limit,
+    read_output,
     vocab_size,
 )
-from torchrl_llm_kl.scoring._packed import PackedPass
-from torchrl_llm_kl.scoring._padded import PaddedPass
+from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, log_prob_at, read
-from torchrl_llm_kl.scoring._setup import Route, Setup
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 _PROBE_LENGTHS = (12, 7, 3)
@@ -41,25 +40,29 @@ _TOKENS_PER_BATCH = 8
 
 
 def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> tuple[Route, str | None]:
-    """The first route that reproduces the model's plain forward of one sequence at a time, without padding.
+    """The first route that reproduces the model's own forward, and the reason if it is not the fast one.
 
-    Returns:
-        The route, and the reason if it is not the fast one.
+    The model's own forward here takes one sequence at a time, without padding.
     """
-    has_head = find_body(model) is not None and find_head(model) is not None
-    vocab = _vocab(model)
+    head = find_head(model)
+    has_parts = find_body(model) is not None and head is not None
     name = type(model).__name__
-    complaint = (
-        "" if has_head else f"{name} does not say what its body and head are (get_decoder, get_output_embeddings)"
-    )
+    complaint = "" if has_parts else f"{name} does not expose its body and head (get_decoder, get_output_embeddings)"
+    # Some models embed more tokens than they predict.
+    vocab, weight = vocab_size(model), getattr(head, "weight", None)
     if vocab is None or not probe:
-        return Route("head" if has_head else "full"), complaint or None
+        return Route("head" if has_parts else "full"), complaint or None
+    if isinstance(weight, Tensor) and weight.ndim == 2:
+        vocab = min(vocab, weight.shape[0])
 
     setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), dtype=dtype)
     with setup.active():
-        request = _probe_request(vocab, position_limit(model))
+        limit, generator = position_limit(model), torch.Generator().manual_seed(0)
+        lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
+        rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
+        request = Request.build(Ragged.from_list(rows), None)
         plain, tolerance = _plain(model, request)
-        for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_head else _FULL_ROUTES:
+        for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_parts else _FULL_ROUTES:
             setup = replace(setup, route=route)
             difference = _difference(setup, request, plain)
             if isinstance(difference, float) and difference <= tolerance:
@@ -76,27 +79,12 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     )
 
 
-def _vocab(model: nn.Module) -> int | None:
-    """Number of tokens that are embedded and predicted: some models embed more than they predict."""
-    weight = getattr(find_head(model), "weight", None)
-    embedded = vocab_size(model)
-    predicted = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else embedded
-    return None if embedded is None or predicted is None else min(embedded, predicted)
-
-
-def _probe_request(vocab: int, limit: int | None) -> Request:
-    lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-    return Request.build(Ragged.from_list(rows), None)
-
-
 def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
     """The model's own log-probs, and the largest difference that rounding can explain."""
     parts, spread, precision = [], 0.0, 0.0
     for ids in request.tokens.to_list():
         ids = ids.to(model_device(model, ids.device))
-        logits = logits_of(call(model, ids[:-1].unsqueeze(0))).squeeze(0)[-(len(ids) - 1) :]
+        logits = read_output(call(model, ids[:-1].unsqueeze(0)), "logits").squeeze(0)[-(len(ids) - 1) :]
         precision = _relative_precision(logits.dtype, logits.device)
         spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
         parts.append(log_prob_at(logits, ids[1:].to(logits.device)))
@@ -114,6 +102,14 @@ def _difference(setup: Setup, request: Request, plain: Tensor) -> float | str:
     return float((found.to(plain.device) - plain).abs().max())
 
 
+def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
+    """The difference of two orders of summation after many layers, relative to the largest value."""
+    if dtype == torch.bfloat16:
+        return 5e-2
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return 1e-2 if dtype == torch.float16 or tf32 else 1e-4
+
+
 # ---------------------------------------------------------------------- packs
 
 
@@ -125,12 +121,21 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
     nothing in another.
     """
     model, limit = setup.model, position_limit(setup.model)
-    if is_stateful(model) or (limit is not None and limit < _TRUNK + _OTHER + 1):
+    has_state = any(getattr(module, "_is_stateful", False) for module in model.modules())  # recurrence, convolution
+    if has_state or (limit is not None and limit < _TRUNK + _OTHER + 1):
         return False
-    rows, others = _probe_rows(vocab)
+    # Two answers to one question and one to another; and these with other tokens at the end of the first two.
+    generator = torch.Generator().manual_seed(1)
+    lengths = (_TRUNK, _BRANCH, *_TAILS, _OTHER)
+    trunk, branch, one, two, other = (torch.randint(vocab, (n,), generator=generator) for n in lengths)
+    parts = ((trunk, branch, one), (trunk, branch, two), (trunk, other))
+    rows = Ragged.from_list([torch.cat(row) for row in parts])
+    untouched = rows.sequence_ids == 2
+    ends = ~untouched & (rows.positions >= _TRUNK + _BRANCH)
+    others = rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
     try:
-        found, told_of_window = _packed(setup, rows)
-        if has_window(model) and not told_of_window:
+        found, passed_window = _packed(setup, rows)
+        if has_window(model) and not passed_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
         one_by_one = list(torch.arange(rows.num_sequences).split(1))
         apart = _hidden(PaddedPass(setup, Request.build(rows, None), one_by_one), rows)
@@ -139,32 +144,10 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
             return False  # zeros prove nothing
         moved = _packed(setup, others)[0] - found
-    except Exception:  # an attention of its own kind
+    except Exception:  # for instance an attention that cannot be exchanged
         return False
-    untouched = rows.sequence_ids == 2
     half = precision >= 1e-2  # half precision: any change comes from another sequence
     return float(moved[untouched].abs().max()) <= (0.0 if half else 1e-5 * largest)
-
-
-def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
-    """The difference of two orders of summation after many layers, relative to the largest value."""
-    if dtype == torch.bfloat16:
-        return 5e-2
-    if dtype == torch.float16:
-        return 1e-2
-    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return 1e-2 if tf32 else 1e-4
-
-
-def _probe_rows(vocab: int) -> tuple[Ragged, Ragged]:
-    """Two answers to one question and one to another; and these with other tokens at the end of the first two."""
-    generator = torch.Generator().manual_seed(1)
-    trunk, branch, *tails, other = (
-        torch.randint(vocab, (n,), generator=generator) for n in (_TRUNK, _BRANCH, *_TAILS, _OTHER)
-    )
-    rows = [[torch.cat([trunk, branch, (tail + shift) % vocab]) for tail in tails] for shift in (0, 1)]
-    first, second = (Ragged.from_list([*some, torch.cat([trunk, other])]) for some in rows)
-    return first, second
 
 
 def _packed(setup: Setup, rows: Ragged) -> tuple[Tensor, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,19 +12,23 @@ from torchrl_llm_kl._numerics import check_finite, check_is_mask
 from torchrl_llm_kl.ragged import Ragged
 
 
+class PaddedBatch(NamedTuple):
+    """Some sequences of a request, right-padded to ``[b, T]``; all int64 on the CPU."""
+
+    ids: Tensor  # [b, T], 0 at padding
+    real: Tensor  # [b, T], 1 at tokens and 0 at padding
+    slots: Tensor  # the slots, of b * T, that predict a token to score; [K]
+    elements: Tensor  # the flat indices of those tokens; [K]
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Token ids of ``S`` sequences laid end to end, and the tokens among them to score. All on the CPU.
+    """Token ids of ``S`` sequences laid end to end, and the tokens among them to score. All on the CPU."""
 
-    Args:
-        tokens: int64 ids.
-        mask: True at tokens to score; ``[N]``.
-        forward_lengths: number of leading tokens of each sequence that must be forwarded: those before its last scored
-            token, since position ``t - 1`` predicts token ``t`` and a causal model needs no later one; ``[S]``.
-    """
-
-    tokens: Ragged
-    mask: Tensor
+    tokens: Ragged  # int64 ids
+    mask: Tensor  # True at tokens to score; [N]
+    # Leading tokens of each sequence to forward, [S]: those before its last scored token, since position t - 1 predicts
+    # token t and a causal model needs no later one.
     forward_lengths: Tensor
 
     @classmethod
@@ -51,6 +56,17 @@ class Request:
         """Sequence and position of the token that predicts each flat element; ``[K]`` each."""
         return self.tokens.sequence_ids[element], self.tokens.positions[element] - 1
 
+    def padded(self, rows: Tensor) -> PaddedBatch:
+        """The tokens to forward of sequences ``rows``, each with at least one."""
+        lengths = self.forward_lengths[rows].unsqueeze(-1)
+        column = torch.arange(int(lengths.max()))
+        real = column < lengths
+        index = self.tokens.offsets[rows].unsqueeze(-1) + torch.minimum(column, lengths - 1)
+        # After a sequence comes the first token of the next, which is never scored, or nothing.
+        predicts = real & torch.cat([self.mask, self.mask.new_zeros(1)])[index + 1]
+        ids = torch.where(real, self.tokens.values[index], 0)
+        return PaddedBatch(ids, real.long(), predicts.flatten().nonzero().squeeze(-1), index[predicts] + 1)
+
     def check_ids(self, vocab_size: int | None) -> None:
         """Raise a ValueError if the model cannot embed an id."""
         values = self.tokens.values
@@ -59,11 +75,12 @@ class Request:
             bad |= values >= vocab_size
         if bool(bad.any()):
             element = int(bad.nonzero()[0])
-            allowed = "must not be negative" if vocab_size is None else f"must lie in [0, {vocab_size - 1}]"
-            size = "" if vocab_size is None else f" (vocabulary of {vocab_size})"
+            allowed = "ids must not be negative"
+            if vocab_size is not None:
+                allowed = f"ids must lie in [0, {vocab_size - 1}] (vocabulary of {vocab_size})"
             raise ValueError(
-                f"token id {int(values[element])} at {self._locate(element)} is outside the vocabulary: ids {allowed}"
-                f"{size}. Score with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
+                f"token id {int(values[element])} at {self._locate(element)} is outside the vocabulary: {allowed}. Score "
+                "with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
             )
 
     def check_lengths(self, limit: int | None) -> None:
@@ -102,11 +119,10 @@ def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:
             f"the mask must have one entry for each token, {tuple(tokens.values.shape)}, got {tuple(mask.shape)}."
         )
     mask = mask.cpu()
-    scored = mask & first
-    if bool(scored.any()):
-        sequence = int(tokens.sequence_ids[int(scored.nonzero()[0])])
+    scored = (mask & first).nonzero()
+    if scored.numel():
         raise ValueError(
-            f"the mask selects the first token of sequence {sequence}: it has no prefix and so no log-prob. Set the mask "
-            "to False at the first token of every sequence."
+            f"the mask selects the first token of sequence {int(tokens.sequence_ids[int(scored[0])])}: it has no prefix "
+            "and so no log-prob. Set the mask to False at the first token of every sequence."
         )
     return mask

@@ -16,22 +16,27 @@ from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._model import (
+    Route,
+    Setup,
+    check_adapters,
+    check_has_adapters,
     frequency_switches,
     is_on_meta,
     layers_vary,
+    locked,
     model_device,
     position_limit,
+    send,
     vocab_size,
 )
-from torchrl_llm_kl.scoring._packed import PackedPass
-from torchrl_llm_kl.scoring._padded import PaddedPass, padded_batches, plan_micro_batches
+from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
 from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
-from torchrl_llm_kl.scoring._setup import Route, Setup, check_adapters, check_has_adapters, evaluating, locked, send
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_rows, scoring_version, unwrap
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_wrapper, scoring_version, unwrap
 
+#: Bytes of keys and values that a scorer caches by default: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
 _SMALLEST_PACK = 16
 
@@ -42,12 +47,11 @@ class LogProbScorer:
     Sequences are laid end to end without padding. A prefix that several of them share (the prompt of a group of
     answers, the earlier turns of a conversation) goes through the model once, the head runs only at positions that
     predict a scored token, and the softmax is computed in float32, a tile of positions and tokens at a time:
-    ``[B, T, V]`` never exists. This fast path proves itself on a short probe when the scorer is built. If it does not
-    reproduce the model's own log-probs, the scorer warns and uses the model's own forward; see :attr:`path`.
+    ``[B, T, V]`` never exists. A short probe checks this fast path when the scorer is built. If it does not reproduce the
+    model's own log-probs, the scorer warns and uses the model's own forward; see :attr:`path`.
 
-    Without gradient the model is scored in evaluation mode and its mode restored: dropout would make the KL of a model
-    with itself noise. Scorers of one model wait for each other; do not run the model yourself in another thread
-    meanwhile.
+    Without gradient the model is scored in evaluation mode, and its mode restored: dropout would turn the KL of a model
+    with itself into noise. Scorers of one model wait for each other; do not run the model in another thread meanwhile.
 
     Args:
         model: a transformers causal LM; a TorchRL wrapper around one (only its weights matter: ``generate=True`` is
@@ -62,17 +66,14 @@ class LogProbScorer:
         probe: False trusts the fast path without proof.
         adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
             second copy of the weights.
-        share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. So are models
-            that cannot attend within a pack (see :attr:`shares_prefixes`) and, with gradient, those with checkpointed
-            layers.
+        share_prefixes: False scores every sequence separately, in padded micro-batches of similar length; so are models
+            that cannot attend within a pack and, with gradient, those with checkpointed layers.
         dtype: autocast dtype of the body; for instance ``torch.bfloat16`` on float32 weights. The head keeps its own.
         memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
             are evicted first. 0 disables the cache.
 
     Attributes:
         model: the module that is scored, or the wrapper of another backend.
-        path: ``"head"``, ``"full"`` or ``"wrapper"``; None until the first score if the weights are still on the meta
-            device.
 
     Raises:
         TypeError: if ``model`` is none of the above, or ``adapters`` is not True or False.
@@ -85,6 +86,8 @@ class LogProbScorer:
         >>> scorer = LogProbScorer(Uniform())  # warns: no separate body and head
         >>> scorer.score(Ragged.from_list([torch.tensor([0, 1, 2]), torch.tensor([3])])).to_list()
         [tensor([ 0.0000, -1.3863, -1.3863]), tensor([0.])]
+        >>> scorer.evaluate(Ragged.from_list([torch.tensor([0, 1])]), entropy=True).entropy.to_list()
+        [tensor([0.0000, 1.3863])]
     """
 
     def __init__(
@@ -109,13 +112,9 @@ class LogProbScorer:
         check_adapters(adapters)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}.")
-        self.temperature = float(temperature)
-        self.tokens_per_batch = tokens_per_batch
-        self.head_chunk = head_chunk
-        self.probe = probe
-        self.adapters = adapters
-        self.share_prefixes = share_prefixes
-        self.dtype = dtype
+        self.temperature, self.dtype = float(temperature), dtype
+        self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
+        self.probe, self.adapters, self.share_prefixes = probe, adapters, share_prefixes
         self.memory = PrefixKVCache(memory)
         inner = unwrap(model) if is_wrapper(model) else None
         self.model = model if inner is None else inner
@@ -147,12 +146,12 @@ class LogProbScorer:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether shared prefixes are forwarded once; False also for a model that cannot attend within a pack."""
+        """Whether shared prefixes are forwarded once; False for a model that cannot attend within a pack."""
         return self.share_prefixes and self._route is not None and self._route.packed
 
     @property
     def path(self) -> Literal["head", "full", "wrapper"] | None:
-        """How log-probs are computed."""
+        """How log-probs are computed; None until the first score if the weights are still on the meta device."""
         if self._wrapper is not None:
             return "wrapper"
         return None if self._route is None else self._route.path
@@ -182,7 +181,7 @@ class LogProbScorer:
             ValueError: if there is no sequence, the mask selects a first token, a sequence is too long for the model,
                 a token id is outside its vocabulary, or a log-prob is not finite. Each message names the sequence.
         """
-        return self._scores(sequences, mask, Wanted(), None, grad=grad, remember=remember).log_prob
+        return self.evaluate(sequences, mask, grad=grad, remember=remember).log_prob
 
     def evaluate(
         self,
@@ -199,18 +198,18 @@ class LogProbScorer:
         """Log-probs, and other scores on request, from one forward of the body.
 
         Args:
-            sequences: as for :meth:`score`.
-            mask: as for :meth:`score`.
+            sequences: see :meth:`score`.
+            mask: see :meth:`score`.
 
         Keyword Args:
+            grad: see :meth:`score`.
+            remember: see :meth:`score`; in the caches of both models.
             entropy: of the distribution over the whole vocabulary that each token was drawn from.
             top_k: number of most probable tokens to return, with the log of the total probability of all others. These
-                carry no gradient.
+                have no gradient.
             reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It
                 runs without gradient.
             direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``.
-            grad: as for :meth:`score`.
-            remember: as for :meth:`score`, in the caches of both.
 
         Returns:
             The requested scores, None for the others; nats, exactly 0 where the mask is False.
@@ -218,15 +217,6 @@ class LogProbScorer:
         Raises:
             ValueError: as :meth:`score`; or if the vocabularies or the temperatures differ, or one of the models is of
                 another backend.
-
-        Example:
-            >>> class Uniform(torch.nn.Module):
-            ...     def forward(self, input_ids):
-            ...         return (torch.zeros(*input_ids.shape, 4),)
-            >>> scorer = LogProbScorer(Uniform())  # warns: no separate body and head
-            >>> scores = scorer.evaluate(Ragged.from_list([torch.tensor([0, 1])]), entropy=True, reference=scorer)
-            >>> scores.entropy.to_list(), scores.kl.to_list()
-            ([tensor([0.0000, 1.3863])], [tensor([0., 0.])])
         """
         check_range(0, top_k=top_k)
         check_choice(("reverse", "forward"), direction=direction)
@@ -235,54 +225,48 @@ class LogProbScorer:
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
-        wanted = Wanted(entropy=entropy, kl=None if reference is None else direction, top_k=top_k)
-        for scorer in (self, reference):
-            if wanted != Wanted() and scorer is not None and scorer._wrapper is not None:
+        wanted = Wanted(entropy, None if reference is None else direction, top_k)
+        scorers = [self] if reference is None else [self, reference]
+        for scorer in scorers:
+            if wanted != Wanted() and scorer._wrapper is not None:
                 raise ValueError(
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
                     "transformers model itself."
                 )
-        return self._scores(sequences, mask, wanted, reference, grad=grad, remember=remember)
+        if grad and not self.adapters:
+            raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False.")
+        request = Request.build(sequences, mask)
+        with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
+            if self._wrapper is None:
+                elements, columns = _run(scorers, request, wanted, grad, remember)
+            else:
+                request.check_ids(None)
+                device, budget = sequences.values.device, self.tokens_per_batch or 8192
+                elements, log_probs = score_wrapper(self._wrapper, request, device, budget, grad)
+                columns = {"log_prob": log_probs}
+            request.check_finite(elements, columns["log_prob"])
+        return Scores.spread(sequences, elements, **columns)
 
     def forget(self) -> None:
         """Clear the cache of ``remember=True``. Needed only after a change of a few weights through ``.data``."""
         self.memory.clear()
 
-    def _scores(
-        self,
-        sequences: Ragged,
-        mask: Tensor | None,
-        wanted: Wanted,
-        reference: LogProbScorer | None,
-        *,
-        grad: bool,
-        remember: bool,
-    ) -> Scores:
-        if grad and not self.adapters:
-            raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False.")
-        request = Request.build(sequences, mask)
-        scorers = [self] if reference is None else [self, reference]
-        with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
-            if self._wrapper is None:
-                elements, columns = _run(scorers, request, wanted, grad=grad, remember=remember)
-            else:
-                elements, columns = self._score_wrapper(request, sequences.values.device, grad)
-            request.check_finite(elements, columns["log_prob"])
-        return Scores.spread(sequences, elements, **columns)
-
     def _setup(self, request: Request, grad: bool) -> Setup:
         """Check a request against this model; the settings of the call."""
-        if is_on_meta(self.model):
+        model = self.model
+        if is_on_meta(model):
             raise ValueError(
-                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them before "
-                "scoring."
+                f"{type(model).__name__} has weights on the meta device, which hold no numbers: load them before scoring."
             )
-        request.check_ids(vocab_size(self.model))
-        request.check_lengths(position_limit(self.model))
+        request.check_ids(vocab_size(model))
+        request.check_lengths(position_limit(model))
         if self._route is None:
             self._route = self._choose_route()
-        device = model_device(self.model, request.tokens.values.device)
-        return Setup(self.model, self._route, device, self.temperature, self.adapters, self.dtype, grad)
+        # Checkpointed layers run again in the backward, when the pack is gone.
+        packed = self.shares_prefixes and not frequency_switches(model) and not (grad and layers_vary(model))
+        device = model_device(model, request.tokens.values.device)
+        route = replace(self._route, packed=packed)
+        return Setup(model, route, device, self.temperature, self.adapters, self.dtype, grad)
 
     def _choose_route(self) -> Route:
         with locked(self.model):
@@ -294,22 +278,6 @@ class LogProbScorer:
             )
         return route
 
-    def _score_wrapper(self, request: Request, device: torch.device, grad: bool) -> tuple[Tensor, Columns]:
-        request.check_ids(None)
-        parts = [(torch.zeros(0, dtype=torch.long), torch.zeros(0, device=device))]
-        evaluation = evaluating(self.model) if isinstance(self.model, nn.Module) and not grad else nullcontext()
-        with evaluation:
-            for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch or 8192):
-                element, found = score_rows(self._wrapper, request, rows, device)
-                parts.append((element, found.to(device)))
-        elements, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
-        if grad and log_probs.numel() and not log_probs.requires_grad:
-            raise ValueError(
-                f"grad=True, but the backend of {type(self.model).__name__} returns log-probs without a graph: "
-                "build the scorer on the transformers model that is trained, or pass grad=False."
-            )
-        return elements, {"log_prob": log_probs}
-
 
 class ScorerSlot:
     """The scorer of a model, built on first use and again when the model or its settings change.
@@ -318,14 +286,14 @@ class ScorerSlot:
     """
 
     def __init__(self) -> None:
-        self._sources: tuple[Any, Any] | None = None
+        self._sources: tuple[Any, Any] = (None, None)
         self._settings: dict[str, Any] = {}
         self._scorer: LogProbScorer | None = None
 
     def get(self, model: Any, **settings: Any) -> LogProbScorer:
         """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
         sources = (model, getattr(model, "model", None))
-        same = self._sources is not None and all(a is b for a, b in zip(self._sources, sources, strict=True))
+        same = all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:
             check_adapters(settings.get("adapters", True))
             make = getattr(model, "make_scorer", None)  # a model in another process
@@ -341,29 +309,20 @@ class ScorerSlot:
 
 
 def _run(
-    scorers: list[LogProbScorer], request: Request, wanted: Wanted, *, grad: bool, remember: bool
+    scorers: list[LogProbScorer], request: Request, wanted: Wanted, grad: bool, remember: bool
 ) -> tuple[Tensor, Columns]:
-    """Score every masked-in token.
+    """Score every masked-in token under a model, and under a reference if there is a second scorer.
 
-    Args:
-        scorers: of the model, and of a reference if a KL is wanted, which never has gradient.
-        request: the tokens to score.
-        wanted: what to compute.
-        grad: keep the graph.
-        remember: use and fill the caches.
-
-    Returns:
-        Flat elements ``[K]`` on the CPU, and their scores on the model's device.
+    Returns flat elements ``[K]`` on the CPU, and their scores on the model's device.
     """
     setups = [scorer._setup(request, grad and i == 0) for i, scorer in enumerate(scorers)]
     if any(frequency_switches(setup.model) for setup in setups):
         request = request.uncut()
-    tree = None
-    if all(map(_can_pack, scorers, setups)):
+    tree, caches = None, []
+    if all(setup.route.packed for setup in setups):
         tree = PrefixTree.build(request.tokens, request.forward_lengths)
-    caches = [scorer.memory for scorer in scorers] if tree is not None and remember and not grad else []
-    if not all(cache.limit for cache in caches):
-        caches = []
+        if remember and not grad and all(scorer.memory.limit for scorer in scorers):
+            caches = [scorer.memory for scorer in scorers]
     budget = min(
         scorer.tokens_per_batch or (1024 if setup.device.type == "cpu" else 16384)
         for scorer, setup in zip(scorers, setups, strict=True)
@@ -378,18 +337,11 @@ def _run(
         for scorer in scorers:
             scorer.tokens_per_batch = budget
         warnings.warn(
-            f"out of memory: LogProbScorer goes on with tokens_per_batch={budget}. Set it to that or less to spare the "
-            "attempt.",
+            f"out of memory: LogProbScorer goes on with tokens_per_batch={budget}. Pass that or less to avoid the retry.",
             stacklevel=4,
         )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _can_pack(scorer: LogProbScorer, setup: Setup) -> bool:
-    """Whether this call may share prefixes. Checkpointed layers run again in the backward, when the pack is gone."""
-    model = setup.model
-    return scorer.shares_prefixes and not frequency_switches(model) and not (setup.grad and layers_vary(model))
 
 
 def _attempt(
@@ -401,7 +353,7 @@ def _attempt(
     budget: int,
     chunk: int,
 ) -> tuple[Tensor, Columns]:
-    """Forward and read the whole request, ``budget`` tokens at a time; arguments and result as for :func:`_run`."""
+    """Forward and read the whole request, ``budget`` tokens at a time; returns what :func:`_run` does."""
     lookups: list[CacheLookup] = []
     passes: Sequence[PackedPass | PaddedPass]
     if tree is None:
@@ -442,7 +394,7 @@ def _attempt(
     columns = join_columns(parts) if parts else wanted.nowhere(device)
     element = torch.cat(elements)
     for lookup, name in zip(lookups, ("log_prob", "ref_log_prob"), strict=False):
-        lookup.finish(request, element, columns[name].cpu())
+        lookup.finish(element, columns[name].cpu())
     if lookups and lookups[0].element.numel():  # only if nothing but log-probs is wanted
         element = torch.cat([element, lookups[0].element])
         columns["log_prob"] = torch.cat([columns["log_prob"], lookups[0].values.to(device)])

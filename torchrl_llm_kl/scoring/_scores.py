@@ -1,4 +1,4 @@
-"""Scores, and how they are read from what a body hands to its head."""
+"""Scores, computed from a body's hidden states and the head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrl_llm_kl._numerics import widen
 from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import LogitMap, body_and_head, logit_map
-from torchrl_llm_kl.scoring._setup import Setup
+from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
 
 #: Fields of :class:`Scores` at some tokens: ``[n]`` float32, ``[n, k]`` for the top k.
 Columns = dict[str, Tensor]
@@ -43,13 +42,12 @@ class Scores(NamedTuple):
 
     @classmethod
     def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:
-        """Scatter scores at flat ``elements [K]`` into the layout of ``sequences``.
+        """Scatter scores (``[K]`` or ``[K, k]``, by name) at flat ``elements [K]`` into the layout of ``sequences``.
 
-        Args:
-            sequences: ``[N]`` tokens.
-            elements: flat indices of the scored tokens; ``[K]``.
-            log_prob: ``[K]``.
-            others: other fields by name, ``[K]`` or ``[K, k]``; None for those not computed.
+        Example:
+            >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9])])
+            >>> Scores.spread(tokens, torch.tensor([1, 2]), torch.tensor([-0.5, -1.5])).log_prob.to_list()
+            [tensor([ 0.0000, -0.5000, -1.5000])]
         """
 
         def place(values: Tensor) -> Ragged:
@@ -71,15 +69,11 @@ class Wanted:
 
     def nowhere(self, device: torch.device) -> Columns:
         """The columns of no token."""
-        none = torch.zeros(0, device=device)
-        columns = {"log_prob": none}
-        if self.entropy:
-            columns["entropy"] = none
-        if self.kl:
-            columns |= {"ref_log_prob": none, "kl": none}
+        names = ["log_prob"] + ["entropy"] * self.entropy + ["ref_log_prob", "kl"] * (self.kl is not None)
+        columns = {name: torch.zeros(0, device=device) for name in names}
         if self.top_k:
             top = torch.zeros(0, self.top_k, device=device)
-            columns |= {"top_indices": top.long(), "top_log_probs": top, "tail_log_prob": none}
+            columns |= _top_columns(top.long(), top, torch.zeros(0, device=device))
         return columns
 
 
@@ -126,18 +120,13 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 def read(
     states: States, targets: Tensor, wanted: Wanted, ref: States | None = None, *, chunk: int, recompute: bool
 ) -> Columns:
-    """Compute everything wanted in one sweep.
+    """Compute all that is wanted for tokens ``targets [n]``, in one sweep; a KL needs the states of the reference.
 
-    Args:
-        states: of the model.
-        targets: token ids; ``[n]``.
-        wanted: what to compute; a KL needs ``ref``.
-        ref: states of the reference at the same positions; it gets no gradient.
-        chunk: positions whose whole logits are held at once.
-        recompute: drop a chunk's logits and compute them again in the backward.
+    Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
+    them again in the backward.
     """
     if states.head is not None and (ref is None or ref.head is not None):
-        return _read_linear(states, targets, wanted, ref)
+        return _read_linear(states, states.head, targets.to(states.source.device), wanted, ref)
     parts: list[Columns] = []
     for rows in torch.arange(states.source.shape[0], device=targets.device).split(chunk):
         if recompute:
@@ -153,43 +142,31 @@ def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)).float()
 
 
-def _read_linear(states: States, targets: Tensor, wanted: Wanted, ref: States | None) -> Columns:
-    assert states.head is not None
-    hidden, weight = states.source, states.head.weight
-    targets = targets.to(hidden.device)
-    own: dict[str, Any] = {
-        "bias": states.head.bias,
-        "scale": states.map.scale,
-        "soft_cap": states.map.soft_cap,
-        "temperature": states.temperature,
-    }
-    found: dict[str, Tensor | None]
+def _read_linear(states: States, head: nn.Linear, targets: Tensor, wanted: Wanted, ref: States | None) -> Columns:
+    hidden, device = states.source, states.source.device
+    own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
+    own["temperature"] = states.temperature
     if ref is None:
-        single = linear_log_prob(hidden, weight, targets, entropy=wanted.entropy, **own)
-        found = {"log_prob": single.log_prob, "entropy": single.entropy}
+        found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
     else:
         assert ref.head is not None
-        pair = linear_pair(
+        found = linear_pair(
             hidden,
-            weight,
-            ref.source.to(hidden.device),
-            ref.head.weight.detach().to(hidden.device),
+            head.weight,
+            ref.source.to(device),
+            ref.head.weight.detach().to(device),
             targets,
             direction=wanted.kl or "reverse",
-            ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(hidden.device),
+            ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(device),
             ref_scale=ref.map.scale,
             ref_soft_cap=ref.map.soft_cap,
             entropy=wanted.entropy,
             **own,
-        )
-        assert pair.ref_log_prob is not None
-        found = {"log_prob": pair.log_prob, "entropy": pair.entropy, "kl": pair.kl}
-        found["ref_log_prob"] = pair.ref_log_prob.detach()
+        )._asdict()
+        found["ref_log_prob"] = found["ref_log_prob"].detach()
     columns = {name: values.float() for name, values in found.items() if values is not None}
     if wanted.top_k:
-        top = linear_top_k(hidden, weight, wanted.top_k, **own)
-        columns["top_indices"] = top.indices
-        columns |= {"top_log_probs": top.log_probs.float(), "tail_log_prob": top.tail_log_prob.float()}
+        columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own))
     return columns
 
 
@@ -219,6 +196,9 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
             )
         with torch.no_grad():
             top, indices = log_probs.topk(wanted.top_k, -1)
-            tail = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)
-        columns |= {"top_indices": indices, "top_log_probs": top.float(), "tail_log_prob": tail.float()}
+            columns |= _top_columns(indices, top, log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1))
     return columns
+
+
+def _top_columns(indices: Tensor, log_probs: Tensor, tail: Tensor) -> Columns:
+    return {"top_indices": indices, "top_log_probs": log_probs.float(), "tail_log_prob": tail.float()}

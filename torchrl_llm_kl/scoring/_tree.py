@@ -45,21 +45,13 @@ class PrefixTree:
 
     @classmethod
     def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16) -> PrefixTree:
-        """The tree of the first ``forward_lengths`` tokens of each sequence.
+        """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64.
 
         Splitting a pack has a cost, so a short common prefix is not worth sharing. A node with children is charged
         ``min_shared`` tokens, and the tree minimises forwarded tokens plus charges; a tie goes to the tree that shares
         more. Hence each node with children saves at least ``min_shared`` tokens: its length times the number of its
         children minus one. Sequences that part elsewhere are separate after the last such node. Equal sequences and
         prefixes of others are shared at any ``min_shared``.
-
-        Args:
-            tokens: ids ``[N]`` of ``S`` sequences, on any device.
-            forward_lengths: between 0 and the length of each sequence; ``[S]``, int64.
-            min_shared: 0 forwards every distinct prefix once.
-
-        Raises:
-            ValueError: if the ids are not int64 ``[N]``, a forward length does not fit, or ``min_shared`` is negative.
         """
         values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
         forward_lengths = forward_lengths.detach().cpu()
@@ -77,19 +69,11 @@ class PrefixTree:
 
         branches = _branches(shared[longest[:-1]].tolist())
         _choose(branches, min_shared)
-        nodes, leaf = _nodes(branches, sources, source_ends)
+        nodes, leaf_of = _nodes(branches, sources, source_ends)
         parent, level, start, end, source = torch.tensor(nodes, dtype=torch.long).reshape(-1, 5).unbind(-1)
-        deepest = torch.tensor(leaf, dtype=torch.long)[held]
-        return cls(
-            parent=parent,
-            level=level,
-            start=start,
-            length=end - start,
-            source=source,
-            element=offsets[source] + start,
-            leaf=torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1)),
-            forward_lengths=forward_lengths,
-        )
+        deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
+        leaf = torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1))
+        return cls(parent, level, start, end - start, source, offsets[source] + start, leaf, forward_lengths)
 
     @property
     def num_nodes(self) -> int:
@@ -107,16 +91,15 @@ class PrefixTree:
         return self.length.cumsum(0) - self.length
 
     def place(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Where tokens are when all nodes are laid end to end; ``[K]``, arguments as for :meth:`locate`."""
+        """Where the tokens that :meth:`locate` finds are when all nodes are laid end to end; ``[K]``."""
         node, offset = self.locate(sequence, position)
         return self.first[node] + offset
 
     def locate(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """The node of each token, and the token's place in it; ``[K]`` each.
 
-        Args:
-            sequence: index of the sequence; ``[K]``, int64, on the CPU.
-            position: of the token, at least 0 and below the forward length (not checked); ``[K]``.
+        ``sequence`` and ``position``, int64 ``[K]``, name the tokens; positions must lie below the forward length
+        (not checked).
         """
         sequences, nodes = self._paths
         stride = int(self.forward_lengths.max())  # more than any position
@@ -198,19 +181,15 @@ def _holders(parent: Tensor, start: Tensor, node: Tensor, position: Tensor) -> T
 
 @dataclass(eq=False)
 class _Branch:
-    """Consecutive sequences ``first .. last`` that share ``depth`` leading tokens and part there.
-
-    ``starts`` are the depths at which its node may begin, ``savings`` the tokens that sharing saves in and below the
-    branch for each of them, ``latest_start`` the deepest of them at which the branch is worth a node.
-    """
+    """Consecutive sequences ``first .. last`` that share ``depth`` leading tokens and part there."""
 
     depth: int
     first: int
     last: int = -1
     children: list[_Branch] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    savings: list[int] = field(default_factory=list)
-    latest_start: int = -1
+    starts: list[int] = field(default_factory=list)  # depths at which its node may begin
+    savings: list[int] = field(default_factory=list)  # tokens saved in and below the branch, for each start
+    latest_start: int = -1  # the deepest start at which the branch is worth a node
 
 
 def _branches(shared: list[int]) -> list[_Branch]:

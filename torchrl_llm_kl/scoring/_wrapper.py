@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.scoring._model import evaluating
+from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import Request
 
 _TOKENS_KEY = ("tokens", "full")
@@ -34,18 +37,12 @@ def scoring_version(wrapper: Any) -> Any:
     """
     if _is_remote(wrapper):
         return wrapper
-    changes: dict[str, Any] = {
-        "generate": False,
-        "return_log_probs": True,
-        "input_mode": "tokens",
-        "input_key": _TOKENS_KEY,
-        "pad_output": False,
-    }
+    changes: dict[str, Any] = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
     # Some wrappers write the padding into the dict of the wrapper that they copy: pass a copy of it.
     tokenizer_kwargs = getattr(wrapper, "tokenizer_kwargs", None)
     if isinstance(tokenizer_kwargs, dict):
         changes["tokenizer_kwargs"] = {**tokenizer_kwargs, "padding": False}
-    version = wrapper.get_new_version(**changes)
+    version = wrapper.get_new_version(input_key=_TOKENS_KEY, **changes)
     # vLLM's wrapper drops every token equal to its padding value, often the end-of-turn token. The rows here have no
     # padding, so nothing must be dropped.
     if version is not wrapper and isinstance(getattr(version, "padding_value", None), int):
@@ -53,21 +50,37 @@ def scoring_version(wrapper: Any) -> Any:
     return version
 
 
-def score_rows(version: Any, request: Request, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Log-probs of the scored tokens of sequences ``rows``: flat elements and float32 values, ``[K]`` each."""
+def score_wrapper(
+    version: Any, request: Request, device: torch.device, tokens_per_batch: int, grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Flat elements ``[K]`` of the scored tokens, on the CPU, and their log-probs on ``device``."""
+    batches = plan_micro_batches(request.forward_lengths, tokens_per_batch)
+    with evaluating(version) if isinstance(version, nn.Module) and not grad else nullcontext():
+        parts = [_score_rows(version, request, rows, device) for rows in batches]
+    parts.append((torch.zeros(0, dtype=torch.long), torch.zeros(0, device=device)))  # if there is nothing to score
+    elements, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
+    if grad and log_probs.numel() and not log_probs.requires_grad:
+        raise ValueError(
+            f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: build the scorer "
+            "on the transformers model that is trained, or pass grad=False."
+        )
+    return elements, log_probs
+
+
+def _score_rows(version: Any, request: Request, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     from tensordict import TensorDict, lazy_stack
     from tensordict.utils import unravel_key
 
     # Up to and including the last scored token: the backend pairs each position with the token after it.
     offsets, lengths = request.tokens.offsets[rows].tolist(), (request.forward_lengths[rows] + 1).tolist()
-    ids = [request.tokens.values[start : start + length] for start, length in zip(offsets, lengths, strict=True)]
-    output = version(lazy_stack([TensorDict({_TOKENS_KEY: row.to(device)}) for row in ids]))
+    spans = [torch.arange(start, start + length) for start, length in zip(offsets, lengths, strict=True)]
+    output = version(lazy_stack([TensorDict({_TOKENS_KEY: request.tokens.values[s].to(device)}) for s in spans]))
     name, key = type(version).__name__, unravel_key((getattr(version, "log_probs_key", None) or "log_probs", "full"))
     found = output.get(key, None, as_list=True)
     if found is None:
         raise ValueError(
             f"{name} returned no {key}: found {sorted(map(str, output.keys(True, True)))}. It must return the log-probs "
-            "of the tokens that it is given (generate=False)."
+            "of the given tokens (generate=False)."
         )
     found = list(found)
     got = [row.shape[-1] for row in found]
@@ -78,10 +91,9 @@ def score_rows(version: Any, request: Request, rows: Tensor, device: torch.devic
             f"differs is sequence {int(rows[min(worst, len(rows) - 1)])}. A backend that drops padding tokens or scores "
             "only the tokens that it generates cannot score given tokens."
         )
-    flat = torch.cat([row.reshape(-1) for row in found])
-    element = torch.cat([torch.arange(start, start + length) for start, length in zip(offsets, lengths, strict=True)])
+    flat, element = torch.cat([row.reshape(-1) for row in found]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)
-    return element[scored], flat[scored.to(flat.device)].float()
+    return element[scored], flat[scored.to(flat.device)].float().to(device)
 
 
 def _is_remote(wrapper: Any) -> bool:

@@ -1,0 +1,242 @@
+"""Forwards of a request: in packs, every distinct prefix once and without padding; or in padded micro-batches.
+
+Padding is for models that cannot attend within a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece, pack_attention
+from torchrl_llm_kl.scoring._cache import CacheLookup
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, frequency_switches, read_output, send
+from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._scores import States, head_states
+from torchrl_llm_kl.scoring._tree import PrefixTree
+
+# ---------------------------------------------------------------------- packs
+
+
+class PackedPass:
+    """One model over the prefix tree of a request, a pack at a time; with ``lookup``, over the part that is not cached."""
+
+    def __init__(
+        self, setup: Setup, request: Request, tree: PrefixTree, tokens_per_batch: int, lookup: CacheLookup | None = None
+    ) -> None:
+        self.setup, self.size, self.lookup = setup, tokens_per_batch, lookup
+        self.body = body_and_head(setup.model)[0]
+        self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
+        element, position, place = _row(self.plan, tree)
+        scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
+        slots, order = place[tree.place(*request.before(scored))].sort(stable=True)
+        bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
+        counts = torch.searchsorted(slots, bounds).diff().tolist()
+        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
+        # Everything that the forwards need crosses to the device at once, before them.
+        self._ids = send(request.tokens.values[element], setup.device)
+        self._positions = send(position, setup.device)
+        self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
+        self._last_use = self.plan.last_use()
+        # Of pieces that later packs attend to: keys and values of the piece and of all before it, in order.
+        self._pasts: dict[int, list[KeysValues]] = {-1: []}
+        self.has_window = False  # whether any layer has passed a sliding window so far
+
+    def run(self, index: int) -> States:
+        """States at the positions that predict ``elements[index]``. Packs must be run in order."""
+        layout = self._layout(index)
+        here = slice(index * self.size, (index + 1) * self.size)
+        with self.setup.active(), pack_attention(self.body, layout):
+            output = call(self.body, self._ids[None, here], position_ids=self._positions[None, here], use_cache=False)
+            self.has_window |= layout.has_window
+            for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
+                if self.lookup is not None and forwarded.kept is not None:
+                    piece = self.plan.pieces[i]
+                    self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
+            self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
+            return head_states(self.setup, read_output(output, "last_hidden_state")[0][self._slots[index]])
+
+    def _layout(self, number: int) -> PackLayout:
+        inside = {piece: i for i, piece in enumerate(self.plan.packs[number])}
+        pieces = []
+        first = 0
+        for i in inside:
+            piece = self.plan.pieces[i]
+            later = self._last_use[i] > number
+            if piece.past not in self._pasts and piece.past not in inside:
+                assert self.lookup is not None, "a piece is forwarded before those that follow it"
+                self._pasts[piece.past] = self.lookup.past(self.plan.pieces[piece.past].node)
+            kept: KeysValues = []
+            if later:
+                self._pasts[i] = [*self._pasts[piece.past], kept]
+            keep = later or self.lookup is not None
+            outside = [] if piece.past in inside else self._pasts[piece.past]
+            past = inside.get(piece.past, -1)
+            pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
+            first += piece.length
+        return PackLayout(pieces)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one node of a prefix tree."""
+
+    node: int
+    first: int  # place of its first token in the node
+    length: int  # at least 1
+    past: int  # the piece before its first token, -1 at the start of a sequence
+    cached: bool = False  # keys and values of its tokens and of all before them are cached: in no pack, `past` is -1
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Pieces in an order in which each comes after its ``past``, and the packs that they form."""
+
+    pieces: list[Piece]
+    packs: list[list[int]]  # indices of pieces, ascending through all packs
+
+    def last_use(self) -> list[int]:
+        """The last pack in which another piece attends to each piece, -1 if none does."""
+        out = [-1] * len(self.pieces)
+        for pack, indices in enumerate(self.packs):
+            for index in indices:
+                piece = self.pieces[index].past
+                while piece >= 0 and out[piece] < pack:
+                    out[piece] = pack
+                    piece = self.pieces[piece].past
+        return out
+
+
+def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | None = None) -> PackPlan:
+    """Lay the nodes of a prefix tree end to end, depth first, and cut the row every ``tokens_per_batch`` tokens.
+
+    Depth first holds the fewest keys and values for later packs. ``cached`` is the number of leading tokens of each node
+    that need no forward, by default 0.
+
+    Example:
+        >>> from torchrl_llm_kl.ragged import Ragged
+        >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8]]
+        >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
+        >>> plan = plan_packs(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 6)
+        >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
+        [[(0, 0, 3, -1), (2, 0, 2, 0), (3, 0, 1, 0)], [(1, 0, 2, -1)]]
+    """
+    check_range(1, tokens_per_batch=tokens_per_batch)
+    parents, lengths = tree.parent.tolist(), tree.length.tolist()
+    children: dict[int, list[int]] = {node: [] for node in range(-1, len(lengths))}
+    for node, parent in enumerate(parents):
+        children[parent].append(node)
+
+    pieces: list[Piece] = []
+    packs: list[list[int]] = []
+    room = 0
+    last_piece: dict[int, int] = {-1: -1}
+    waiting = children[-1][::-1]
+    while waiting:
+        node = waiting.pop()
+        waiting.extend(reversed(children[node]))
+        past, done = last_piece[parents[node]], 0
+        if cached is not None and cached[node] > 0:
+            pieces.append(Piece(node, 0, cached[node], -1, cached=True))
+            past, done = len(pieces) - 1, cached[node]
+        while done < lengths[node]:
+            if room == 0:
+                packs.append([])
+                room = tokens_per_batch
+            length = min(room, lengths[node] - done)
+            pieces.append(Piece(node, done, length, past))
+            past, done, room = len(pieces) - 1, done + length, room - length
+            packs[-1].append(past)
+        last_piece[node] = past
+    return PackPlan(pieces, packs)
+
+
+def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
+    """The row of all tokens to forward, pack after pack.
+
+    Returns the flat element and the position of each token in the row; and the place in the row of each token of the
+    tree, node after node, -1 for those not in it.
+    """
+    pieces = [plan.pieces[i] for pack in plan.packs for i in pack]
+    node, first, length = torch.tensor([(p.node, p.first, p.length) for p in pieces]).long().reshape(-1, 3).unbind(-1)
+    start = length.cumsum(0) - length
+    inside = torch.arange(int(length.sum())) - (start - first).repeat_interleave(length)
+    node = node.repeat_interleave(length)
+    place = torch.full((tree.num_tokens,), -1)
+    place[tree.first[node] + inside] = torch.arange(inside.numel())
+    return tree.element[node] + inside, tree.start[node] + inside, place
+
+
+# ---------------------------------------------------------------------- padded micro-batches
+
+
+class PaddedPass:
+    """One model over a request, a micro-batch at a time, each of sequences with at least one token to forward."""
+
+    def __init__(self, setup: Setup, request: Request, batches: list[Tensor]) -> None:
+        self.setup = setup
+        self._batches = [request.padded(rows) for rows in batches]
+        self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
+
+    def run(self, index: int) -> States:
+        """States at the positions that predict ``elements[index]``."""
+        setup = self.setup
+        ids, real, slots, _ = (send(part, setup.device) for part in self._batches[index])
+        options = {"attention_mask": real} if setup.route.mask else {}
+        if setup.route.positions:
+            positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
+            options["position_ids"] = send(positions, setup.device)
+        with setup.active():
+            if setup.route.path == "full":
+                logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
+                # The last positions: prompt tuning puts virtual tokens before the sequence.
+                logits = logits[:, -ids.shape[1] :].flatten(0, 1)
+                return States(slots.to(logits.device), lambda some: logits[some], setup.temperature)
+            output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
+            return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
+
+
+def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
+    """Split sequences into micro-batches of similar length under a token budget.
+
+    A micro-batch costs ``rows * longest``, padding included. The longest sequences come first, so that a run that does
+    not fit into memory fails at once.
+
+    Args:
+        lengths: tokens to forward per sequence; ``[S]``, int64. A sequence of 0 tokens is in no micro-batch.
+        tokens_per_batch: the budget. A longer sequence gets a micro-batch of its own.
+
+    Returns:
+        Sequence indices, int64 on the CPU, one tensor per micro-batch.
+
+    Raises:
+        ValueError: if the budget is below 1 or a length is negative.
+
+    Example:
+        >>> import torch
+        >>> [batch.tolist() for batch in plan_micro_batches(torch.tensor([2, 9, 0, 3, 4]), 10)]
+        [[1], [4, 3], [0]]
+    """
+    check_range(1, tokens_per_batch=tokens_per_batch)
+    longest_first, order = lengths.cpu().sort(descending=True, stable=True)
+    if len(order) and int(longest_first[-1]) < 0:
+        raise ValueError(f"lengths must not be negative, got {int(longest_first[-1])} for sequence {int(order[-1])}.")
+    batches = []
+    start, stop = 0, int((longest_first > 0).sum())
+    while start < stop:
+        rows = max(1, tokens_per_batch // int(longest_first[start]))
+        batches.append(order[start : min(start + rows, stop)])
+        start += rows
+    return batches
+
+
+def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -> list[Tensor]:
+    """:func:`plan_micro_batches`, with no batch on both sides of a model's frequency switch."""
+    sides = [lengths]
+    for switch in set().union(*map(frequency_switches, models)):
+        sides = [torch.where(within, side, 0) for side in sides for within in (side <= switch, side > switch)]
+    return [rows for side in sides for rows in plan_micro_batches(side, tokens_per_batch)]
