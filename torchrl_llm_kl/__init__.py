@@ -12,21 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import make_algorithm
-    from torchrl_llm_kl.estimators import (
-        AdaptiveKLCoefficient,
-        FixedKLCoefficient,
-        get_estimator,
-    )
+    from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, get_estimator
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
     from torchrl_llm_kl.scoring import LogProbScorer, TokenCritic
-    from torchrl_llm_kl.transforms import (
-        KLComputation,
-        KLRewardTransform,
-        RetrieveKL,
-        RetrieveLogProb,
-        RetrieveValue,
-    )
+    from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
 
 __version__ = "0.1.0"
 

@@ -97,11 +97,7 @@ def all_finite(*tensors: Tensor) -> bool:
 
 
 def check_finite(
-    named: Mapping[str, Tensor],
-    *,
-    read: Tensor | None = None,
-    place: Callable[[int], str],
-    advice: str,
+    named: Mapping[str, Tensor], *, read: Tensor | None = None, place: Callable[[int], str], advice: str
 ) -> None:
     """Raise a ValueError that names the first NaN or infinite number, with one look at an accelerator for all tensors.
 

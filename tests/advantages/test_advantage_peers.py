@@ -51,11 +51,7 @@ def own(name: str, hyper: dict[str, Any]) -> dict[str, Any]:
 def experiences(task: list[int], run: list[int], step: list[int], reward: Tensor) -> list[Any]:
     return [
         SimpleNamespace(
-            eid=SimpleNamespace(task=t, rid=(t, r), step=s),
-            reward=x,
-            action_mask=torch.ones(1),
-            row=i,
-            info=None,
+            eid=SimpleNamespace(task=t, rid=(t, r), step=s), reward=x, action_mask=torch.ones(1), row=i, info=None
         )
         for i, (t, r, s, x) in enumerate(zip(task, run, step, reward.tolist(), strict=True))
     ]

@@ -96,15 +96,7 @@ def test_scaled_advantages_have_a_temperature_of_their_own(name: str) -> None:
     advantage = whitened_by(lengths) if name == "reinforce_plus_plus" else better_of_two
     target = self_consistent(task, beta, advantage)
     # A mean per sequence would weigh tokens of short answers more.
-    found = trained(
-        task,
-        name,
-        group=2,
-        kl_loss="k2",
-        kl_loss_coeff=beta,
-        use_reference=True,
-        aggregation="token-mean",
-    )
+    found = trained(task, name, group=2, kl_loss="k2", kl_loss_coeff=beta, use_reference=True, aggregation="token-mean")
     assert total_variation(found, target) < 0.03
     assert total_variation(token_kl_optimum(task, beta), target) > 0.08
     assert total_variation(task.reference, target) > 0.1

@@ -215,12 +215,7 @@ _RENAMED = {
 }
 _ARGS = {"policy_loss_fn_args": "objective_args", "advantage_fn_args": "advantage_args"}
 _KL_ARGS = {"kl_loss_fn_args": "kl_loss_coeff", "kl_penalty_fn_args": "kl_reward_coeff"}
-_SAME = {
-    **_RENAMED,
-    **_KL_ARGS,
-    "entropy_loss_fn_args": "entropy_coeff",
-    "sample_strategy_args": "expert_data_ratio",
-}
+_SAME = {**_RENAMED, **_KL_ARGS, "entropy_loss_fn_args": "entropy_coeff", "sample_strategy_args": "expert_data_ratio"}
 
 
 def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algorithm:
