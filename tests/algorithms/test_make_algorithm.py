@@ -189,7 +189,7 @@ def test_an_adaptive_coefficient() -> None:
     torch.testing.assert_close(coeff(), torch.tensor(0.2 * 1.02))
     with pytest.raises(ValueError, match="an adaptive KL coefficient needs target_kl and horizon"):
         made(kl_loss_fn_args={"adaptive": True, "kl_coef": 0.2})
-    with pytest.raises(TypeError, match="a KL has no argument 'kl_coeff'; it has adaptive, kl_coef"):
+    with pytest.raises(TypeError, match="kl_loss_fn_args has no argument 'kl_coeff'; it has adaptive, kl_coef"):
         made(kl_loss_fn_args={"kl_coeff": 0.2})
 
 
