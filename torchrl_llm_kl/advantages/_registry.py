@@ -144,7 +144,7 @@ def advantage(
     graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities are
     int64. Its docstring ends with the source.
 
-    A direct call takes the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
+    A direct call accepts the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
     names of other libraries.
 
     Example:
@@ -191,7 +191,7 @@ def advantage(
 
 def _instead_of(key: str, spec: AdvantageSpec) -> str:
     if key in spec.aliases:
-        return f": pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) takes both names."
+        return f": pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) accepts both names."
     if key in spec.obsolete:
         return f": {spec.obsolete[key]}."
     if key in spec.refused:
@@ -217,7 +217,7 @@ def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:
 
 
 def available_advantages() -> tuple[str, ...]:
-    """The names of all advantages, sorted. :func:`get_advantage` takes some of Trinity-RFT's names too.
+    """The names of all advantages, sorted. :func:`get_advantage` also accepts some of Trinity-RFT's names.
 
     Example:
         >>> available_advantages()[:3]

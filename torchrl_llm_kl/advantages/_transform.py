@@ -45,7 +45,7 @@ DEFAULT_KEYS: dict[str, NestedKey] = {
     "value_target": "value_target",
 }
 
-#: What to do about a missing input.
+#: Advice for a missing input.
 _ADVICE: dict[str, str] = {
     "reward": "Add a transform that writes rewards to the env, or pass keys={'reward': ...}.",
     "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive.",

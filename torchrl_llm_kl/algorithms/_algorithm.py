@@ -282,7 +282,7 @@ def _of_trinity(name: str, value: Any) -> dict[str, Any]:
         return {own: given.get("entropy_coef", 0.0)}
     if own == "expert_data_ratio":
         if "sft_dataset_name" in given:
-            warnings.warn("sft_dataset_name has no effect here: mix_buffers takes the experts' buffer.", stacklevel=4)
+            warnings.warn("sft_dataset_name has no effect here: pass the experts' buffer to mix_buffers.", stacklevel=4)
         return {own: given[own]} if own in given else {}
     coefficient = given.get("kl_coef", 1e-3)
     if not given.get("adaptive"):
@@ -316,7 +316,7 @@ def _owner(algorithm: Algorithm, name: str) -> str:
     if name in objective and name in advantage:
         raise TypeError(
             f"{name!r} is a hyper-parameter of the objective {algorithm.objective} and of the advantage "
-            f"{algorithm.advantage}: say objective_args={{{name!r}: ...}} or advantage_args={{{name!r}: ...}}."
+            f"{algorithm.advantage}: pass objective_args={{{name!r}: ...}} or advantage_args={{{name!r}: ...}}."
         )
     if name in objective or name in advantage:
         return "objective_args" if name in objective else "advantage_args"

@@ -194,15 +194,15 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         )
     if reference is not None and not preset.needs_reference:
         raise ValueError(
-            f"{name} has no use for a reference model: leave it out, or say use_reference=True to log the KL, or where the KL "
-            "goes (kl_loss='k2' or kl_reward='k1')."
+            f"{name} has no use for a reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
+            "(kl_loss='k2' or kl_reward='k1')."
         )
     if isinstance(reference, str) and reference not in ("base", "data"):
         raise ValueError(f"reference must be a model, 'base' or 'data', got {reference!r}.")
     if isinstance(reference, str) and reference == "data" and preset.kl_reward != "none":
         raise ValueError(
             f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "
-            "the KL into the reward before (KLRewardTransform) and say kl_reward='none'."
+            "the KL into the reward before (KLRewardTransform) and pass kl_reward='none'."
         )
     if preset.use_critic and critic is None:
         raise ValueError(f"{name} trains a critic: pass critic=TokenCritic(model).")
@@ -215,7 +215,7 @@ _SET_HERE = {
     "actor": "it is the second argument of make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
     "loss_agg_mode": "pass aggregation= to make_algorithm",
-    "terms": "say kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with terms of your own",
+    "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with terms of your own",
     **{
         name: f"pass {name}= to make_algorithm"
         for name in ("objective", "aggregation", "reference", "masking_strategy", "max_len")

@@ -155,21 +155,21 @@ def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
 
 _TOKENS = (
     Entry(("tokens", "full"), "[*B, T]", "integer", "prompt and response, as they were sampled", "token"),
-    Entry(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone, which tells the response", "token", False),
+    Entry(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone; the rest is the response", "token", False),
     Entry(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding; needed if padded", "token", False),
-    Entry(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True where the assistant spoke", "token", False),
-    Entry("loss_mask", "[*B] or [*B, T]", "boolean", "False takes a sequence or a token away", "either", False),
+    Entry(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True at the assistant's tokens", "token", False),
+    Entry("loss_mask", "[*B] or [*B, T]", "boolean", "False leaves a sequence or a token out", "either", False),
 )
 _REWARD = Entry(
     ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or token rewards that add up to it", "either"
 )
-_GROUP = Entry("query", "[*B]", "identity", "equal for all answers to a prompt; or give group_size", "either", False)
+_GROUP = Entry("query", "[*B]", "identity", "equal for all answers to a prompt; or pass group_size", "either", False)
 _LOG_PROBS = (
     Entry(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either", False),
     Entry(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference", "either", False),
 )
 _TRAJECTORY = (
-    Entry("query", "[*B]", "identity", "the task; or give group_size", "either", False),
+    Entry("query", "[*B]", "identity", "the task; or pass group_size", "either", False),
     Entry("run", "[*B]", "identity", "the trajectory, if keys name it; or rows [*envs, steps]", "either", False),
     Entry("step", "[*B]", "integer", "the place in it, if keys name it", "sequence", False),
     Entry("state", "[*B]", "identity", "the env's state before the step (gigpo)", "either", False),
