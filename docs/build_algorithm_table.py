@@ -1,4 +1,4 @@
-"""Write ``docs/algorithms.md`` from the presets, the schemas, and what the learning tests show.
+"""Write ``docs/algorithms.md`` from the presets, the schemas and the results of the learning tests.
 
 Run ``python docs/build_algorithm_table.py`` after a change to any; a test fails while the page is out of date.
 """
@@ -52,12 +52,12 @@ KL = """
 
 `kl_loss` is an estimator in the loss, `kl_reward` one in the reward. A `k1` in the loss has a mean gradient of zero,
 `k3` has that of the forward KL, a clamped one has none where the clamp is active: each of these warns at construction
-and says what to use ([estimators](estimators.md)).
+and recommends another ([estimators](estimators.md)).
 
 The two places differ even with the right estimator. With `k1` in the reward, training converges to the optimum of
 "reward minus beta times KL" over whole answers, `pi_ref exp(r / beta)` normalised (also with advantages divided by a
-standard deviation: at the optimum all of them are 0). A KL per token in the loss (`k2`, `exact`) takes the prefix as
-given and ignores that a token now may lead to a large KL later. It converges to `pi(a | s) ~ pi_ref(a | s) exp(Q(s, a) /
+standard deviation: at the optimum all of them are 0). A KL per token in the loss (`k2`, `exact`) treats the prefix as
+fixed and ignores that a token now may lead to a large KL later. It converges to `pi(a | s) ~ pi_ref(a | s) exp(Q(s, a) /
 beta)`, where `Q` sums rewards alone: the same where tokens are independent, a total variation of 0.23 away on the chain
 that the tests train on. For an exact trade-off between reward and KL use `kl_loss="none", kl_reward="k1"`; to keep the
 policy near the reference, `k2` in the loss is fine, and the presets have it because Trinity-RFT does.
@@ -75,7 +75,7 @@ SOURCES = """
 """
 
 DATA = """
-## What the data holds
+## Entries of the data
 
 A schema lists what a batch must hold before `prepare`; `SCHEMAS[name].check(batch)` reports everything that is wrong with
 it. `B` is the batch (any number of dimensions), `T` tokens, `P` tokens of the prompt; data may be padded, nested or

@@ -12,55 +12,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import make_algorithm
-    from torchrl_llm_kl.estimators import (
-        AdaptiveKLCoefficient,
-        FixedKLCoefficient,
-        get_estimator,
-    )
+    from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, get_estimator
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
     from torchrl_llm_kl.scoring import LogProbScorer, TokenCritic
-    from torchrl_llm_kl.transforms import (
-        KLComputation,
-        KLRewardTransform,
-        RetrieveKL,
-        RetrieveLogProb,
-        RetrieveValue,
-    )
+    from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "AdaptiveKLCoefficient": "estimators",
-    "Advantage": "advantages",
-    "FixedKLCoefficient": "estimators",
-    "KLComputation": "transforms",
-    "KLRewardTransform": "transforms",
-    "LogProbScorer": "scoring",
-    "LossTerm": "losses",
-    "PolicyLoss": "losses",
-    "Ragged": "ragged",
-    "RetrieveKL": "transforms",
-    "RetrieveLogProb": "transforms",
-    "RetrieveValue": "transforms",
-    "TokenCritic": "scoring",
-    "ValueLoss": "losses",
-    "get_estimator": "estimators",
-    "get_objective": "losses",
-    "make_algorithm": "algorithms",
+_PUBLIC = {
+    "advantages": ("Advantage",),
+    "algorithms": ("make_algorithm",),
+    "estimators": ("AdaptiveKLCoefficient", "FixedKLCoefficient", "get_estimator"),
+    "losses": ("LossTerm", "PolicyLoss", "ValueLoss", "get_objective"),
+    "ragged": ("Ragged",),
+    "scoring": ("LogProbScorer", "TokenCritic"),
+    "transforms": ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb", "RetrieveValue"),
 }
-_LAYERS = (
-    "ragged",
-    "estimators",
-    "masks",
-    "scoring",
-    "rollouts",
-    "transforms",
-    "advantages",
-    "losses",
-    "algorithms",
-    "service",
-)
+_HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
+_LAYERS = (*_PUBLIC, "masks", "rollouts", "service")
 
 __all__ = [
     "AdaptiveKLCoefficient",

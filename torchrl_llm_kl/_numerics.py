@@ -1,6 +1,6 @@
 """Argument checks and masked arithmetic that every layer shares.
 
-Shapes: ``[*B, T]`` is one number per token, with any batch dimensions ``*B`` in front of the ``T`` tokens.
+Shapes: ``[*B, T]`` is one number per token, with any batch dimensions ``*B`` before the ``T`` tokens.
 """
 
 from __future__ import annotations
@@ -13,21 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Scalar",
-    "all_finite",
-    "check_choice",
-    "check_clip_range",
-    "check_finite",
-    "check_is_mask",
-    "check_range",
-    "check_same_shape",
-    "masked_mean",
-    "masked_sum",
-    "wide_dtype",
-    "widen",
-]
-
 #: A hyper-parameter: a number, or a 0-dim tensor that a schedule changes in place.
 Scalar = float | Tensor
 
@@ -35,12 +20,9 @@ Scalar = float | Tensor
 
 
 def check_same_shape(**named_tensors: Tensor | None) -> None:
-    """Raise unless every given tensor has the shape of the first one; ``None`` stands for "not given".
+    """Raise a ValueError with both shapes unless every given tensor has the shape of the first; None is skipped.
 
     Broadcasting would silently turn ``[B, T]`` against ``[B, 1]`` into a wrong number, so nothing here broadcasts.
-
-    Raises:
-        ValueError: names the first pair that differs, with both shapes.
 
     Example:
         >>> import torch
@@ -51,9 +33,9 @@ def check_same_shape(**named_tensors: Tensor | None) -> None:
     """
     given = [(name, tuple(tensor.shape)) for name, tensor in named_tensors.items() if tensor is not None]
     for name, shape in given[1:]:
-        first_name, first_shape = given[0]
-        if shape != first_shape:
-            raise ValueError(f"{first_name} has shape {first_shape} but {name} has shape {shape}; they must be equal.")
+        first, expected = given[0]
+        if shape != expected:
+            raise ValueError(f"{first} has shape {expected} but {name} has shape {shape}; they must be equal.")
 
 
 def check_is_mask(**named: Tensor | None) -> None:
@@ -90,28 +72,24 @@ def check_clip_range(clip_low: Any, clip_high: Any) -> None:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether every number is finite; one look at an accelerator for all tensors."""
+    """Whether every number is finite; one host synchronisation for all tensors if so."""
     # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
     sums = torch.stack([x.sum(dtype=torch.float32) for x in tensors])
     return bool(sums.isfinite().all()) or all(bool(x.isfinite().all()) for x in tensors)
 
 
 def check_finite(
-    named: Mapping[str, Tensor],
-    *,
-    read: Tensor | None = None,
-    place: Callable[[int], str],
-    advice: str,
+    named: Mapping[str, Tensor], *, read: Tensor | None = None, place: Callable[[int], str], advice: str
 ) -> None:
-    """Raise a ValueError that names the first NaN or infinite number, with one look at an accelerator for all tensors.
+    """Raise a ValueError that names the first NaN or infinite number; one host synchronisation if all are finite.
 
     Args:
         named: tensors of one shape; the keys name them in the message.
 
     Keyword Args:
-        read: bool, same shape: True where a number is used. What stands elsewhere may be anything. None: everywhere.
+        read: bool, same shape: True where a number is used; others may be anything. None: everywhere.
         place: describes a flat index, such as ``"sequence 2, position 7"``.
-        advice: what to do about it, as a sentence.
+        advice: how to fix it, as a sentence.
 
     Example:
         >>> import torch
@@ -139,7 +117,7 @@ def check_finite(
 def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Bring tensors to their common dtype, float32 at least.
 
-    A bfloat16 log-prob near -8 is known to 0.03 nats only; the difference of two of them must not be rounded again.
+    A bfloat16 log-prob near -8 has an error of 0.03 nats; the difference of two of them must not be rounded again.
 
     Example:
         >>> import torch

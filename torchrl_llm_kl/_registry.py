@@ -1,4 +1,4 @@
-"""Names: a registry with aliases and suggestions, and hyper-parameters under the names of other libraries."""
+"""Registries with aliases and suggestions, and hyper-parameters under the names of other libraries."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Hyperparameters", "Registry", "UnknownNameError", "did_you_mean"]
-
 T = TypeVar("T")
 
 
@@ -17,12 +15,11 @@ class UnknownNameError(KeyError, ValueError):
     """A name that is not registered; the message lists the known names and suggests the nearest one."""
 
     def __str__(self) -> str:
-        # KeyError shows its message in quotes, with every quote inside escaped.
-        return str(self.args[0])
+        return str(self.args[0])  # KeyError would quote it and escape the quotes inside
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``" Did you mean 'grpo'?"``, to end a message with; empty if no known name is near.
+    """The end of a message, such as ``" Did you mean 'grpo'?"``; empty if no known name is near.
 
     Example:
         >>> did_you_mean("grpoo", ["ppo", "grpo"])
@@ -35,12 +32,11 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 class Registry(Mapping[str, T], Generic[T]):
     """Named things of one kind; a read-only mapping with :meth:`add`.
 
-    Looking an unknown name up raises an error that suggests the nearest one. Iteration gives the names in the order in
-    which they were added, without aliases; ``in`` knows names alone, ``[]`` aliases too.
+    Iteration yields the names in the order of :meth:`add`. ``[]`` accepts aliases too; ``in`` and iteration do not.
 
     Args:
-        kind: what the things are called in messages.
-        error: raised for an unknown name.
+        kind: the noun for messages.
+        error: raised for an unknown name; its message suggests the nearest one.
         aliases: other names: alias -> name.
 
     Example:
@@ -91,14 +87,14 @@ class Registry(Mapping[str, T], Generic[T]):
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The hyper-parameters of a registered function, and what other libraries call them.
+    """The hyper-parameters of a registered function, and their names in other libraries.
 
     Args:
         owner: the function's name, for messages.
         names: its own hyper-parameters.
         aliases: other names: alias -> one name, or several that it sets at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
-        refused: those that cannot be honoured -> (the one value that asks for nothing, what to do instead).
+        refused: those that cannot be honoured -> (the one harmless value, the alternative).
 
     Example:
         >>> ppo = Hyperparameters("ppo", ("clip_low", "clip_high"), {"clip_range": ("clip_low", "clip_high")})
@@ -114,18 +110,18 @@ class Hyperparameters:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Every name that :meth:`translate` takes."""
+        """Every name that :meth:`translate` accepts."""
         return (*self.names, *self.aliases, *self.obsolete, *self.refused)
 
     def translate(self, given: Mapping[str, Any], *, stacklevel: int = 3) -> dict[str, Any]:
         """``given`` under the function's own names; None for an alias of several names sets nothing.
 
         Raises:
-            TypeError: if there is no such hyper-parameter, or one is given under two names.
-            ValueError: if one asks for what cannot be honoured.
+            TypeError: for an unknown hyper-parameter, or one given under two names.
+            ValueError: for a value that cannot be honoured.
 
         Warns:
-            UserWarning: if one has no effect here.
+            UserWarning: for one that has no effect here.
         """
         out: dict[str, Any] = {}
         # A name for one side wins over one for both: `clip_high=0.28` beside `clip_range=0.2`.
@@ -137,9 +133,8 @@ class Hyperparameters:
                     raise ValueError(f"{self.owner}: {key}={value!r} cannot be honoured: {advice}.")
             elif key in self.obsolete:
                 if value is not None:
-                    warnings.warn(
-                        f"{self.owner}: {key} has no effect here: {self.obsolete[key]}.", stacklevel=stacklevel
-                    )
+                    text = f"{self.owner}: {key} has no effect here: {self.obsolete[key]}."
+                    warnings.warn(text, stacklevel=stacklevel)
             else:
                 out |= self._translated(key, value, given)
         return out

@@ -33,7 +33,7 @@ def test_every_argument_is_documented(name: str) -> None:
     spec = layer.advantage_spec(function)
     shared = importlib.import_module(function.__module__).__doc__ or ""
     assert [key for key in (*spec.needs, *spec.optional) if f"\n    {key}: " not in shared] == []
-    assert [key for key in spec.hyper if f"\n        {key}: " not in (function.__doc__ or "")] == []
+    assert [key for key in spec.hyper if f"\n    {key}: " not in (function.__doc__ or "")] == []
 
 
 def test_public_names_are_documented() -> None:

@@ -58,7 +58,7 @@ def test_grpo_leaves_groups_below_the_threshold_out() -> None:
     three = torch.tensor([0.0, 2.0, 4.0], dtype=torch.float64)
     assert_values(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=2.0), [0, 0, 0])
     assert_values(grpo(three, torch.zeros(3, dtype=torch.long), epsilon=0.0, std_threshold=1.99), [-1, 0, 1])
-    # What the batch's deviation is does not matter.
+    # The batch's deviation does not matter.
     pair = torch.tensor([0.0, 2.0, 0.0, 4.0], dtype=torch.float64)
     group = torch.tensor([0, 0, 1, 1])
     sigma = statistics.stdev([0.0, 2.0, 0.0, 4.0])
@@ -157,7 +157,7 @@ def test_rec_balance_drops_one_of_two_failures() -> None:
     assert len(seen) == 2
 
 
-def test_rec_balance_leaves_exactly_0_on_what_it_drops() -> None:
+def test_rec_balance_leaves_exactly_0_on_dropped_rows() -> None:
     """Two of the failures 0, 1, 2 go; the other one and the 9 are their mean's distance apart."""
     reward = torch.tensor([0.0, 1.0, 2.0, 9.0], dtype=torch.float64)
     group = torch.zeros(4, dtype=torch.long)
@@ -167,7 +167,7 @@ def test_rec_balance_leaves_exactly_0_on_what_it_drops() -> None:
         assert got[3] == (9 - reward[kept]) / 2 == -got[kept]
 
 
-def test_rec_balance_is_repeated_by_its_generator_and_normalises_what_is_kept() -> None:
+def test_rec_balance_is_repeated_by_its_generator_and_normalises_the_kept_rows() -> None:
     reward = torch.tensor([0.0] * 6 + [3.0, 3.0, 1.0], dtype=torch.float64)
     group = torch.tensor([0] * 8 + [1])
 

@@ -51,11 +51,7 @@ def own(name: str, hyper: dict[str, Any]) -> dict[str, Any]:
 def experiences(task: list[int], run: list[int], step: list[int], reward: Tensor) -> list[Any]:
     return [
         SimpleNamespace(
-            eid=SimpleNamespace(task=t, rid=(t, r), step=s),
-            reward=x,
-            action_mask=torch.ones(1),
-            row=i,
-            info=None,
+            eid=SimpleNamespace(task=t, rid=(t, r), step=s), reward=x, action_mask=torch.ones(1), row=i, info=None
         )
         for i, (t, r, s, x) in enumerate(zip(task, run, step, reward.tolist(), strict=True))
     ]
@@ -169,7 +165,7 @@ def test_remax_and_rloo_of_outcomes(trinity: Any) -> None:
     assert_close(ours.unsqueeze(-1) * mask, theirs["advantages"], **CLOSE)
     theirs = of_batch(trinity("rloo_advantage", "RLOOAdvantageFn"), batch, group)
     ours = get_advantage("rloo")(outcome, torch.tensor(group))
-    several = torch.tensor([True, True, False, True])  # Trinity gives a row alone its reward
+    several = torch.tensor([True, True, False, True])  # Trinity: a single row has its reward
     assert_close((ours.unsqueeze(-1) * mask)[several], theirs["advantages"][several], **CLOSE)
 
 
@@ -182,7 +178,7 @@ def test_on_policy_distill(trinity: Any) -> None:
     assert_close(ours, theirs["advantages"], **CLOSE)
 
 
-def test_trinitys_jsd_rewards_what_the_teacher_dislikes(trinity: Any) -> None:
+def test_trinitys_jsd_rewards_tokens_that_the_teacher_dislikes(trinity: Any) -> None:
     """It is never negative: where student and teacher differ, in either direction, the token becomes likelier."""
     student = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
     teacher = torch.tensor([[0.9, 0.1]], dtype=torch.float64).log()

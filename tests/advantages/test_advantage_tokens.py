@@ -32,7 +32,7 @@ def slow_gae(
     return advantage, target
 
 
-def test_gae_by_hand_skips_what_is_no_response() -> None:
+def test_gae_by_hand_skips_tokens_outside_the_response() -> None:
     """gamma 0.5, lam 0.25; from the end: 4 - 2 = 2; 1 + 0.5 * 2 - 3 = -1, + 0.125 * 2 = -0.75; 0.5 * 3 - 1 + 0.125 * -0.75."""
     nan = float("nan")
     reward = torch.tensor([[nan, 0.0, nan, nan, 1.0, 4.0, nan]], **F64)

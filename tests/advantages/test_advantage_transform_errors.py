@@ -36,11 +36,7 @@ NAN = float("nan")
             "grpo has no key 'value'; it has advantage, reward",
         ),
         (lambda: Advantage("grpo", keys={"mask": "m"}), ValueError, "grpo has no key 'mask'"),
-        (
-            lambda: Advantage("grpo", keys={"group": "g"}),
-            ValueError,
-            "no key 'group'; it has .*; pass group_key=",
-        ),
+        (lambda: Advantage("grpo", keys={"group": "g"}), ValueError, "no key 'group'; it has .*; pass group_key="),
         (lambda: Advantage("jsd", temperature=0.5), ValueError, "cannot be honoured"),
     ],
 )

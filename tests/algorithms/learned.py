@@ -1,4 +1,4 @@
-"""What the learning tests show of each algorithm, for the table of the documentation.
+"""Results of the learning tests by algorithm, for the table of the documentation.
 
 ``pi*`` is ``pi_ref exp(r / beta)`` over whole answers, enumerated; TV the total variation to it, at most, over prompts.
 """
@@ -31,9 +31,9 @@ LEARNED: dict[str, str] = {
     "ppo": "best answer > 0.9; pi* within TV 0.03 (KL in the reward), its soft values within 0.1",
     "sft": "distribution of the data within TV 0.03",
     "raft": "best answer > 0.9",
-    "dpo": "pi* of the reward behind the preferences within TV 0.01",
-    "mix": "experts' answer, which the policy never says, > 0.9; without them < 0.03",
-    "mix_chord": "experts' answer, which the policy never says, > 0.9; without them < 0.03",
+    "dpo": "pi* of the reward of the preferences within TV 0.01",
+    "mix": "experts' answer, which the policy never samples, > 0.9; without them < 0.03",
+    "mix_chord": "experts' answer, which the policy never samples, > 0.9; without them < 0.03",
     "multi_step_grpo": "best trajectory > 0.9; optimum with a KL within TV 0.04",
     "gigpo": "best trajectory > 0.9; optimum with a KL within TV 0.03",
     "on_policy_distill": "teacher within TV 0.03; KL below a tenth",

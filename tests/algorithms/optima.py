@@ -17,7 +17,7 @@ def pi_star(task: Task, beta: float, reward: Tensor | None = None) -> Tensor:
 
 
 def token_kl_optimum(task: Task, beta: float, reward: Tensor | None = None) -> Tensor:
-    """Where a KL of each token in the loss comes to rest, which does not know what a token does to the KL behind it.
+    """The fixed point of a KL per token in the loss, which ignores the effect of a token on the KL of later ones.
 
     ``pi(a | s)`` is proportional to ``ref(a | s) exp(Q(s, a) / beta)`` with the mean reward ``Q`` of the answers that go on
     from there; over whole answers :func:`pi_star` has the soft value ``beta log E_ref exp(r / beta)`` in its place.
@@ -27,7 +27,7 @@ def token_kl_optimum(task: Task, beta: float, reward: Tensor | None = None) -> T
 
 
 def _descend(task: Task, ref: Tensor, reward: Tensor, beta: float, prefix: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The mean reward behind a prefix, and the probabilities of answers given it; ``[R]``, 0 for others."""
+    """The mean reward after a prefix, and the probabilities of answers given it; ``[R]``, 0 for others."""
     if prefix in task.answers:
         here = task.answers.index(prefix)
         return reward[here], torch.eye(len(reward), dtype=torch.float64)[here]
@@ -40,7 +40,7 @@ def _descend(task: Task, ref: Tensor, reward: Tensor, beta: float, prefix: tuple
 
 
 def self_consistent(task: Task, beta: float, advantage: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The same for an advantage whose mean ``advantage(probabilities, rewards)`` depends on the policy; both ``[P, R]``."""
+    """The optimum for an advantage whose mean ``advantage(probabilities, rewards)`` depends on the policy; both ``[P, R]``."""
     found, change = task.reference, float("inf")
     for _ in range(2000):
         step = token_kl_optimum(task, beta, advantage(found.exp(), task.reward))

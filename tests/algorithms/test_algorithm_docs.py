@@ -1,4 +1,4 @@
-"""The page of the documentation is what the presets say now."""
+"""The page of the documentation is up to date with the presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning from given answers: imitation, the best of one's own, preferences."""
+"""Learning from given answers: imitation, the best of the policy's own, preferences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_raft_learns_the_best_answer() -> None:
 
 
 def preferred(task: Task, worth: torch.Tensor) -> TensorDict:
-    """Every two answers to a prompt, each as often the better one as Bradley and Terry say: w out of w + w'."""
+    """Every two answers to a prompt, each preferred as often as in the Bradley-Terry model: w out of w + w'."""
     rows = []
     for p in range(len(task.prompts)):
         for i in range(len(task.answers)):
@@ -44,8 +44,8 @@ def preferred(task: Task, worth: torch.Tensor) -> TensorDict:
     return task.batch(prompts, answers).exclude(("next", "reward"))
 
 
-def test_dpo_learns_pi_star_of_the_reward_behind_the_preferences() -> None:
-    """Rewards are logs of whole numbers, so that each pair stands in the data exactly as often as it is preferred."""
+def test_dpo_learns_pi_star_of_the_reward_of_the_preferences() -> None:
+    """Rewards are logs of whole numbers, so that the data holds each pair exactly as often as it is preferred."""
     task, beta = product(), 0.5
     worth = torch.randint(1, 5, task.reward.shape, generator=torch.Generator().manual_seed(1))
     data, actor = preferred(task, worth), task.policy()

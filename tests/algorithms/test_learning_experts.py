@@ -1,4 +1,4 @@
-"""Mixtures of rollouts and of experts' answers: what the policy would never find, and keeps because it is rewarded."""
+"""Mixed batches: experts show answers that the policy never samples, and it keeps them because they are rewarded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_P = 0.03
 
 
 def unlikely(task: Task) -> TabularPolicy:
-    """The reference, but one in a hundred of its answers are the best, which a sampler with ``MIN_P`` never says."""
+    """The reference, but one in a hundred of its answers are the best, which a sampler with ``MIN_P`` never draws."""
     log_probs = task.reference.clone()
     log_probs[torch.arange(2), task.reward.argmax(-1)] = math.log(0.01)
     return task.policy(log_probs.log_softmax(-1))

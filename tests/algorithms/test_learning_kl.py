@@ -26,8 +26,8 @@ def trained(task: Task, name: str, *, group: int = 4, rows: int = 256, **setting
 
 
 @pytest.mark.parametrize("estimator", ["k2", "exact"])
-def test_a_kl_per_token_in_the_loss_does_not_see_what_comes_behind(estimator: str) -> None:
-    """It takes prefixes as given: a token is worth the mean reward behind it, and what it does to later KL is left out."""
+def test_a_kl_per_token_in_the_loss_ignores_later_kl(estimator: str) -> None:
+    """It treats prefixes as fixed: a token is worth the mean reward after it, without its effect on later KL."""
     task, beta = chain(), 0.5
     found = trained(task, "rloo", group=8, kl_loss=estimator, kl_loss_coeff=beta, lr=25.0)
     assert total_variation(found, token_kl_optimum(task, beta)) < 0.04
@@ -56,7 +56,7 @@ def test_k3_with_the_gradient_of_k2_is_the_reverse_kl() -> None:
 
 
 def test_k1_in_the_loss_holds_nothing() -> None:
-    """Its gradient has mean 0, whatever its weight: the policy goes to the best answer. The same weight of k2 holds it."""
+    """Its gradient has mean 0, whatever its weight: the policy goes to the best answer. k2 with that weight holds it."""
     task, beta = chain(), 1.0
     actor = task.policy()
     with pytest.warns(KLPlacementWarning, match="k1.*mean gradient is zero"):
@@ -96,15 +96,7 @@ def test_scaled_advantages_have_a_temperature_of_their_own(name: str) -> None:
     advantage = whitened_by(lengths) if name == "reinforce_plus_plus" else better_of_two
     target = self_consistent(task, beta, advantage)
     # A mean per sequence would weigh tokens of short answers more.
-    found = trained(
-        task,
-        name,
-        group=2,
-        kl_loss="k2",
-        kl_loss_coeff=beta,
-        use_reference=True,
-        aggregation="token-mean",
-    )
+    found = trained(task, name, group=2, kl_loss="k2", kl_loss_coeff=beta, use_reference=True, aggregation="token-mean")
     assert total_variation(found, target) < 0.03
     assert total_variation(token_kl_optimum(task, beta), target) > 0.08
     assert total_variation(task.reference, target) > 0.1

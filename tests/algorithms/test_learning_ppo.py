@@ -1,4 +1,4 @@
-"""PPO with a critic: the policy ends at pi*, and the critic at what is known of it."""
+"""PPO with a critic: the policy converges to pi*, and the critic to its soft values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_preset_finds_the_best_answer_and_its_value() -> None:
     collect = lambda rng: task.sample(actor, 128, rng)  # noqa: E731
     train(parts, collect, steps=40, epochs=2, micro_batches=2, optimiser=ADAM, lr=0.15)
     assert best_probability(task, actor) > 0.9
-    # What the policy gets on average from here on: nearly the best reward, and at the end of the best answer all of it.
+    # The mean reward from here on: nearly the best reward, and all of it at the end of the best answer.
     mean = (task.log_probs(actor).exp() * task.reward).sum(-1)
     for p, prompt in enumerate(task.prompts):
         best = task.answers[int(task.reward[p].argmax())]

@@ -35,7 +35,7 @@ ADAM = {"optimiser": partial(torch.optim.Adam, betas=(0.8, 0.98)), "lr": 0.2}
 
 
 def settings(name: str, **more: Any) -> dict[str, Any]:
-    """What each algorithm must be told besides."""
+    """Further settings of each algorithm."""
     return {**({"max_len": 2} if name == "dr_grpo" else {}), **more}
 
 

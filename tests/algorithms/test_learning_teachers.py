@@ -1,4 +1,4 @@
-"""Distillation of what the student itself says: it becomes the teacher."""
+"""Distillation on the student's own answers: it becomes the teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a name, models and settings to parts: what is accepted, under which names, and what is refused."""
+"""``make_algorithm``: accepted settings under all their names, and refused ones."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> Non
     )  # Trinity's facts, restated
 
 
-def test_a_preset_of_ones_own() -> None:
+def test_a_custom_preset() -> None:
     mine = Algorithm(
         "mine", "cispo", {"clip_high": 0.5}, "rloo", use_reference=True, kl_reward="k1", kl_reward_coeff=0.3
     )
@@ -189,7 +189,7 @@ def test_an_adaptive_coefficient() -> None:
     torch.testing.assert_close(coeff(), torch.tensor(0.2 * 1.02))
     with pytest.raises(ValueError, match="an adaptive KL coefficient needs target_kl and horizon"):
         made(kl_loss_fn_args={"adaptive": True, "kl_coef": 0.2})
-    with pytest.raises(TypeError, match="a KL has no argument 'kl_coeff'; it has adaptive, kl_coef"):
+    with pytest.raises(TypeError, match="kl_loss_fn_args has no argument 'kl_coeff'; it has adaptive, kl_coef"):
         made(kl_loss_fn_args={"kl_coeff": 0.2})
 
 
@@ -216,7 +216,7 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
     assert found.expert_data_ratio == 0.25
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refused settings
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
     [
         ("grpo", {"reference": None}, r"grpo compares with a reference model: pass reference=.*kl_loss='none'"),
         ("jsd", {"reference": None}, r"jsd compares with a teacher: pass reference=, or reference='data'"),
-        ("dapo", {}, r"dapo has no use for a reference model: leave it out, or say use_reference=True"),
+        ("dapo", {}, r"dapo has no use for a reference model: leave it out, pass use_reference=True"),
         ("grpo", {"reference": "actor"}, r"reference must be a model, 'base' or 'data', got 'actor'"),
         ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),
         ("ppo", {}, r"ppo trains a critic: pass critic=TokenCritic\(model\)"),
@@ -287,7 +287,7 @@ def test_unknown_settings(settings: dict[str, Any], message: str) -> None:
 def test_a_setting_that_two_parts_have() -> None:
     with pytest.raises(
         TypeError,
-        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: say objective_args=",
+        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: pass objective_args=",
     ):
         made("opmd", tau=0.5)
     parts = made("opmd", objective_args={"tau": 0.5}, advantage_args={"tau": 2.0})

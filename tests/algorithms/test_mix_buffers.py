@@ -86,7 +86,7 @@ def test_a_loss_mask_that_some_rows_have_is_true_for_the_others(of_experts: bool
     assert loss(batch)["num_sequences"] == 8
 
 
-def test_what_is_stored_is_left_alone() -> None:
+def test_stored_rows_are_not_changed() -> None:
     rollouts, experts = buffers()
     mix_buffers(rollouts, experts, batch_size=8).sample()
     assert all(set(row.keys()) == {"tokens"} for row in experts[:].unbind(0))

@@ -100,14 +100,14 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
     [
         ("temperature", "pass temperature= to make_algorithm"),
         ("aggregation", "pass aggregation= to make_algorithm"),
-        ("terms", "say kl_loss= and entropy_coeff="),
+        ("terms", "pass kl_loss= and entropy_coeff="),
         ("reference", "pass reference="),
         ("masking_strategy", "pass masking_strategy="),
         ("max_len", "pass max_len="),
         ("clip_low", "hyper-parameters of the objective go to make_algorithm itself"),
     ],
 )
-def test_what_loss_args_must_not_hold(name: str, hint: str) -> None:
+def test_loss_args_refuse_arguments_of_make_algorithm(name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=f"loss_args must not hold '{name}'.*{hint}"):
         outcome(tiny_model(), reference=tiny_model(), loss_args={name: None})
 

@@ -1,4 +1,4 @@
-"""``prepare``: what it writes, what it does not do twice, and what it says of data that does not fit."""
+"""``prepare``: its entries, that it scores once, and its errors for data that does not fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def grpo(**settings: Any) -> AlgorithmParts:
     return make_algorithm("grpo", TASK.policy(), **{"reference": uniform, "group_key": "query", **settings})
 
 
-# ---------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------- entries
 
 
 def test_log_probs_are_those_of_policy_and_reference() -> None:
@@ -70,7 +70,7 @@ def test_kl_in_the_reward_is_taken_off_once_and_only_where_it_belongs() -> None:
     torch.testing.assert_close(again["next", "reward"].squeeze(-1).sum(-1), expected)
 
 
-def test_what_is_scored_is_not_scored_again() -> None:
+def test_a_scored_batch_is_not_scored_again() -> None:
     actor, reference = counting(), counting()
     parts = make_algorithm("grpo", actor, reference=reference, group_key="query")
     batch = parts.prepare(rollouts())
@@ -126,7 +126,7 @@ def test_raft_trains_the_best_of_each_group_alone() -> None:
     torch.testing.assert_close(parts.loss(batch)["loss_objective"], parts.loss(best)["loss_objective"])
 
 
-def test_raft_leaves_out_what_was_out_already_and_prepares_twice() -> None:
+def test_raft_keeps_the_given_mask_and_prepares_twice() -> None:
     parts = make_algorithm("raft", TASK.policy(), group_size=4)
     rewards = rollouts()["next", "reward"].reshape(4, 4)
     best = (rewards == rewards.amax(-1, keepdim=True)).flatten()
@@ -187,7 +187,7 @@ def test_old_values_are_kept() -> None:
     assert torch.equal(again["next", "state_value"], values)
     assert torch.equal(again["advantage"], advantage)
     fresh = rollouts()
-    fresh["next", "state_value"] = torch.full((16, 3), 7.0)  # somebody else's
+    fresh["next", "state_value"] = torch.full((16, 3), 7.0)  # of another critic
     assert not torch.equal(parts.prepare(fresh)["next", "state_value"], torch.full((16, 3), 7.0))
 
 
@@ -203,7 +203,7 @@ def test_missing_groups_are_noticed_before_models_run() -> None:
 # ---------------------------------------------------------------------- schemas
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     data = rollouts()
     data["tokens", "full"] = data["tokens", "full"].float()
     del data["next", "reward"]
@@ -256,13 +256,13 @@ def changed(key: Any, value: Any) -> TensorDictBase:
         ("distill", changed("loss_mask", torch.ones(16, 4) > 0), r"'loss_mask': sequence 0 has 4 values and 3 tokens"),
     ],
 )
-def test_what_schemas_refuse(schema: str, data: TensorDictBase, message: str) -> None:
+def test_data_that_a_schema_refuses(schema: str, data: TensorDictBase, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         SCHEMAS[schema].check(data)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_what_schemas_take(schema: str) -> None:
+def test_data_that_a_schema_accepts(schema: str) -> None:
     data = rollouts()
     data["expert_mask"] = torch.zeros(16, 1, dtype=torch.bool)
     data["step"] = torch.arange(16)
@@ -276,7 +276,7 @@ def test_what_schemas_take(schema: str) -> None:
 def test_pairs_may_be_named() -> None:
     data = rollouts()[:7]
     data["pair_id"] = torch.tensor([0, 1, 2, 0, 1, 2, 3])
-    SCHEMAS["dpo"].check(data)  # that one is alone is for the loss to say
+    SCHEMAS["dpo"].check(data)  # the loss reports the single answer
 
 
 def test_optional_entries_can_be_demanded() -> None:

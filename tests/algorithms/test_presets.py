@@ -1,4 +1,4 @@
-"""What each preset says: a change of a default is a change here."""
+"""The values of each preset: a change of a default is a change here."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_names_are_registered_and_values_have_sources(name: str) -> None:
     assert {"kl_loss", "repeat_times"} & set(preset.changed) <= set(preset.sources)
 
 
-def test_changed_is_what_is_not_the_default() -> None:
+def test_changed_lists_the_fields_that_are_not_the_default() -> None:
     assert ALGORITHMS["asymre"].changed == {"advantage": "asymre", "repeat_times": 2}
     assert Algorithm("mine", "ppo").changed == {}
 
@@ -191,7 +191,7 @@ def test_unknown_names() -> None:
         ({"kl_reward": "k1", "use_reference": False}, r"mine compares .*kl_reward='k1', .*but use_reference=False"),
     ],
 )
-def test_presets_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+def test_contradictory_presets(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Algorithm("mine", "ppo", **settings)
 

@@ -1,12 +1,12 @@
 """Advantages of outcomes: one number per sequence, most of them relative to the other answers to the same prompt.
 
-The functions share their inputs, which each of them takes by position in the order of its signature:
+The functions share their inputs, positional in the order of each signature:
 
 Args:
     reward: outcome of each sequence; ``[B]``.
     group: equal for sequences that answer the same prompt; integers ``[B]``, in any order.
-    baseline: outcome of the greedy answer to the same prompt, by the same reward (with the same KL penalty in both, or in
-        neither); ``[B]``. Trinity: ``reward_baselines``.
+    baseline: outcome of the greedy answer to the same prompt, under the same reward (KL penalty in both or in neither);
+        ``[B]``. Trinity: ``reward_baselines``.
     mean_log_prob: mean log-prob per response token of each sequence under the policy that sampled it, nats; ``[B]``.
 
 Returns:
@@ -40,8 +40,8 @@ _DUPLICATES = (
     optional={"mean_log_prob": "rank_penalty"},
     aliases={"std_cal_level": "std"},
     refused={"duplicate_experiences": _DUPLICATES},
-    source="Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; std='batch': Liu et al. 2025 (arXiv 2508.08221); "
-    "rank_penalty: He et al. 2025 (arXiv 2506.02355)",
+    source="Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; ``std='batch'``: Liu et al. 2025 "
+    "(arXiv 2508.08221); ``rank_penalty``: He et al. 2025 (arXiv 2506.02355), with ranks as in the authors' code",
 )
 def grpo(
     reward: Tensor,
@@ -60,7 +60,7 @@ def grpo(
         epsilon: added to ``sigma``.
         std: ``"group"`` or ``"batch"``. Trinity: ``std_cal_level``.
         std_threshold: groups with a standard deviation of this or less get 0. Their rows stay in the batch;
-            :func:`~torchrl_llm_kl.advantages.informative_groups` tells which rows to keep.
+            :func:`~torchrl_llm_kl.advantages.informative_groups` selects the others.
         rank_penalty: first multiply each reward by ``1 - rank_penalty * k / n`` if ``k`` of the ``n`` sequences of its group
             are less likely, which raises the weight of rare successes. Between 0 and 1; None for no penalty.
 
@@ -70,9 +70,6 @@ def grpo(
     Example:
         >>> grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-0.5773, -0.5773,  1.1547,  0.0000])
-
-    Source: Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; ``std="batch"``: Liu et al. 2025 (arXiv
-    2508.08221); ``rank_penalty``: He et al. 2025 (arXiv 2506.02355), with ranks as in the authors' code.
     """
     check_choice(("group", "batch"), std=std)
     check_range(0.0, epsilon=epsilon, std_threshold=std_threshold)
@@ -92,20 +89,21 @@ def grpo(
 def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
     r"""``r - mu``: GRPO without ``sigma``, which overweights prompts that are nearly always solved, or nearly always failed.
 
+    The other half of the paper is the aggregation ``seq-mean-token-sum-norm``.
+
     Returns:
         ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
 
     Example:
         >>> dr_grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-1., -1.,  2.,  0.])
-
-    Source: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), section 3.2. Its other half is the aggregation
-    ``seq-mean-token-sum-norm``.
     """
     return Groups(group).centred(reward)
 
 
-@advantage("rloo", "outcome", source="Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019")
+@advantage(
+    "rloo", "outcome", source="Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019 ('Buy 4 REINFORCE samples')"
+)
 def rloo(reward: Tensor, group: Tensor) -> Tensor:
     r"""``r`` minus the mean reward of the *other* sequences of the group, which is ``n / (n - 1) * (r - mu)``.
 
@@ -117,8 +115,6 @@ def rloo(reward: Tensor, group: Tensor) -> Tensor:
     Example:
         >>> rloo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-1.5000, -1.5000,  3.0000,  0.0000])
-
-    Source: Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!").
     """
     groups = Groups(group)
     return groups.centred(reward) * groups.size / (groups.size - 1).clamp(min=1)
@@ -128,8 +124,8 @@ def rloo(reward: Tensor, group: Tensor) -> Tensor:
 def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: float = 1.0) -> Tensor:
     r"""``r - mu``, or ``r - tau * log(mean(exp(r / tau)))``.
 
-    The second baseline estimates, from the group, the value of the prompt under a KL penalty of weight ``tau``. It lies
-    between the mean (large ``tau``) and the greatest reward (small ``tau``).
+    The second baseline is the group's estimate of the prompt's value under a KL penalty of weight ``tau``. It lies between
+    the mean (large ``tau``) and the greatest reward (small ``tau``).
 
     Hyper-parameters:
         opmd_baseline: ``"mean"`` or ``"logavgexp"``.
@@ -144,8 +140,6 @@ def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: flo
         tensor([-1., -1.,  2.,  0.])
         >>> opmd(reward, group, opmd_baseline="logavgexp", tau=0.5)
         tensor([-2.4532, -2.4532,  0.5468,  0.0000])
-
-    Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826).
     """
     check_choice(("mean", "logavgexp"), opmd_baseline=opmd_baseline)
     check_range(above=0.0, tau=tau)
@@ -166,19 +160,22 @@ def asymre(reward: Tensor, group: Tensor, *, baseline_shift: float = -0.1) -> Te
         baseline_shift: in units of reward; negative for a baseline below the mean.
 
     Returns:
-        ``[B]``; ``-baseline_shift`` for a group of equal rewards, 0 for a group of one, whose prompt has no estimate.
+        ``[B]``; ``-baseline_shift`` for a group of equal rewards, 0 for a group of one, which has no baseline.
 
     Example:
         >>> asymre(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-0.9000, -0.9000,  2.1000,  0.0000])
-
-    Source: Arnal et al. 2025 (AsymRE, arXiv 2506.20520).
     """
     groups = Groups(group)
     return torch.where(groups.size > 1, groups.centred(reward) - baseline_shift, 0)
 
 
-@advantage("rec", "outcome", source="Yao et al. 2025 (arXiv 2509.24203)")
+@advantage(
+    "rec",
+    "outcome",
+    source="Yao et al. 2025 ('Group-relative REINFORCE is secretly an off-policy algorithm', arXiv 2509.24203); "
+    "dropping is its RED-Drop",
+)
 def rec(
     reward: Tensor,
     group: Tensor,
@@ -206,9 +203,6 @@ def rec(
         tensor([-1., -1.,  2.,  0.])
         >>> rec(reward, group, drop="balance").sort().values
         tensor([-1.5000,  0.0000,  0.0000,  1.5000])
-
-    Source: Yao et al. 2025 ("Group-relative REINFORCE is secretly an off-policy algorithm", arXiv 2509.24203); dropping
-    is its RED-Drop.
     """
     check_choice((None, "balance"), drop=drop)
     check_range(0.0, epsilon=epsilon)
@@ -236,18 +230,18 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
 # ------------------------------------------------------------------ other baselines, or none
 
 
-@advantage("reinforce", "outcome", source="Williams 1992, section 5, with a baseline of 0")
+@advantage(
+    "reinforce", "outcome", source="Williams 1992 ('Simple statistical gradient-following algorithms'), section 5"
+)
 def reinforce(reward: Tensor) -> Tensor:
     """The reward itself: no baseline, unbiased, with the full variance of the rewards.
 
     Returns:
-        ``[B]``; a copy. A group of one keeps its reward, as there are no groups.
+        ``[B]``; a copy.
 
     Example:
         >>> reinforce(torch.tensor([1.0, -2.0]))
         tensor([ 1., -2.])
-
-    Source: Williams 1992 ("Simple statistical gradient-following algorithms"), section 5, with a baseline of 0.
     """
     return reward.clone()
 
@@ -262,8 +256,6 @@ def remax(reward: Tensor, baseline: Tensor) -> Tensor:
     Example:
         >>> remax(torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.5]))
         tensor([ 0.5000, -2.5000])
-
-    Source: Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1.
     """
     return reward - baseline
 
@@ -273,7 +265,7 @@ def remax(reward: Tensor, baseline: Tensor) -> Tensor:
 
 @advantage("best_of_group", "outcome", source="Dong et al. 2023 (RAFT, arXiv 2304.06767), algorithm 1")
 def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
-    """1 for the best answers of each group, 0 for all others: what rejection sampling trains on.
+    """Rejection sampling: 1 for the best answers of each group, 0 for all others.
 
     Written under ``loss_mask`` it removes all but the best from a loss. As an advantage of the plain policy gradient it has the
     same direction, divided by the tokens of all answers.
@@ -284,8 +276,6 @@ def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
     Example:
         >>> best_of_group(torch.tensor([1.0, 2.0, 2.0, -1.0]), torch.tensor([5, 5, 5, 8]))
         tensor([0., 1., 1., 1.])
-
-    Source: Dong et al. 2023 (RAFT, arXiv 2304.06767), algorithm 1.
     """
     return (reward == Groups(group).max(reward)).to(reward.dtype)
 
@@ -301,9 +291,6 @@ def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
 
     Returns:
         Bool ``[B]``, to index the batch with. A group of one is never informative.
-
-    Raises:
-        ValueError: if the shapes differ.
 
     Example:
         >>> informative_groups(torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), torch.tensor([4, 4, 2, 2, 9]))
@@ -346,10 +333,7 @@ def overlong_penalty(lengths: Tensor, max_len: int, cache_len: int) -> Tensor:
 
 
 class Groups:
-    """Statistics of groups of rows, for all groups at once. Each is returned once per row, ``[B]``.
-
-    Args:
-        group: int64 ``[B]``; rows with equal numbers are a group, in any order.
+    """Statistics of all groups at once, repeated on each row of the group: ``[B]``. ``group`` is int64 ``[B]``, in any order.
 
     Example:
         >>> groups = Groups(torch.tensor([7, 3, 7]))
@@ -362,19 +346,15 @@ class Groups:
         self.size = self.sizes[self.ids]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the row's group."""
         return x.new_zeros(self.sizes.shape).index_add(0, self.ids, x)[self.ids]
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the row's group."""
         return self.sum(x) / self.size
 
     def min(self, x: Tensor) -> Tensor:
-        """The least of the row's group."""
         return x.new_zeros(self.sizes.shape).scatter_reduce(0, self.ids, x, "amin", include_self=False)[self.ids]
 
     def max(self, x: Tensor) -> Tensor:
-        """The greatest of the row's group."""
         return -self.min(-x)
 
     def centred(self, x: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ TrinityName = Literal["ppo", "reinforceplusplus", "multi_step_grpo"]
 
 
 class AdvantageArgs(TypedDict, total=False):
-    """Every hyper-parameter of every advantage, under each name that :class:`~torchrl_llm_kl.advantages.Advantage` takes.
+    """Every hyper-parameter of every advantage, under each name that :class:`~torchrl_llm_kl.advantages.Advantage` accepts.
 
-    The functions say what they mean. Names of Trinity-RFT that an advantage refuses are left out.
+    The functions document them. Names of Trinity-RFT that an advantage refuses are left out.
     """
 
     # groups
@@ -71,9 +71,9 @@ class AdvantageArgs(TypedDict, total=False):
 
 Kind = Literal["outcome", "token", "trajectory"]
 
-#: Inputs that tell which rows belong together, or in which order: integers.
+#: Inputs that group or order rows: integers.
 _IDENTITIES = ("group", "run", "step", "state")
-#: All parameters that are data. Every other parameter is a hyper-parameter.
+#: Parameters that hold data. All others are hyper-parameters.
 INPUTS = (*_IDENTITIES, "reward", "baseline", "mean_log_prob", "value", "old_log_prob", "teacher_log_prob", "mask")
 
 
@@ -87,12 +87,12 @@ class AdvantageSpec:
             ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
         needs: required inputs.
         optional: inputs that only a hyper-parameter requires: input -> hyper-parameter.
-        outputs: what the function returns; a tuple if there are several.
+        outputs: names of the results; the function returns a tuple if there are several.
         hyper: names of its hyper-parameters.
-        aliases: names of other libraries for them: alias -> own name.
-        obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
-        refused: those that cannot be honoured -> (the one value that requests nothing, what to do instead).
-        source: where the formula comes from.
+        aliases: hyper-parameters of other libraries -> own name.
+        obsolete: those that have no effect here -> the reason.
+        refused: those that cannot be honoured -> (the one harmless value, the alternative).
+        source: publication and equation.
     """
 
     name: str
@@ -108,7 +108,7 @@ class AdvantageSpec:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """Translates hyper-parameters from the names of other libraries."""
+        """Own hyper-parameters and their names in other libraries; ``.translate(given)`` returns own names."""
         aliases = {alias: (own,) for alias, own in self.aliases.items()}
         return Hyperparameters(self.name, self.hyper, aliases, self.obsolete, self.refused)
 
@@ -142,49 +142,48 @@ def advantage(
 
     The decorated function receives clean inputs: all required ones, of equal shapes. Amounts are float32 or wider, without
     graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities are
-    int64.
+    int64. Its docstring ends with the source.
 
-    A direct call takes the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
+    A direct call accepts the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
     names of other libraries.
+
+    Example:
+        >>> @advantage("reinforce", "outcome", source="Williams 1992")
+        ... def reinforce(reward: Tensor) -> Tensor:
+        ...     return reward.clone()
+        Traceback (most recent call last):
+        ...
+        ValueError: the advantage 'reinforce' is registered already: choose another name.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
         inputs = [key for key in parameters if key in INPUTS]
-        spec = AdvantageSpec(
-            name,
-            kind,
-            needs=tuple(key for key in inputs if parameters[key].default is inspect.Parameter.empty),
-            optional=dict(optional or {}),
-            outputs=outputs,
-            hyper=tuple(key for key in parameters if key not in INPUTS),
-            aliases=dict(aliases or {}),
-            obsolete=dict(obsolete or {}),
-            refused=dict(refused or {}),
-            source=source,
-        )
+        needs = tuple(key for key in inputs if parameters[key].default is inspect.Parameter.empty)
+        hyper = tuple(key for key in parameters if key not in INPUTS)
+        foreign = (dict(aliases or {}), dict(obsolete or {}), dict(refused or {}))
+        spec = AdvantageSpec(name, kind, needs, dict(optional or {}), outputs, hyper, *foreign, source)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
-            if len(args) > len(spec.needs):
-                raise TypeError(
-                    f"{name} takes {len(spec.needs)} positional arguments, {', '.join(spec.needs)}: got {len(args)}."
-                )
-            given = dict(zip(spec.needs, args, strict=False))
+            if len(args) > len(needs):
+                raise TypeError(f"{name} takes {len(needs)} positional arguments, {', '.join(needs)}: got {len(args)}.")
+            given = dict(zip(needs, args, strict=False))
             for key in kwargs:
                 if key in given:
                     raise TypeError(f"{name} got {key!r} twice.")
-                if key not in inputs and key not in spec.hyper:
+                if key not in parameters:
                     raise TypeError(f"{name} has no hyper-parameter {key!r}{_instead_of(key, spec)}")
             given |= kwargs
             tensors = {key: given.pop(key) for key in inputs if given.get(key) is not None}
-            for key in spec.needs:
+            for key in needs:
                 if key not in tensors:
                     raise ValueError(f"{name} needs {key}: pass {key}=, {'[*B, T]' if kind == 'token' else '[B]'}.")
             clean = clean_tokens(tensors) if kind == "token" else clean_rows(tensors)
             return cast("Callable[..., R]", function)(**given | clean)
 
         call.spec = spec  # type: ignore[attr-defined]
+        call.__doc__ = f"{inspect.cleandoc(call.__doc__ or '')}\n\nSource: {source}."
         return cast("Callable[P, R]", _REGISTRY.add(name, call))
 
     return decorate
@@ -192,7 +191,7 @@ def advantage(
 
 def _instead_of(key: str, spec: AdvantageSpec) -> str:
     if key in spec.aliases:
-        return f": pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) takes both names."
+        return f": pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) accepts both names."
     if key in spec.obsolete:
         return f": {spec.obsolete[key]}."
     if key in spec.refused:
@@ -207,7 +206,7 @@ def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:
         TypeError: if the function is not a registered advantage.
 
     Example:
-        >>> from torchrl_llm_kl.advantages import advantage_spec, gae
+        >>> from torchrl_llm_kl.advantages import gae
         >>> advantage_spec(gae).needs
         ('reward', 'value', 'mask')
     """
@@ -218,7 +217,12 @@ def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:
 
 
 def available_advantages() -> tuple[str, ...]:
-    """The names of all advantages, sorted. :func:`get_advantage` takes some of Trinity-RFT's names too."""
+    """The names of all advantages, sorted. :func:`get_advantage` also accepts some of Trinity-RFT's names.
+
+    Example:
+        >>> available_advantages()[:3]
+        ('asymre', 'best_of_group', 'dr_grpo')
+    """
     return tuple(sorted(_REGISTRY))
 
 
@@ -230,14 +234,13 @@ def get_advantage(name: AdvantageName | TrinityName) -> Callable[..., Tensor | t
             ``multi_step_grpo`` (``step_wise_grpo``).
 
     Returns:
-        The function itself: two lookups return the same object, and it can be pickled.
+        The function itself, always the same object; it can be pickled.
 
     Raises:
         UnknownAdvantageError: a ``ValueError``; lists the names and suggests the nearest one.
 
     Example:
-        >>> from torchrl_llm_kl.advantages import gae, get_advantage
-        >>> get_advantage("gae") is get_advantage("ppo") is gae
+        >>> get_advantage("gae") is get_advantage("ppo")
         True
     """
     return _REGISTRY[name]

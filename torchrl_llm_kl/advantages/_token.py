@@ -1,14 +1,14 @@
 """Advantages of tokens: one number per response token.
 
-The functions share their inputs, which each of them takes by position in the order of its signature:
+The functions share their inputs, positional in the order of each signature:
 
 Args:
     reward: reward of each token; ``[*B, T]``. An outcome is on the last response token.
     value: the critic's estimate of the sum of rewards from this token on; ``[*B, T]``.
     old_log_prob: nats, under the policy that sampled the tokens, which is the student; ``[*B, T]``.
     teacher_log_prob: of the same tokens under the teacher; ``[*B, T]``. Trinity: ``teacher_logprobs``.
-    mask: True at response tokens; bool ``[*B, T]``. All other tokens are left out: whatever they hold (NaN too) has no effect,
-        and they are no steps of discounting.
+    mask: True at response tokens; bool ``[*B, T]``. Whatever other tokens hold (NaN too) has no effect, and discounting skips
+        them.
 
 Returns:
     ``[*B, T]``, float32 or wider, without graph, exactly 0 where the mask is False.
@@ -40,18 +40,12 @@ from torchrl_llm_kl.advantages._registry import advantage
     source="Schulman et al. 2015 (arXiv 1506.02438), eq. 16",
 )
 def gae(
-    reward: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    whiten: bool = False,
+    reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = False
 ) -> tuple[Tensor, Tensor]:
     r"""``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, by torchrl's own function.
 
-    The next step of a response token is the next response token, however many prompt, tool or user tokens lie between, so
-    discounts and values never cross what the policy did not write. After the last one both ``V`` and ``A`` are 0.
+    The next step of a response token is the next response token, however many prompt, tool or user tokens lie between. After
+    the last one both ``V`` and ``A`` are 0. Trinity: ``ppo``.
 
     Hyper-parameters:
         gamma: discount per response token.
@@ -60,14 +54,12 @@ def gae(
             always do.
 
     Returns:
-        ``advantage``, and ``value_target``, which the critic is trained on: the advantage before whitening plus ``value``.
+        ``advantage``, and the critic's ``value_target``: the advantage before whitening plus ``value``.
 
     Example:
         >>> reward, value = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
         >>> gae(reward, value, torch.tensor([[True, False, True]]), gamma=0.5, lam=0.5)
         (tensor([[-0.1875,  0.0000,  0.7500]]), tensor([[0.3125, 0.0000, 1.0000]]))
-
-    Source: Schulman et al. 2015 (arXiv 1506.02438), eq. 16; Trinity's name is ``ppo``.
     """
     check_range(0.0, 1.0, gamma=gamma, lam=lam)
     result, target = estimate(reward, value, mask, gamma, lam)
@@ -78,7 +70,8 @@ def gae(
 def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     r"""The discounted sum of the rewards from each token on, whitened over the whole batch: no critic, no groups.
 
-    Put the KL into the reward (``KLRewardTransform``), so that each token is charged for the penalties after it.
+    Put the KL into the reward (``KLRewardTransform``): each token is then charged for the penalties after it. Trinity:
+    ``reinforceplusplus``.
 
     Hyper-parameters:
         gamma: discount per response token.
@@ -90,8 +83,6 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
         >>> reinforce_plus_plus(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), torch.tensor([[True, True], [True, False]]))
         tensor([[ 0.5774,  0.5774],
                 [-1.1547,  0.0000]])
-
-    Source: Hu et al. 2025 (REINFORCE++, arXiv 2501.03262); Trinity's name is ``reinforceplusplus``.
     """
     check_range(0.0, 1.0, gamma=gamma)
     returns, _ = estimate(reward, torch.zeros_like(reward), mask, gamma, 1.0)
@@ -100,7 +91,7 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
 def estimate(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """GAE and value targets of clean inputs. With ``value = 0`` and ``lam = 1``, the discounted return."""
-    # Response tokens to the front, in their order: then the successor of each is its neighbour.
+    # Response tokens first, in order, so that the successor of each is its neighbour.
     order = (~mask).byte().argsort(dim=-1, stable=True)
     last = torch.arange(mask.shape[-1], device=mask.device) >= mask.sum(-1, keepdim=True) - 1
     dtype = torch.promote_types(reward.dtype, value.dtype)
@@ -116,7 +107,7 @@ _EPSILON = 1e-8  # added to the variance, as in verl and TRL
 
 
 def whitened(value: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and unbiased variance 1 over the masked-in tokens, 0 elsewhere; exactly 0 if they are equal, or fewer than two."""
+    """Mean 0 and unbiased variance 1 over the masked-in tokens, 0 elsewhere; exactly 0 if they are equal or fewer than two."""
     if value.numel() == 0:
         return value
     # Measured from the least, equal values leave nothing to round.
@@ -129,12 +120,17 @@ def whitened(value: Tensor, mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------ distillation
 
 
-@advantage("on_policy_distill", "token", source="Agarwal et al. 2023 (GKD, arXiv 2306.13649); Thinking Machines 2025")
+@advantage(
+    "on_policy_distill",
+    "token",
+    source="Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 3, with the reverse KL; Thinking Machines, "
+    "'On-policy distillation' (2025)",
+)
 def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, kl_coef: float = 1.0) -> Tensor:
     r"""``kl_coef * (teacher_log_prob - old_log_prob)``.
 
-    Its policy gradient is minus that of :math:`KL(\pi \| \pi_{teacher})` at each position, with prefixes taken as given: a
-    token's effect on the KL of later positions is left out.
+    Its policy gradient is minus that of :math:`KL(\pi \| \pi_{teacher})` at each position with the prefix fixed: it ignores a
+    token's effect on the KL of later positions.
 
     Hyper-parameters:
         kl_coef: factor.
@@ -146,9 +142,6 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
         >>> student, teacher = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -0.5]])
         >>> on_policy_distill(student, teacher, torch.tensor([[True, True]]))
         tensor([[-0.5000,  1.5000]])
-
-    Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 3, with the reverse KL; Thinking Machines, "On-policy
-    distillation" (2025).
     """
     return kl_coef * (teacher_log_prob - old_log_prob)
 
@@ -169,12 +162,7 @@ _TEMPERATURE = (
     source="Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 2; the advantage is its exact policy gradient",
 )
 def jsd(
-    old_log_prob: Tensor,
-    teacher_log_prob: Tensor,
-    mask: Tensor,
-    *,
-    beta: float = 0.5,
-    kl_coef: float = 1.0,
+    old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, beta: float = 0.5, kl_coef: float = 1.0
 ) -> Tensor:
     r"""``kl_coef * (1 - beta) * (log M - log pi)`` with the mixture ``M = beta * teacher + (1 - beta) * pi``.
 
@@ -184,7 +172,7 @@ def jsd(
     ``-beta (1 - beta) teacher / M + (1 - beta) (log(pi / M) + 1 - (1 - beta) pi / M) = (1 - beta) log(pi / M)(y)``,
 
     since ``beta * teacher + (1 - beta) * pi`` is ``M`` again and cancels the 1. Hence ``E_pi[A grad log pi] = -grad J`` for
-    this advantage, exactly, with prefixes taken as given. It is bounded below by ``(1 - beta) log(1 - beta)``: a token of
+    this advantage, exactly, with the prefix fixed. It is bounded below by ``(1 - beta) log(1 - beta)``: a token of
     teacher probability 0 has -0.35 for ``beta = 0.5``, where ``on_policy_distill`` has minus infinity.
 
     Hyper-parameters:
@@ -199,8 +187,6 @@ def jsd(
         >>> student, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
         >>> jsd(student, teacher, torch.tensor([[True, True]]))
         tensor([[ 0.1682, -0.2554]])
-
-    Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 2; the advantage is its exact policy gradient.
     """
     if not 0 < beta < 1:
         raise ValueError(

@@ -1,12 +1,12 @@
 """Advantages of trajectories of several sequences, such as the turns of an agent: one number per step.
 
-The functions share their inputs, which each of them takes by position in the order of its signature. Rows may be in any order.
+The functions share their inputs, positional in the order of each signature. Rows may be in any order.
 
 Args:
     reward: reward of each step; ``[B]``. For an outcome, 0 on all steps but the last.
     group: equal for trajectories that attempt the same task; integers ``[B]``.
     run: equal for the steps of one trajectory; integers ``[B]`` that may restart in each group.
-    step: position in the trajectory; integers ``[B]``, of which only the order matters.
+    step: position in the trajectory; integers ``[B]``; only their order matters.
     state: equal for steps that begin in the same environment state; integers ``[B]``, compared within a group only.
 
 Returns:
@@ -15,7 +15,7 @@ Returns:
 Raises:
     ValueError: if an input is missing or not ``[B]``, shapes differ, a trajectory has two rows of the same step, or a
         hyper-parameter is out of range.
-    TypeError: if what identifies rows is not of an integer dtype, or there is no such hyper-parameter.
+    TypeError: if ``group``, ``run``, ``step`` or ``state`` is not of an integer dtype, or there is no such hyper-parameter.
 """
 
 from __future__ import annotations
@@ -64,8 +64,6 @@ def step_wise_grpo(
         >>> run, step = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 0])
         >>> step_wise_grpo(reward, torch.zeros_like(run), run, step, enable_step_norm=True)
         tensor([-0.2357, -0.2357, -0.2357,  0.7071])
-
-    Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826), multi-step GRPO; after rLLM.
     """
     runs = Trajectories(group, run, step)
     result = runs.broadcast(
@@ -97,8 +95,8 @@ def gigpo(
 ) -> Tensor:
     r"""``A_E + omega * A_S``: the trajectory among those of its task, and the step among steps from the same state.
 
-    ``A_E`` compares sums of rewards of whole trajectories. ``A_S`` compares the discounted return from a step on with those of
-    all steps, of any trajectory of the same task, that began in the same state.
+    ``A_E`` compares the summed rewards of trajectories. ``A_S`` compares the discounted return from a step on with those of
+    all steps of the task's trajectories that began in the same state.
 
     Hyper-parameters:
         omega: weight of ``A_S``.
@@ -113,8 +111,6 @@ def gigpo(
         >>> run, step, state = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.tensor([5, 6, 5, 7])
         >>> gigpo(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.zeros_like(run), run, step, state, gamma=0.8, omega=0.5)
         tensor([ 0.7000,  0.5000, -0.7000, -0.5000])
-
-    Source: Feng et al. 2025 (GiGPO, arXiv 2505.10978), section 4.
     """
     check_choice(("none", "std"), fnorm=fnorm)
     check_range(0.0, 1.0, gamma=gamma)
@@ -133,18 +129,10 @@ def gigpo(
 class Trajectories:
     """Rows in any order, each one step of a trajectory.
 
-    Args:
-        group: the task; int64 ``[B]``.
-        run: the trajectory; ``[B]``.
-        step: position in the trajectory; ``[B]``.
-
     Attributes:
         rows: :class:`Groups` of the rows of each trajectory.
         place: index of each row in its trajectory; ``[B]``.
         last: True at the last step of each of the ``R`` trajectories; bool ``[B]``.
-
-    Raises:
-        ValueError: if a trajectory has two rows of the same step.
     """
 
     def __init__(self, group: Tensor, run: Tensor, step: Tensor) -> None:
@@ -154,8 +142,8 @@ class Trajectories:
             same = (self.rows.ids[:, None] == self.rows.ids) & (self.place[:, None] == self.place)
             a, b = same.triu(1).nonzero()[0].tolist()
             raise ValueError(
-                f"rows {a} and {b} are both step {int(step[a])} of trajectory {int(run[a])}: expected each step once. Pass "
-                f"whole trajectories as they were collected, not a sample with repetitions."
+                f"rows {a} and {b} are both step {int(step[a])} of trajectory {int(run[a])}: expected each step once. "
+                f"Pass trajectories as they were collected, not a sample with repetitions."
             )
         self.last = self.place == self.rows.size - 1
 

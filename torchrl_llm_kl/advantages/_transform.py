@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
-from torchrl.data import Composite
 from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range
-from torchrl_llm_kl.advantages._registry import (
-    AdvantageArgs,
-    AdvantageName,
-    AdvantageSpec,
-    TrinityName,
-    advantage_spec,
-    get_advantage,
-)
+from torchrl_llm_kl.advantages._registry import AdvantageArgs, AdvantageName, TrinityName, advantage_spec, get_advantage
 from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
@@ -39,8 +31,8 @@ from torchrl_llm_kl.rollouts import (
 
 Layout = Literal["sequence", "token"]
 
-#: Where each input is read and each output written by default. A mask, and what tells trajectories apart, have no default key:
-#: see :class:`~torchrl_llm_kl.advantages.Advantage`.
+#: The default key of each input and output. The mask, ``run`` and ``step`` have none: see
+#: :class:`~torchrl_llm_kl.advantages.Advantage`.
 DEFAULT_KEYS: dict[str, NestedKey] = {
     "reward": ("next", "reward"),
     "group": "query",
@@ -53,7 +45,7 @@ DEFAULT_KEYS: dict[str, NestedKey] = {
     "value_target": "value_target",
 }
 
-#: What to do about a missing input.
+#: Advice for a missing input.
 _ADVICE: dict[str, str] = {
     "reward": "Add a transform that writes rewards to the env, or pass keys={'reward': ...}.",
     "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive.",
@@ -72,37 +64,37 @@ _ADVICE: dict[str, str] = {
 class Advantage(Transform):
     r"""Write the advantage of every sequence, or of every token, of a batch.
 
-    Groups and statistics are those of the batch, so use the transform where whole groups come together: in a replay buffer on
-    extend (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or called on a batch.
-    An env raises an error.
+    Groups and statistics are those of the batch, so use the transform on whole groups: in a replay buffer on extend
+    (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or called on a batch. An env
+    raises an error.
 
     Args:
         name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`, or Trinity-RFT's name of one.
 
     Keyword Args:
-        group_key: for advantages that compare within groups: the entry that is equal for the sequences of a group: integers,
-            strings, or the tokens of the prompt. Default ``"query"``, as for torchrl's ``MCAdvantage``.
-        group_size: instead of ``group_key``: that many consecutive sequences of the flattened batch are a group, as when each
-            prompt is repeated. For trajectories, consecutive envs of a rollout ``[*envs, steps]``.
+        group_key: for advantages that compare within groups: an entry that is equal for the sequences of a group (integers,
+            strings, or the tokens of the prompt). Default ``"query"``, as for torchrl's ``MCAdvantage``.
+        group_size: instead of ``group_key``: so many consecutive sequences of the flattened batch are a group, as when each
+            prompt is repeated; for trajectories, so many consecutive envs of a rollout ``[*envs, steps]``.
         layout: ``"sequence"``: one number per sequence, in the shape of the reward if that is one number too (``[*B, 1]`` or
             ``[*B, 1, 1]``), else ``[*B, 1]``. ``"token"``: that number on each response token and 0 elsewhere, ``[*B, T, 1]``
             in the layout of the tokens. Advantages of tokens have no other layout.
-        keys: entries that differ from :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. An entry that
-            is not found under its key is looked up on the other side of ``"next"``.
-        hyper: hyper-parameters of the advantage; see its function. The names of torchrl and Trinity-RFT are accepted.
+        keys: changes of :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. An entry that is not found
+            under its key is looked up on the other side of ``"next"``.
+        hyper: hyper-parameters of the advantage, also under the names of torchrl and Trinity-RFT; see its function.
 
     Shapes:
         A reward is one number per sequence, or one per token (as ``KLRewardTransform`` writes it): then the outcome is its sum
         without padding (``("masks", "all_attention_mask")``). For advantages of tokens, an outcome is placed on the last
         response token.
-        Other inputs of tokens are read as the losses read them: one number per token, or rows of the response alone.
-        Response tokens are those of ``keys={"mask": ...}`` if given; else the response of each step, as for
+        Other inputs of tokens hold one number per token, or rows of the response alone, as for the losses. Response tokens
+        are those of ``keys={"mask": ...}`` if given; else the response of each step, as for
         ``PolicyLoss(masking_strategy="sft")`` and ``RetrieveValue``.
         Trajectories lie along the last dimension of the batch and end at ``("next", "done")``, unless
         ``keys={"run": ..., "step": ...}`` identify the trajectory of a step and its position in it.
 
     Raises:
-        TypeError: for a hyper-parameter that the advantage does not have.
+        TypeError: for an unknown hyper-parameter.
         ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, an input
             of tokens holds one number per sequence, or arguments contradict the advantage or each other.
         KeyError: if an entry is missing (names it, lists the entries found, and advises).
@@ -131,7 +123,10 @@ class Advantage(Transform):
         self._function = get_advantage(name)
         self.spec = spec = advantage_spec(self._function)
         self.hyper = spec.hyperparameters.translate(hyper)
-        self.layout = _check_layout(spec, layout)
+        check_choice((None, *get_args(Layout)), layout=layout)
+        if spec.kind == "token" and layout == "sequence":
+            raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
+        self.layout: Layout = "token" if spec.kind == "token" else layout or "sequence"
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
         self.keys = self._resolve_keys(keys or {})
         self.group_key, self.group_size = self._check_group(group_key, group_size)
@@ -172,9 +167,8 @@ class Advantage(Transform):
         """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
         self.check_writable(tensordict)
         response = self._locate(tensordict) if self._reads_tokens else None
-        results = (
-            self._of_rows(tensordict, response) if self.spec.kind != "token" else self._of_tokens(tensordict, response)
-        )
+        compute = self._of_tokens if self.spec.kind == "token" else self._of_rows
+        results = compute(tensordict, response)
         own_leaves(tensordict, *self.out_keys)
         for key, values in zip(self.out_keys, results, strict=True):
             if response is not None and self.layout == "token":
@@ -184,15 +178,10 @@ class Advantage(Transform):
         return tensordict
 
     def check_writable(self, td: TensorDictBase) -> None:
-        """Raise unless the batch has rows and can be written to.
-
-        Raises:
-            ValueError: if the batch is empty.
-            RuntimeError: if it is locked.
-        """
+        """Raise a ValueError if the batch is empty, a RuntimeError if it is locked."""
         if td.batch_size.numel() == 0:
             raise ValueError(
-                f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)} has no advantage. Drop it."
+                f"the batch is empty: a TensorDict of batch size {tuple(td.batch_size)} cannot be used. Drop it."
             )
         if td.is_locked:
             raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
@@ -207,22 +196,14 @@ class Advantage(Transform):
         # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``.
         return self.forward(next_tensordict)
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        raise RuntimeError(self._misplaced)
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        raise RuntimeError(self._misplaced)
-
-    def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Called by envs only, where the transform cannot work: raises a RuntimeError."""
-        raise RuntimeError(self._misplaced)
-
-    @property
-    def _misplaced(self) -> str:
-        return (
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Called by envs only: they have one step at a time."""
+        raise RuntimeError(
             f"{self!r} needs all sequences of a batch, and an env has one step at a time: append it to the replay buffer "
             f"(with invert=True for on extend), or call it on the batch of a collector."
         )
+
+    _step = _reset = transform_output_spec = _refuse
 
     def __repr__(self) -> str:
         group = {"group_key": self.group_key, "group_size": self.group_size, "layout": self.layout, **self.hyper}
@@ -236,7 +217,7 @@ class Advantage(Transform):
         return self.layout == "token" or "mean_log_prob" in self.inputs
 
     def _locate(self, td: TensorDictBase) -> ResponseTokens:
-        """The tokens of the given mask; by default the response of each step, as losses and critics find it."""
+        """The tokens of the given mask; by default the response of each step, as for losses and critics."""
         key = self.keys.get("mask")
         if key is None:
             located = locate(td)
@@ -245,7 +226,7 @@ class Advantage(Transform):
             key = require_key(td, key, "the mask is missing", _ADVICE["mask"])
             slots, attention = read_ragged(td, key), read_ragged(td, ATTENTION_MASK)
             if slots is not None and attention is not None and same_rows(slots.container, attention.container):
-                slots = read_ragged(td, key, ATTENTION_MASK)  # without padding, as tokens are read
+                slots = read_ragged(td, key, ATTENTION_MASK)  # without padding, like the tokens
             assert slots is not None
             if slots.values.numel() != slots.values.shape[0]:
                 raise ValueError(
@@ -273,7 +254,7 @@ class Advantage(Transform):
         key = require_key(td, self.keys[name], f"the {name} is missing", _ADVICE[name])
         if name == "reward":
             return token_reward(read_column(td, key), response.tokens, response.flat_mask, "last").values.squeeze(-1)
-        # A loss may repeat a number on all tokens of its sequence. A value or a log-prob of a whole sequence is a mistake.
+        # A loss may repeat a sequence's number on its tokens. A value or a log-prob of a whole sequence is a mistake.
         if per_sequence(td, key) is not None and response.mask.shape[1] > 1:
             raise ValueError(
                 f"the {name} must hold one number per token, found one per sequence under {key!r}. Pass the entry of the "
@@ -318,29 +299,20 @@ class Advantage(Transform):
 
     def _features(self, td: TensorDictBase) -> tuple[int, ...]:
         """The shape of one row's advantage: the reward's if that is a single number."""
-        key = find_key(td, self.keys["reward"])
-        reward = None if key is None else read_column(td, key)
+        reward = read_column(td, require_key(td, self.keys["reward"], "the reward is missing", _ADVICE["reward"]))
+        shape = torch.Size()
         if isinstance(reward, list):
-            shape = tuple(reward[0].shape) if all(row.numel() == 1 for row in reward) else ()
-        else:
-            shape = () if reward is None or reward.is_nested else tuple(reward.shape[td.batch_dims :])
-        return shape if shape and torch.Size(shape).numel() == 1 else (1,)
-
-
-def _check_layout(spec: AdvantageSpec, layout: Layout | None) -> Layout:
-    check_choice((None, *get_args(Layout)), layout=layout)
-    if spec.kind != "token":
-        return layout or "sequence"
-    if layout == "sequence":
-        raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
-    return "token"
+            shape = reward[0].shape if all(row.numel() == 1 for row in reward) else shape
+        elif reward is not None and not reward.is_nested:
+            shape = reward.shape[td.batch_dims :]
+        return shape if shape and shape.numel() == 1 else (1,)
 
 
 # ------------------------------------------------------------------ groups and trajectories by their place in the batch
 
 
 def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Tensor:
-    """Groups of ``size`` consecutive rows, or consecutive trajectories along the last dimension; int64 ``[S]``."""
+    """Groups of ``size`` consecutive rows, or of trajectories along the last dimension; int64 ``[S]``."""
     rows, steps = td.batch_size.numel(), 1
     if trajectories:
         if td.batch_dims < 2:

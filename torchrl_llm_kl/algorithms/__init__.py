@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides
 from torchrl_llm_kl.algorithms._make import make_algorithm
-from torchrl_llm_kl.algorithms._mixing import mix_buffers
-from torchrl_llm_kl.algorithms._parts import AlgorithmParts
+from torchrl_llm_kl.algorithms._parts import AlgorithmParts, mix_buffers
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, Entry, Schema, SchemaError
 from torchrl_llm_kl.algorithms.presets import (
     ALGORITHMS,

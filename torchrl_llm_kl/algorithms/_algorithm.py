@@ -24,8 +24,6 @@ Coefficient = float | Tensor | nn.Module
 class Algorithm:
     """A preset: which objective, which advantage, where the KL goes.
 
-    Each default of :data:`ALGORITHMS` that differs from the defaults here has its source in :attr:`sources`.
-
     Args:
         name: the algorithm's name.
         objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`.
@@ -33,22 +31,22 @@ class Algorithm:
         advantage: a name of :func:`~torchrl_llm_kl.advantages.get_advantage`; None if the objective needs no advantage.
         advantage_args: its hyper-parameters, where they differ from its own defaults.
         aggregation: how terms are summed over tokens; None for the objective's own way.
-        kl_loss: the estimator of the KL to the reference in the loss; ``"none"`` for no KL.
+        kl_loss: estimator of the KL to the reference in the loss; ``"none"`` for no KL.
         kl_loss_coeff: its weight: a number, a tensor or a coefficient module.
-        kl_reward: the estimator of the KL to the reference in the reward; ``"none"`` for no KL.
+        kl_reward: estimator of the KL to the reference in the reward; ``"none"`` for no KL.
         kl_reward_coeff: its weight.
         entropy_coeff: weight of the entropy bonus.
-        leave_out_experts: restrict KL and entropy to what the policy sampled.
+        leave_out_experts: restrict KL and entropy to tokens that the policy sampled.
         keep_best: train on the best answers of each group alone.
         repeat_times: answers per prompt.
-        expert_data_ratio: the share of experts' answers in a batch, for the schema ``"mix"``.
-        schema: what the data holds, a name of :data:`SCHEMAS`.
-        compute_advantage_in_trainer: whether advantages need the trainer's whole batch, or what the trainer scores; otherwise
-            they can be computed where a group is collected. A fact for trainers (Trinity-RFT's flag).
-        use_reference: score the reference model. None: if the KL, or the objective, needs it. True without such a need logs
-            ``kl_to_ref`` alone.
+        expert_data_ratio: share of experts' answers in a batch, for the schema ``"mix"``.
+        schema: the data's entries, a name of :data:`SCHEMAS`.
+        compute_advantage_in_trainer: whether advantages need the trainer's whole batch or its scores; otherwise they can be
+            computed where a group is collected. Trinity-RFT's flag, for trainers.
+        use_reference: score the reference model. None: if the KL or the objective needs it. True without such a need only
+            logs ``kl_to_ref``.
         use_critic: train a critic of token values. None: if the advantage needs values.
-        sources: field -> where its value comes from.
+        sources: field -> source of its value; a preset of this package has one for each value that is not the default.
 
     Raises:
         ValueError: if a value is out of range, or ``use_reference=False`` contradicts a KL.
@@ -87,10 +85,11 @@ class Algorithm:
         check_range(0, 1, expert_data_ratio=self.expert_data_ratio)
         for name in ("kl_loss_coeff", "kl_reward_coeff", "entropy_coeff"):
             _check_coefficient(name, getattr(self, name), low=-math.inf if name == "entropy_coeff" else 0.0)
-        for name, needed in self.derived.items():
+        derived = self.derived
+        for name, needed in derived.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, needed)
-        if not self.use_reference and self.derived["use_reference"]:
+        if derived["use_reference"] and not self.use_reference:
             raise ValueError(
                 f"{self.name} compares with a reference (kl_loss={self.kl_loss!r}, kl_reward={self.kl_reward!r}, "
                 f"objective={self.objective!r}) but use_reference=False: set use_reference=True, or kl_loss and kl_reward to "
@@ -110,21 +109,16 @@ class Algorithm:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The fields that differ from the defaults of this class, but for name, sources and what is derived."""
-        plain, given = Algorithm(self.name, self.objective), {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name not in ("name", "sources", *self.derived) and value != getattr(plain, f.name):
-                given[f.name] = value
-        return given | {
-            name: getattr(self, name) for name, value in self.derived.items() if getattr(self, name) != value
-        }
+        """The fields that differ from their defaults; ``name``, ``objective`` and ``sources`` are left out."""
+        plain = Algorithm(self.name, self.objective, sources=self.sources)
+        defaults = {f.name: getattr(plain, f.name) for f in fields(self)} | self.derived
+        return {name: getattr(self, name) for name, value in defaults.items() if getattr(self, name) != value}
 
-    # Facts that trainers ask for, as in Trinity-RFT.
+    # Flags for trainers, as in Trinity-RFT.
 
     @property
     def sample_strategy(self) -> Literal["default", "mix"]:
-        """``"mix"`` if batches hold rollouts and experts' answers, see :func:`mix_buffers`."""
+        """``"mix"`` if batches hold rollouts and experts' answers; see :func:`mix_buffers`."""
         return "mix" if self.schema == "mix" else "default"
 
     @property
@@ -139,7 +133,7 @@ class Algorithm:
 
     @property
     def on_policy(self) -> bool:
-        """Whether it learns from answers of the policy itself."""
+        """Whether it learns from the policy's own answers."""
         return self.schema not in ("sft", "dpo")
 
     @property
@@ -149,7 +143,7 @@ class Algorithm:
 
 
 def _check_coefficient(name: str, value: Any, *, low: float) -> None:
-    if isinstance(value, (Tensor, nn.Module)):  # reading one would stall an accelerator
+    if isinstance(value, (Tensor, nn.Module)):  # reading it would stall an accelerator
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, a tensor or a coefficient module, got {value!r}.")
@@ -162,10 +156,9 @@ def _check_coefficient(name: str, value: Any, *, low: float) -> None:
 
 
 class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
-    """What :func:`make_algorithm` takes to change a preset.
+    """The settings of :func:`make_algorithm` that change a preset.
 
-    Fields of :class:`Algorithm`, hyper-parameters of its objective or advantage, and the keys of Trinity-RFT's ``algorithm``
-    section.
+    Fields of :class:`Algorithm`, hyper-parameters of its objective or advantage, keys of Trinity-RFT's ``algorithm`` section.
     """
 
     objective: ObjectiveName
@@ -204,22 +197,26 @@ class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
 
 
 _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sources"))
-_FACTS = ("sample_strategy", "use_rollout", "can_balance_batch", "on_policy")
-# Trinity's name -> the field, where the value is the same.
-_RENAMED = {
+_FLAGS = ("sample_strategy", "use_rollout", "can_balance_batch", "on_policy")
+#: Trinity's key -> the field.
+_TRINITY = {
     "policy_loss_fn": "objective",
     "advantage_fn": "advantage",
     "kl_loss_fn": "kl_loss",
     "kl_penalty_fn": "kl_reward",
     "loss_agg_mode": "aggregation",
-}
-_ARGS = {"policy_loss_fn_args": "objective_args", "advantage_fn_args": "advantage_args"}
-_KL_ARGS = {"kl_loss_fn_args": "kl_loss_coeff", "kl_penalty_fn_args": "kl_reward_coeff"}
-_SAME = {
-    **_RENAMED,
-    **_KL_ARGS,
+    "kl_loss_fn_args": "kl_loss_coeff",
+    "kl_penalty_fn_args": "kl_reward_coeff",
     "entropy_loss_fn_args": "entropy_coeff",
     "sample_strategy_args": "expert_data_ratio",
+}
+_KL_ARGS = ("adaptive", "kl_coef", "target_kl", "horizon")
+#: Trinity's keys that hold arguments, and which.
+_ARGS = {
+    "kl_loss_fn_args": _KL_ARGS,
+    "kl_penalty_fn_args": _KL_ARGS,
+    "entropy_loss_fn_args": ("entropy_coef",),
+    "sample_strategy_args": ("expert_data_ratio", "sft_dataset_name"),
 }
 
 
@@ -230,94 +227,77 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
     changed fields, unless they are given.
 
     Raises:
-        TypeError: if there is no such name, or objective and advantage both have it, or a setting is given under two names.
+        TypeError: for an unknown setting, one that objective and advantage both have, or one given under two names.
         ValueError: if a value of Trinity's cannot be honoured.
     """
-    for other, own in _SAME.items():
-        if other in overrides and own in overrides:
-            raise TypeError(f"{other!r} and {own!r} are the same setting: pass one of them.")
     changes: dict[str, Any] = {}
     args: dict[str, dict[str, Any]] = {"objective_args": {}, "advantage_args": {}}
-    loose: dict[str, Any] = {}
+    hyper: dict[str, Any] = {}
     for name, value in overrides.items():
-        if name in _FIELDS and name not in args:
+        own = {"policy_loss_fn_args": "objective_args", "advantage_fn_args": "advantage_args"}.get(name, name)
+        if own in args:
+            args[own] |= value or {}
+        elif name in _TRINITY:
+            if _TRINITY[name] in overrides:
+                raise TypeError(f"{name!r} and {_TRINITY[name]!r} are the same setting: pass one of them.")
+            changes |= _of_trinity(name, value)
+        elif name in _FIELDS:
             changes[name] = value
-        elif name in _RENAMED:
-            changes[_RENAMED[name]] = value
-        elif name in args or name in _ARGS:
-            args[_ARGS.get(name, name)] |= dict(value or {})
-        elif name in _KL_ARGS:
-            changes[_KL_ARGS[name]] = _coefficient(value or {})
-        elif name == "sample_strategy_args":
-            changes |= _sampling(value)
-        elif name not in ("algorithm_type", "entropy_loss_fn", "entropy_loss_fn_args", *_FACTS):
-            loose[name] = value
+        elif name not in ("algorithm_type", "entropy_loss_fn", *_FLAGS):
+            hyper[name] = value
     if "loss_agg_mode" in args["objective_args"]:  # Trinity has it among the objective's
         changes["aggregation"] = args["objective_args"].pop("loss_agg_mode")
-    changes = _with_entropy(changes, overrides)
+    if "entropy_loss_fn" in overrides:
+        kind = overrides["entropy_loss_fn"]
+        if kind not in ("none", "default", "mix"):
+            raise ValueError(f"unknown entropy_loss_fn {kind!r}; known: none, default, mix.")
+        if kind == "none":  # whatever the coefficient
+            changes["entropy_coeff"] = 0.0
+        if kind == "mix":
+            changes.setdefault("leave_out_experts", True)
     for part in ("objective", "advantage"):  # another one has other hyper-parameters
-        if part in changes and changes[part] != getattr(algorithm, part):
+        if changes.get(part, getattr(algorithm, part)) != getattr(algorithm, part):
             changes.setdefault(f"{part}_args", {})
     for name, value in algorithm.derived.items():
         if getattr(algorithm, name) == value:
             changes.setdefault(name, None)
     changed = replace(algorithm, **changes)
-    _check_facts(changed, overrides)
-    for name, value in loose.items():
+    _check_flags(changed, overrides)
+    for name, value in hyper.items():
         args[_owner(changed, name)][name] = value
     merged: dict[str, Any] = {name: {**getattr(changed, name), **more} for name, more in args.items()}
     return replace(changed, **merged)
 
 
-def _coefficient(args: Mapping[str, Any]) -> Any:
-    """Trinity's ``{adaptive, kl_coef, target_kl, horizon}``."""
-    given = _known("a KL", args, "adaptive", "kl_coef", "target_kl", "horizon")
-    value = given.get("kl_coef", 1e-3)
+def _of_trinity(name: str, value: Any) -> dict[str, Any]:
+    """The fields that a key of Trinity's changes."""
+    own = _TRINITY[name]
+    if name not in _ARGS:
+        return {own: value}
+    given = dict(value or {})
+    unknown = sorted(given.keys() - set(_ARGS[name]))
+    if unknown:
+        raise TypeError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(_ARGS[name])}.")
+    if own == "entropy_coeff":
+        return {own: given.get("entropy_coef", 0.0)}
+    if own == "expert_data_ratio":
+        if "sft_dataset_name" in given:
+            warnings.warn("sft_dataset_name has no effect here: pass the experts' buffer to mix_buffers.", stacklevel=4)
+        return {own: given[own]} if own in given else {}
+    coefficient = given.get("kl_coef", 1e-3)
     if not given.get("adaptive"):
-        return value
+        return {own: coefficient}
     if given.get("target_kl") is None or given.get("horizon") is None:
         raise ValueError("an adaptive KL coefficient needs target_kl and horizon.")
-    return AdaptiveKLCoefficient(value, target=given["target_kl"], horizon=given["horizon"])
+    return {own: AdaptiveKLCoefficient(coefficient, target=given["target_kl"], horizon=given["horizon"])}
 
 
-def _sampling(args: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = _known("sample_strategy_args", args, "expert_data_ratio", "sft_dataset_name")
-    if "sft_dataset_name" in given:
-        warnings.warn("sft_dataset_name has no effect here: mix_buffers takes the experts' buffer.", stacklevel=4)
-    return {name: given[name] for name in ("expert_data_ratio",) if name in given}
-
-
-def _with_entropy(changes: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Trinity's two keys for the entropy; ``"none"`` is none, whatever the coefficient."""
-    changes = dict(changes)
-    if "entropy_loss_fn_args" in overrides:
-        given = _known("entropy_loss_fn_args", overrides["entropy_loss_fn_args"], "entropy_coef")
-        changes["entropy_coeff"] = given.get("entropy_coef", 0.0)
-    if "entropy_loss_fn" not in overrides:
-        return changes
-    name = overrides["entropy_loss_fn"]
-    if name not in ("none", "default", "mix"):
-        raise ValueError(f"unknown entropy_loss_fn {name!r}; known: none, default, mix.")
-    if name == "none":
-        changes["entropy_coeff"] = 0.0
-    if name == "mix":
-        changes.setdefault("leave_out_experts", True)
-    return changes
-
-
-def _known(name: str, given: Mapping[str, Any] | None, *known: str) -> Mapping[str, Any]:
-    unknown = sorted(set(given or {}) - set(known))
-    if unknown:
-        raise TypeError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(known)}.")
-    return given or {}
-
-
-def _check_facts(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
-    """Facts follow from the preset; one that is given must agree with it."""
+def _check_flags(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
+    """Raise if a flag, which follows from the preset, is given with another value."""
     kind = overrides.get("algorithm_type")
     if kind is not None and str(kind).replace("_", "") != algorithm.name.replace("_", ""):  # Trinity: reinforceplusplus
         raise ValueError(f"algorithm_type={kind!r} is another algorithm than {algorithm.name!r}.")
-    for name in _FACTS:
+    for name in _FLAGS:
         if name in overrides and overrides[name] != getattr(algorithm, name):
             raise ValueError(
                 f"{name}={overrides[name]!r} cannot be set: it is {getattr(algorithm, name)!r} for {algorithm.name}, whose "
@@ -326,23 +306,20 @@ def _check_facts(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
 
 
 def _owner(algorithm: Algorithm, name: str) -> str:
-    """Whether a hyper-parameter is the objective's or the advantage's."""
+    """``"objective_args"`` or ``"advantage_args"``, whichever has the hyper-parameter."""
     spec = spec_of(get_objective(algorithm.objective))
     assert spec is not None
     objective = spec.hyperparameters.accepted
     advantage: tuple[str, ...] = ()
     if algorithm.advantage is not None:
-        found = advantage_spec(get_advantage(algorithm.advantage))
-        advantage = (*found.hyper, *found.aliases, *found.obsolete, *found.refused)
+        advantage = advantage_spec(get_advantage(algorithm.advantage)).hyperparameters.accepted
     if name in objective and name in advantage:
         raise TypeError(
             f"{name!r} is a hyper-parameter of the objective {algorithm.objective} and of the advantage "
-            f"{algorithm.advantage}: say objective_args={{{name!r}: ...}} or advantage_args={{{name!r}: ...}}."
+            f"{algorithm.advantage}: pass objective_args={{{name!r}: ...}} or advantage_args={{{name!r}: ...}}."
         )
-    if name in objective:
-        return "objective_args"
-    if name in advantage:
-        return "advantage_args"
+    if name in objective or name in advantage:
+        return "objective_args" if name in objective else "advantage_args"
     raise TypeError(
         f"{algorithm.name} has no setting {name!r}. Settings: {', '.join(_FIELDS)}; of the objective: "
         f"{', '.join(objective) or 'none'}; of the advantage: {', '.join(advantage) or 'none'}."

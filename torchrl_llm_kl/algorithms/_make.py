@@ -1,4 +1,4 @@
-"""From a name and models to something that trains."""
+""":func:`make_algorithm`: binds a preset to models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from tensordict import NestedKey
 from torch import nn
 from typing_extensions import Unpack
@@ -43,7 +42,7 @@ def make_algorithm(
 
     Args:
         algorithm: a name in :data:`ALGORITHMS`, or a preset of your own.
-        actor: what :class:`~torchrl_llm_kl.PolicyLoss` takes. Temperature and ``dtype`` of a scorer apply to the reference too.
+        actor: see :class:`~torchrl_llm_kl.PolicyLoss`. Temperature and ``dtype`` of a scorer apply to the reference too.
 
     Keyword Args:
         reference: the frozen reference model, the teacher for distillation, or a scorer of it with the actor's temperature
@@ -52,23 +51,21 @@ def make_algorithm(
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
         gen_model: scores the policy's own tokens: the actor by default; ``"from_collector"`` for a
             :attr:`~AlgorithmParts.kl_transform` in the env of a collector with another copy of the policy.
-        group_key: the entry that is equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
+        group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
         group_size: instead of a key: how many consecutive rows answer one prompt.
         temperature: of the sampler; divides the logits of policy and reference.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
-        max_len: the longest response that is sampled, for objectives that divide by it (``dr_grpo``).
+        max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch``, ``dtype``
             (which then applies to old and reference log-probs too), ...
-        overrides: fields of :class:`Algorithm`; hyper-parameters of its objective or its advantage; or keys of Trinity-RFT's
-            ``algorithm`` section (``policy_loss_fn_args``, ``kl_loss_fn``, ...).
+        overrides: changes of the preset; see :class:`AlgorithmOverrides`.
 
     Returns:
-        :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` is what to minimise.
+        :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` returns the loss terms.
 
     Raises:
-        ValueError: if a model is missing that the algorithm needs, or one is given that it has no use for; if a scorer's
-            settings differ from the actor's.
-        TypeError: if there is no such setting, or ``loss_args`` holds an argument of this function.
+        ValueError: if the algorithm lacks a model or has no use for one; if a scorer's settings differ from the actor's.
+        TypeError: for an unknown setting, or an argument of this function in ``loss_args``.
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
@@ -93,7 +90,12 @@ def make_algorithm(
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
     _check_models(preset, reference, critic)
-    grouping = _grouping(preset, group_key, group_size)
+    spec = None if preset.advantage is None else advantage_spec(get_advantage(preset.advantage))
+    grouping: dict[str, Any] = {}
+    if preset.keep_best or (spec is not None and "group" in spec.needs):
+        grouping = {"group_key": group_key, "group_size": group_size}
+    elif group_key is not None or group_size is not None:
+        raise ValueError(f"{preset.name} compares nothing within groups: leave out group_key and group_size.")
     if critic is not None and masking_strategy == "generic":
         raise ValueError(
             "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
@@ -103,11 +105,12 @@ def make_algorithm(
     _check_loss_args(loss_args)
     scoring = _scoring_settings(actor, temperature, loss_args)
     scored_reference = _reference_to_score(actor, reference, scoring)
+    policy = _to_score(actor, scoring, "actor") if gen_model is None else _to_score(gen_model, scoring, "gen_model")
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
 
-    settings: dict[str, Any] = {} if isinstance(actor, LogProbScorer) else {"temperature": temperature}
-    scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
+    if not isinstance(actor, LogProbScorer):
+        loss_args["temperature"] = temperature
     loss = PolicyLoss(
         actor,
         preset.objective,
@@ -116,21 +119,27 @@ def make_algorithm(
         max_len=max_len,
         masking_strategy=masking_strategy,
         reference=_exact_reference(actor, reference, scoring) if preset.kl_loss == "exact" else None,
-        **settings,
         **loss_args,
         **preset.objective_args,
     )
-    advantage = _advantage(preset, masking_strategy, grouping)
-    keys = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
-    kl_transform = _kl_transform(
-        preset,
-        _to_score(actor if gen_model is None else gen_model, scoring, "actor" if gen_model is None else "gen_model"),
-        scored_reference,
-        reads_old=("next", "log_probs", "full") in keys,
-        scope=scope,
-        assistant_only=masking_strategy != "generic",
-        **scoring,
-    )
+    advantage = None
+    if spec is not None:
+        hyper: dict[str, Any] = dict(preset.advantage_args)
+        keys = hyper.pop("keys", {})
+        if spec.kind == "token" and masking_strategy == "rlhf":
+            keys = {"mask": ("masks", "all_assistant_mask"), **keys}
+        advantage = Advantage(spec.name, **grouping, keys=keys, **hyper)  # type: ignore[arg-type]
+
+    scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
+    scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
+    kl_transform: RetrieveKL | RetrieveLogProb | None = None
+    read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
+    if preset.needs_reference and scored_reference != "data":
+        if preset.kl_reward != "none":
+            scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
+        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=preset.kl_reward != "none", **scoring)
+    elif scored_reference is None and ("next", "log_probs", "full") in read:
+        kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
     return AlgorithmParts(
         preset,
         SCHEMAS[preset.schema],
@@ -143,65 +152,23 @@ def make_algorithm(
     )
 
 
-# ------------------------------------------------------------------ parts
-
-
-def _grouping(preset: Algorithm, key: NestedKey | None, size: int | None) -> dict[str, Any]:
-    """How groups are told apart, for an algorithm that compares within them."""
-    compares = preset.advantage is not None and "group" in advantage_spec(get_advantage(preset.advantage)).needs
-    if compares or preset.keep_best:
-        return {"group_key": key, "group_size": size}
-    if key is not None or size is not None:
-        raise ValueError(f"{preset.name} compares nothing within groups: leave out group_key and group_size.")
-    return {}
-
-
 def _terms(preset: Algorithm) -> list[TermPart]:
     terms: list[TermPart] = []
+    experts = preset.leave_out_experts
     with warnings.catch_warnings():  # make_algorithm has warned at its caller's line
         warnings.simplefilter("ignore", KLPlacementWarning)
         if preset.kl_loss != "none":
-            terms.append(
-                KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=preset.leave_out_experts)
-            )
+            terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=experts))
     if preset.entropy_coeff != 0:
-        terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=preset.leave_out_experts))
+        terms.append(EntropyBonus(preset.entropy_coeff, leave_out_experts=experts))
     return terms
-
-
-def _advantage(preset: Algorithm, masking_strategy: str, grouping: dict[str, Any]) -> Advantage | None:
-    if preset.advantage is None:
-        return None
-    hyper: dict[str, Any] = dict(preset.advantage_args)
-    keys = dict(hyper.pop("keys", {}))
-    if advantage_spec(get_advantage(preset.advantage)).kind == "token" and masking_strategy == "rlhf":
-        keys = {"mask": ("masks", "all_assistant_mask"), **keys}
-    return Advantage(preset.advantage, **grouping, keys=keys, **hyper)
-
-
-def _kl_transform(
-    preset: Algorithm, policy: Any, reference: Any, *, reads_old: bool, **scoring: Any
-) -> RetrieveKL | RetrieveLogProb | None:
-    if isinstance(reference, str) and reference == "data":
-        return None
-    if preset.needs_reference:
-        in_reward = preset.kl_reward != "none"
-        return RetrieveKL(
-            policy,
-            reference,
-            add_to_reward=in_reward,
-            coeff=preset.kl_reward_coeff if in_reward else 1.0,
-            estimator=preset.kl_reward if in_reward else "k1",
-            **scoring,
-        )
-    return RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring) if reads_old else None
 
 
 # ------------------------------------------------------------------ models: one temperature and one precision for all
 
 
 class _WrappedModel:
-    """The model inside a TorchRL wrapper, scored with the wrapper's keys and template even if the wrapper generates."""
+    """Scores the model inside a TorchRL wrapper with the wrapper's keys and template, even if the wrapper generates."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -227,15 +194,15 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         )
     if reference is not None and not preset.needs_reference:
         raise ValueError(
-            f"{name} has no use for a reference model: leave it out, or say use_reference=True to log the KL, or where the KL "
-            "goes (kl_loss='k2' or kl_reward='k1')."
+            f"{name} has no use for a reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
+            "(kl_loss='k2' or kl_reward='k1')."
         )
     if isinstance(reference, str) and reference not in ("base", "data"):
         raise ValueError(f"reference must be a model, 'base' or 'data', got {reference!r}.")
     if isinstance(reference, str) and reference == "data" and preset.kl_reward != "none":
         raise ValueError(
             f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "
-            "the KL into the reward before (KLRewardTransform) and say kl_reward='none'."
+            "the KL into the reward before (KLRewardTransform) and pass kl_reward='none'."
         )
     if preset.use_critic and critic is None:
         raise ValueError(f"{name} trains a critic: pass critic=TokenCritic(model).")
@@ -243,23 +210,22 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         raise ValueError(f"{name} has no critic: leave critic= out.")
 
 
-# Arguments of PolicyLoss that make_algorithm sets, and from what.
+# Arguments of PolicyLoss that make_algorithm sets -> what to do instead.
 _SET_HERE = {
     "actor": "it is the second argument of make_algorithm",
-    "objective": "pass objective= to make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
-    "aggregation": "pass aggregation= to make_algorithm",
     "loss_agg_mode": "pass aggregation= to make_algorithm",
-    "terms": "say kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with terms of your own",
-    "reference": "pass reference= to make_algorithm",
-    "masking_strategy": "pass masking_strategy= to make_algorithm",
-    "max_len": "pass max_len= to make_algorithm",
+    "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with terms of your own",
+    **{
+        name: f"pass {name}= to make_algorithm"
+        for name in ("objective", "aggregation", "reference", "masking_strategy", "max_len")
+    },
 }
 
 
 def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
-    keywords = inspect.signature(PolicyLoss.__init__).parameters.values()
-    known = [p.name for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _SET_HERE]
+    parameters = inspect.signature(PolicyLoss.__init__).parameters.values()
+    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _SET_HERE]
     for name in loss_args:
         if name in _SET_HERE:
             raise TypeError(f"loss_args must not hold {name!r}: {_SET_HERE[name]}.")
@@ -282,7 +248,7 @@ def _scoring_settings(actor: Any, temperature: float, loss_args: Mapping[str, An
 
 
 def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
-    """What the transforms take for a model, a scorer or a wrapper."""
+    """A model, a scorer or a wrapper in the form that the transforms accept."""
     if isinstance(model, LogProbScorer):
         _check_same_settings(model, settings, name)
         if not model.adapters:
@@ -294,7 +260,7 @@ def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
 
 
 def _reference_to_score(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
-    """What the transforms take for the reference; ``"base"`` for a scorer of the actor's model without adapters."""
+    """The reference in the form that the transforms accept: ``"base"`` for a scorer of the actor's model without adapters."""
     if isinstance(reference, LogProbScorer) and not reference.adapters and _inner(reference) is _inner(actor):
         _check_same_settings(reference, settings, "reference")
         return "base"
@@ -302,7 +268,7 @@ def _reference_to_score(actor: Any, reference: Any, settings: Mapping[str, Any])
 
 
 def _exact_reference(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
-    """What the loss takes for an exact KL; None if there is no model."""
+    """The reference in the form that a loss with an exact KL accepts; None if there is no model."""
     if not isinstance(reference, str):
         return reference
     return LogProbScorer(_inner(actor), adapters=False, **settings) if reference == "base" else None
@@ -313,17 +279,13 @@ def _check_same_settings(scorer: LogProbScorer, settings: Mapping[str, Any], nam
     if scorer.temperature != temperature:
         raise ValueError(
             f"{name} is a scorer with temperature {scorer.temperature:g}, and the actor is scored at {temperature:g}: a KL "
-            "compares the two at one temperature, that of the sampler."
+            "compares the two at the sampler's temperature."
         )
     if scorer.dtype != dtype:
         raise ValueError(
-            f"{name} is a scorer with dtype={_shown(scorer.dtype)}, and the actor has dtype={_shown(dtype)}: their "
-            "difference in rounding would count as KL. Give both the same (loss_args={'dtype': ...} for the actor)."
+            f"{name} is a scorer with dtype={scorer.dtype}, and the actor has dtype={dtype}: their difference in rounding "
+            "would count as KL. Give both the same (loss_args={'dtype': ...} for the actor)."
         )
-
-
-def _shown(dtype: torch.dtype | None) -> str:
-    return "None" if dtype is None else str(dtype)
 
 
 def _inner(model: Any) -> Any:

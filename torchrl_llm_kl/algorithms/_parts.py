@@ -1,41 +1,47 @@
-"""An algorithm with its models: transforms in their order, losses, and the preparation of a batch."""
+"""An algorithm with its models: it prepares a batch and trains on it; and batches that mix rollouts with experts' answers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
 
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
-from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, write_ragged
+from torchrl_llm_kl.ragged import has_entry, own_leaves, read_column, read_ragged, write_ragged
 from torchrl_llm_kl.rollouts import find_key, per_sequence
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 _LOSS_MASK = "loss_mask"
-# Beside the rows: marks of what an earlier call of `prepare` scored.
+# Beside the rows: marks of what an earlier call of `prepare` scored, and counts of the batch it was part of.
 _LOG_PROBS_SCORED = ("prepared", "log_probs")
 _VALUES_SCORED = ("prepared", "values")
+_DENOMINATORS = ("denominators", "value_denominators")
 
 
 @dataclass(frozen=True, eq=False)
 class AlgorithmParts:
-    """What :func:`make_algorithm` returns.
+    """An algorithm bound to its models; the result of :func:`make_algorithm`.
 
     Args:
         algorithm: the preset, with its overrides.
-        schema: what the data holds before :meth:`prepare`.
+        schema: the data's entries before :meth:`prepare`.
         loss: the policy's loss.
-        kl_transform: scores the policy and the reference, and subtracts the KL from the reward if the algorithm does; scores
-            the policy alone for an algorithm without reference; None if the loss reads neither. Append it to the env or the
-            collector if the policy is updated before the data is trained on; otherwise :meth:`prepare` applies it.
+        kl_transform: scores policy and reference, and subtracts the KL from the reward if the algorithm does; scores only the
+            policy for an algorithm without reference; None if the loss reads neither. Append it to the env or the collector
+            if the policy is updated before it trains on the data; otherwise :meth:`prepare` applies it.
         value_transform: writes the critic's values; None without critic.
         advantage: writes the advantage; None if the objective needs none.
-        selection: masks out what is not trained on; None if everything is.
+        selection: masks out answers that are not trained on; None if all are.
         critic_loss: the critic's loss; None without critic.
     """
 
@@ -57,8 +63,8 @@ class AlgorithmParts:
     def prepare(self, batch: TensorDictBase, *, count: bool = True) -> TensorDictBase:
         """Check a batch, score it, and write its advantages and the denominators of its losses.
 
-        What the env or an earlier call has scored is not scored again. Advantages are computed from the current rewards. A KL
-        that was scored but not subtracted yet (the reward is one number per sequence) is subtracted.
+        Scores of the env or of an earlier call are kept; advantages are computed from the current rewards. A KL that was
+        scored but not subtracted yet (the reward is one number per sequence) is subtracted.
 
         Args:
             batch: the rollouts of one step, whole groups; changed in place where possible.
@@ -121,15 +127,7 @@ def _mark(batch: TensorDictBase, key: NestedKey) -> None:
 
 
 class KeepBest(Advantage):
-    """Clear ``loss_mask`` for all but the best answers of each group; what is False already stays False.
-
-    Keyword Args:
-        group_key: see :class:`~torchrl_llm_kl.advantages.Advantage`.
-        group_size: see :class:`~torchrl_llm_kl.advantages.Advantage`.
-
-    Shapes:
-        bool, in the shape of the mask in the data; ``[*B, 1]`` if there is none.
-    """
+    """Clear ``loss_mask`` for all but the best answers of each group; it keeps its shape, ``[*B, 1]`` if there is none."""
 
     def __init__(self, *, group_key: NestedKey | None = None, group_size: int | None = None) -> None:
         super().__init__("best_of_group", group_key=group_key, group_size=group_size, keys={"advantage": _LOSS_MASK})
@@ -151,3 +149,104 @@ class KeepBest(Advantage):
         assert mask is not None
         rows = best.to(mask.values.device)[mask.sequence_ids].reshape(-1, *[1] * (mask.values.ndim - 1))
         return write_ragged(tensordict, _LOSS_MASK, mask.like(mask.values.bool() & rows).slots(), mask.container)
+
+
+# ------------------------------------------------------------------ rollouts and experts' answers in one batch
+
+
+def mix_buffers(
+    rollouts: ReplayBuffer,
+    experts: ReplayBuffer,
+    *,
+    batch_size: int,
+    expert_data_ratio: float = 0.5,
+    expert_mask_key: NestedKey = "expert_mask",
+    tokens_key: NestedKey = ("tokens", "full"),
+) -> ReplayBufferEnsemble:
+    """A replay buffer whose batches hold rollouts and experts' answers in a fixed proportion.
+
+    Experts' rows get 0 for each entry that only rollouts have (rewards, advantages, log-probs): objectives for mixed data
+    ignore it by ``expert_mask``. A ``loss_mask`` that some rows have is True for the others. Denominators that
+    :meth:`AlgorithmParts.prepare` wrote belong to another batch and are dropped: call :meth:`AlgorithmParts.count` on the mixed
+    batch, or leave it with its own mean.
+
+    Args:
+        rollouts: the policy's answers, prepared (:meth:`AlgorithmParts.prepare`).
+        experts: answers of experts: tokens, and the prompt or mask that marks the response.
+
+    Keyword Args:
+        batch_size: rows of a batch.
+        expert_data_ratio: the experts' share.
+        expert_mask_key: entry to write: True for experts' rows; bool ``[B]``.
+        tokens_key: entry of the tokens.
+
+    Returns:
+        A :class:`~torchrl.data.ReplayBufferEnsemble`; for a share of ``m / n`` its ``sample()`` returns a lazy stack
+        ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The losses of this package accept it as it is.
+
+    Raises:
+        ValueError: if the batch does not divide in that proportion.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyStackStorage
+        >>> def buffer(token):
+        ...     tokens = TensorDict(full=torch.full((4, 3), token), batch_size=[4])
+        ...     buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=2)
+        ...     buffer.extend(TensorDict(tokens=tokens, batch_size=[4]))
+        ...     return buffer
+        >>> mix_buffers(buffer(1), buffer(2), batch_size=4).sample()["expert_mask"].tolist()
+        [[False, False], [True, True]]
+
+    Source: Trinity-RFT 0.6.0, sample strategy ``mix``.
+    """
+    if not 0 < expert_data_ratio < 1:
+        raise ValueError(f"expert_data_ratio must lie between 0 and 1, got {expert_data_ratio}.")
+    share = Fraction(expert_data_ratio).limit_denominator(batch_size)
+    if batch_size % share.denominator or abs(float(share) - expert_data_ratio) > 1e-6:
+        raise ValueError(
+            f"a batch of {batch_size} cannot hold exactly {expert_data_ratio:g} of experts: use a ratio n / {batch_size}."
+        )
+    flags = [False] * (share.denominator - share.numerator) + [True] * share.numerator
+    return ReplayBufferEnsemble(
+        *(experts if flag else rollouts for flag in flags),
+        sample_from_all=True,
+        batch_size=batch_size,
+        collate_fn=partial(_mixed, flags=flags, mask_key=expert_mask_key, tokens_key=tokens_key),
+    )
+
+
+def _mixed(
+    samples: Sequence[TensorDictBase], *, flags: Sequence[bool], mask_key: NestedKey, tokens_key: NestedKey
+) -> TensorDictBase:
+    """The samples of rollouts and experts as one lazy stack of rows with the same entries."""
+    members = [[row.copy() for row in sample.reshape(-1).unbind(0)] for sample in samples]
+    rows = [row for member in members for row in member]
+    for row in rows:
+        for key in _DENOMINATORS:
+            row.pop(key, None)
+    example = members[flags.index(False)][0]
+    length = len(example[tokens_key])
+    experts_own = {"tokens", "masks", _LOSS_MASK, mask_key}
+    only_rollouts = {
+        key: value
+        for key, value in example.items(True, True)
+        if isinstance(value, Tensor)
+        and key not in experts_own
+        and not (isinstance(key, tuple) and key[0] in experts_own)
+    }
+    masks = [row[_LOSS_MASK] for row in rows if has_entry(row, _LOSS_MASK)]
+    for flag, member in zip(flags, members, strict=True):
+        for row in member:
+            tokens = len(row[tokens_key])
+            if flag:
+                known = set(row.keys(True, True))
+                for key, value in only_rollouts.items():
+                    if key not in known:
+                        shape = (tokens, *value.shape[1:]) if value.shape[:1] == (length,) else value.shape
+                        row.set(key, torch.zeros(shape, dtype=value.dtype, device=value.device))
+            if masks and not has_entry(row, _LOSS_MASK):
+                shape = masks[0].shape if masks[0].numel() == 1 else (tokens, *masks[0].shape[1:])
+                row.set(_LOSS_MASK, torch.ones(shape, dtype=torch.bool, device=masks[0].device))
+            row.set(mask_key, torch.tensor(flag))
+    return lazy_stack([lazy_stack(member) for member in members])

@@ -1,4 +1,4 @@
-"""What the data of an algorithm holds, and a check that reports everything wrong with it."""
+"""Schemas of an algorithm's data, and a check that reports everything wrong with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SchemaName = Literal["sft", "dpo", "experience", "mix", "trajectory", "distill"]
 
 
 class SchemaError(ValueError):
-    """The data is not what the algorithm reads; the message lists everything that is wrong with it."""
+    """The data does not fit the schema; the message lists everything that is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Entry:
     Args:
         key: the entry, looked up on both sides of ``"next"`` (:func:`~torchrl_llm_kl.rollouts.find_key`).
         shape: for readers: ``B`` the batch, ``T`` tokens, ``P`` tokens of the prompt.
-        kind: what it holds; ``"identity"``: integers or strings.
-        note: what it is.
+        kind: of its values; ``"identity"``: integers or strings.
+        note: its meaning, for readers.
         per: one value per token, per sequence, or either.
-        required: whether the data must have it; otherwise it is checked if present.
+        required: whether the data must have it; an optional one is checked if present.
     """
 
     key: NestedKey
@@ -48,7 +48,7 @@ class Schema:
 
     Args:
         name: in :data:`SCHEMAS`.
-        entries: what the batch holds; the tokens first.
+        entries: the tokens first.
         paired: whether rows come in neighbouring pairs, chosen before rejected, unless ``pair_id`` and ``chosen`` are given.
 
     Example:
@@ -61,7 +61,7 @@ class Schema:
     paired: bool = False
 
     def require(self, *keys: NestedKey) -> Schema:
-        """A schema in which these entries are required."""
+        """A copy in which these entries are required."""
         return replace(self, entries=tuple(replace(e, required=e.required or e.key in keys) for e in self.entries))
 
     def check(self, td: TensorDictBase) -> None:
@@ -71,15 +71,13 @@ class Schema:
             SchemaError: with every entry that is missing or wrong, what was found and what was expected.
         """
         complaints = [complaint for entry in self.entries if (complaint := _complaint(td, entry, self.entries[0]))]
-        if self.paired and find_key(td, "pair_id") is None and td.batch_size.numel() % 2:
-            complaints.append(
-                f"found {td.batch_size.numel()} sequences, expected pairs: chosen, rejected, chosen, ... (or pair_id and "
-                "chosen)"
-            )
+        rows = td.batch_size.numel()
+        if self.paired and find_key(td, "pair_id") is None and rows % 2:
+            complaints.append(f"found {rows} sequences, expected pairs: chosen, rejected, ... (or pair_id and chosen)")
         if complaints:
-            listed = "\n".join(f"  - {complaint}" for complaint in complaints)
+            listed = "".join(f"\n  - {complaint}" for complaint in complaints)
             raise SchemaError(
-                f"the data does not fit the schema {self.name!r}; it holds {describe_entries(td)}:\n{listed}"
+                f"the data does not fit the schema {self.name!r}; it holds {describe_entries(td)}:{listed}"
             )
 
     def table(self) -> str:
@@ -94,12 +92,12 @@ class Schema:
 
 # ------------------------------------------------------------------ the check of an entry
 
-_PLURAL = {"integer": "integers", "number": "numbers", "boolean": "booleans", "identity": "integers or strings"}
-_KINDS: dict[str, Callable[[Tensor], bool]] = {
-    "integer": lambda x: not x.is_floating_point() and x.dtype != torch.bool,
-    "number": lambda x: x.dtype != torch.bool,
-    "boolean": lambda x: x.dtype == torch.bool,
-    "identity": lambda x: not x.is_floating_point(),
+# kind -> its plural, and the test of a tensor
+_KINDS: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
+    "integer": ("integers", lambda x: not x.is_floating_point() and x.dtype != torch.bool),
+    "number": ("numbers", lambda x: x.dtype != torch.bool),
+    "boolean": ("booleans", lambda x: x.dtype == torch.bool),
+    "identity": ("integers or strings", lambda x: not x.is_floating_point()),
 }
 
 
@@ -110,13 +108,14 @@ def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
     value = read_column(td, key)
     rows = value if isinstance(value, list) else [value]
     tensors = [row for row in rows if isinstance(row, Tensor)]
+    plural, is_kind = _KINDS[entry.kind]
     if len(tensors) != len(rows):
         if entry.kind == "identity":
             return None
-        return f"{key!r}: expected tensors of {_PLURAL[entry.kind]} {entry.shape}, found {type(rows[0]).__name__}"
-    wrong = next((row for row in tensors if not _KINDS[entry.kind](row)), None)
-    if wrong is not None:
-        return f"{key!r}: expected {_PLURAL[entry.kind]}, found {wrong.dtype}"
+        return f"{key!r}: expected tensors of {plural} {entry.shape}, found {type(rows[0]).__name__}"
+    for row in tensors:
+        if not is_kind(row):
+            return f"{key!r}: expected {plural}, found {row.dtype}"
     count = td.batch_size.numel()
     nested = isinstance(value, Tensor) and value.is_nested
     one_each = not nested and sum(row.numel() for row in tensors) == count
@@ -156,21 +155,21 @@ def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
 
 _TOKENS = (
     Entry(("tokens", "full"), "[*B, T]", "integer", "prompt and response, as they were sampled", "token"),
-    Entry(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone, which tells the response", "token", False),
+    Entry(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone; the rest is the response", "token", False),
     Entry(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding; needed if padded", "token", False),
-    Entry(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True where the assistant spoke", "token", False),
-    Entry("loss_mask", "[*B] or [*B, T]", "boolean", "False takes a sequence or a token away", "either", False),
+    Entry(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True at the assistant's tokens", "token", False),
+    Entry("loss_mask", "[*B] or [*B, T]", "boolean", "False leaves a sequence or a token out", "either", False),
 )
 _REWARD = Entry(
     ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or token rewards that add up to it", "either"
 )
-_GROUP = Entry("query", "[*B]", "identity", "equal for all answers to a prompt; or give group_size", "either", False)
+_GROUP = Entry("query", "[*B]", "identity", "equal for all answers to a prompt; or pass group_size", "either", False)
 _LOG_PROBS = (
     Entry(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either", False),
     Entry(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference", "either", False),
 )
 _TRAJECTORY = (
-    Entry("query", "[*B]", "identity", "the task; or give group_size", "either", False),
+    Entry("query", "[*B]", "identity", "the task; or pass group_size", "either", False),
     Entry("run", "[*B]", "identity", "the trajectory, if keys name it; or rows [*envs, steps]", "either", False),
     Entry("step", "[*B]", "integer", "the place in it, if keys name it", "sequence", False),
     Entry("state", "[*B]", "identity", "the env's state before the step (gigpo)", "either", False),

@@ -1,49 +1,33 @@
 """The presets, each value with its source, and tables of them.
 
-Adding an algorithm is one :class:`~torchrl_llm_kl.algorithms.Algorithm` in this file (or, outside the package,
-``ALGORITHMS.add(name, Algorithm(...))``), its name in :data:`AlgorithmName`, and a row in ``tests/algorithms/test_presets.py``.
+To add an algorithm, add an :class:`~torchrl_llm_kl.algorithms.Algorithm` to this file, its name to :data:`AlgorithmName`, and a
+row to ``tests/algorithms/test_presets.py``; outside the package: ``ALGORITHMS.add(name, Algorithm(...))``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from torchrl_llm_kl._registry import Registry, UnknownNameError
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.losses import get_objective, spec_of
 
+# fmt: off
+#: Every preset.
 AlgorithmName = Literal[
-    "ppo",
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "rloo",
-    "reinforce_plus_plus",
-    "topr",
-    "cispo",
-    "gspo",
-    "sapo",
-    "opmd",
-    "asymre",
-    "sppo",
-    "rec",
-    "sft",
-    "raft",
-    "dpo",
-    "mix",
-    "mix_chord",
-    "on_policy_distill",
-    "jsd",
-    "multi_step_grpo",
-    "gigpo",
+    "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "sapo", "opmd", "asymre", "sppo",
+    "rec", "sft", "raft", "dpo", "mix", "mix_chord", "on_policy_distill", "jsd", "multi_step_grpo", "gigpo",
 ]
+# fmt: on
 
 
 class UnknownAlgorithmError(UnknownNameError):
-    """The name is not registered; the message lists those that are."""
+    """No algorithm has this name; the message lists those that exist and suggests the nearest one."""
 
 
-#: Every preset, by name: a read-only mapping. ``dataclasses.replace`` makes a preset with other values.
+#: Every preset, by name: a read-only mapping. ``dataclasses.replace`` changes values of one.
 ALGORITHMS: Registry[Algorithm] = Registry("algorithm", error=UnknownAlgorithmError)
 
 
@@ -65,298 +49,185 @@ _KL_K2 = f"{_TRINITY}: k2, 1e-3; k2 is the estimator whose gradient is that of t
 _REPEATS = f"{_TRINITY}, default_config"
 _EXPERTS = f"entropy: {_TRINITY}; KL: its estimators are for tokens that the policy sampled"
 
-_PRESETS = (
-    # ------------------------------------------------------------------ PPO, and groups instead of a critic
+
+def _add(preset: Algorithm, **sources: str) -> None:
+    """Register a preset with the sources of its values: field -> source."""
+    ALGORITHMS.add(preset.name, replace(preset, sources=sources))
+
+
+# ------------------------------------------------------------------ PPO, and groups instead of a critic
+
+_add(
     Algorithm(
-        "ppo",
-        objective="ppo",
-        advantage="gae",
-        advantage_args={"whiten": True},
-        kl_loss="k2",
-        compute_advantage_in_trainer=True,
-        sources={
-            "objective": "Schulman et al. 2017 (arXiv 1707.06347): clip 0.2",
-            "advantage": f"Schulman et al. 2016 (arXiv 1506.02438); gamma = lam = 1 and whitening: {_TRINITY}",
-            "kl_loss": _KL_K2,
-        },
+        "ppo", "ppo", advantage="gae", advantage_args={"whiten": True}, kl_loss="k2", compute_advantage_in_trainer=True
     ),
-    Algorithm(
-        "grpo",
-        objective="ppo",
-        advantage="grpo",
-        kl_loss="k2",
-        repeat_times=2,
-        sources={
-            "advantage": "Shao et al. 2024 (arXiv 2402.03300), section 4.1.2: centred and scaled in the group",
-            "kl_loss": f"{_KL_K2}; the paper has k3, whose gradient is that of the forward KL",
-            "repeat_times": f"{_REPEATS}; the paper has 64",
-        },
-    ),
-    Algorithm(
-        "dr_grpo",
-        objective="dr_grpo",
-        advantage="dr_grpo",
-        repeat_times=8,
-        sources={
-            "objective": "Liu et al. 2025 (arXiv 2503.20783), section 3.2: sums over tokens, divided by a constant",
-            "advantage": "the same paper: centred, not scaled",
-            "repeat_times": "the same paper, appendix: 8 answers to each question",
-        },
-    ),
-    Algorithm(
-        "dapo",
-        objective="dapo",
-        advantage="grpo",
-        repeat_times=16,
-        sources={
-            "objective": "Yu et al. 2025 (arXiv 2503.14476), section 4.1: clip 0.2 / 0.28, mean over tokens, no KL",
-            "repeat_times": "the same section: 16 answers to each prompt",
-        },
-    ),
-    Algorithm(
-        "rloo",
-        objective="ppo",
-        advantage="rloo",
-        kl_loss="k2",
-        repeat_times=2,
-        compute_advantage_in_trainer=True,
-        sources={
-            "advantage": "Ahmadian et al. 2024 (arXiv 2402.14740), eq. 7: leave one out",
-            "kl_loss": _KL_K2,
-            "repeat_times": f"{_REPEATS}; the paper has 2 and 4",
-        },
-    ),
+    objective="Schulman et al. 2017 (arXiv 1707.06347): clip 0.2",
+    advantage=f"Schulman et al. 2016 (arXiv 1506.02438); gamma = lam = 1 and whitening: {_TRINITY}",
+    kl_loss=_KL_K2,
+)
+_add(
+    Algorithm("grpo", "ppo", advantage="grpo", kl_loss="k2", repeat_times=2),
+    advantage="Shao et al. 2024 (arXiv 2402.03300), section 4.1.2: centred and scaled in the group",
+    kl_loss=f"{_KL_K2}; the paper has k3, whose gradient is that of the forward KL",
+    repeat_times=f"{_REPEATS}; the paper has 64",
+)
+_add(
+    Algorithm("dr_grpo", "dr_grpo", advantage="dr_grpo", repeat_times=8),
+    objective="Liu et al. 2025 (arXiv 2503.20783), section 3.2: sums over tokens, divided by a constant",
+    advantage="the same paper: centred, not scaled",
+    repeat_times="the same paper, appendix: 8 answers to each question",
+)
+_add(
+    Algorithm("dapo", "dapo", advantage="grpo", repeat_times=16),
+    objective="Yu et al. 2025 (arXiv 2503.14476), section 4.1: clip 0.2 / 0.28, mean over tokens, no KL",
+    repeat_times="the same section: 16 answers to each prompt",
+)
+_add(
+    Algorithm("rloo", "ppo", advantage="rloo", kl_loss="k2", repeat_times=2, compute_advantage_in_trainer=True),
+    advantage="Ahmadian et al. 2024 (arXiv 2402.14740), eq. 7: leave one out",
+    kl_loss=_KL_K2,
+    repeat_times=f"{_REPEATS}; the paper has 2 and 4",
+)
+_add(
     Algorithm(
         "reinforce_plus_plus",
-        objective="ppo",
+        "ppo",
         advantage="reinforce_plus_plus",
         kl_loss="k2",
         repeat_times=2,
         compute_advantage_in_trainer=True,
-        sources={
-            "advantage": "Hu et al. 2025 (arXiv 2501.03262), section 3: discounted return, whitened over the batch",
-            "kl_loss": f"{_KL_K2}; the paper puts k1 in the reward",
-            "repeat_times": _REPEATS,
-        },
     ),
-    # ------------------------------------------------------------------ weights other than PPO's clipped ratio
+    advantage="Hu et al. 2025 (arXiv 2501.03262), section 3: discounted return, whitened over the batch",
+    kl_loss=f"{_KL_K2}; the paper puts k1 in the reward",
+    repeat_times=_REPEATS,
+)
+
+# ------------------------------------------------------------------ weights other than PPO's clipped ratio
+
+_add(
+    Algorithm("topr", "topr", advantage="reinforce", kl_loss="k2", repeat_times=2),
+    objective="Le Roux et al. 2025 (arXiv 2503.14286): ratios of bad answers tapered to [0, 1]",
+    advantage="the same paper: the reward itself, positive for good answers and negative for bad ones",
+    kl_loss=f"{_KL_K2}; the paper has no KL",
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm("cispo", "cispo", advantage="grpo", kl_loss="k2", repeat_times=2),
+    objective=f"MiniMax-M1 (arXiv 2506.13585), eq. 4: weights clipped from above alone; 0.28: {_TRINITY}",
+    kl_loss=f"{_KL_K2}; the paper has no KL",
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm("gspo", "gspo", advantage="grpo", kl_loss="k2", repeat_times=2),
+    objective="Zheng et al. 2025 (arXiv 2507.18071), section 5.1: clip 3e-4 / 4e-4, mean of sequences",
+    kl_loss=f"{_KL_K2}; the paper leaves the KL out",
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm("sapo", "sapo", advantage="grpo", kl_loss="k2", repeat_times=2),
+    objective="Gao et al. 2025 (arXiv 2511.20347): temperatures 1.0 and 1.05",
+    kl_loss=_KL_K2,
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm("opmd", "opmd", advantage="opmd", kl_loss="k2", repeat_times=2),
+    objective=f"{_TRINITY}: tau 1.0; after Kimi k1.5 (arXiv 2501.12599), section 2.3.2",
+    kl_loss=_KL_K2,
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm("asymre", "opmd", advantage="asymre", repeat_times=2),
+    objective=f"{_TRINITY}: the plain policy gradient, halved (tau 1.0)",
+    advantage="Arnal et al. 2025 (arXiv 2506.20520): a baseline 0.1 below the mean of the group",
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm("sppo", "sppo", advantage="opmd", repeat_times=2),
+    objective=f"Vaswani et al. 2021 (arXiv 2108.05828); epsilon 0.3: {_TRINITY}",
+    advantage=_TRINITY,
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm("rec", "rec", advantage="rec", kl_loss="k2", repeat_times=2),
+    objective="Yao et al. 2025 (arXiv 2509.24203): no clipping, no weights by default",
+    advantage="the same paper: centred in the group",
+    kl_loss=_KL_K2,
+    repeat_times=_REPEATS,
+)
+
+# ------------------------------------------------------------------ answers of others: experts, preferences, a teacher
+
+_add(
+    Algorithm("sft", "sft", schema="sft"),
+    objective="the mean negative log-likelihood of the answers' tokens",
+)
+_add(
+    Algorithm("raft", "sft", keep_best=True, repeat_times=8),
+    objective="Dong et al. 2023 (arXiv 2304.06767), algorithm 1: SFT on the best answer to each prompt",
+    keep_best=f"the same algorithm; {_TRINITY} trains whatever its workflow returns",
+    repeat_times="the same paper, section 4: batches of 8 and more answers",
+)
+_add(
+    Algorithm("dpo", "dpo", aggregation="seq-mean-token-sum", kl_loss="none", repeat_times=2, schema="dpo"),
+    objective="Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; beta 0.1: section 6",
+    kl_loss=f"the objective is a KL-regularised one already; {_TRINITY} adds k2, 1e-3",
+    repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("mix", "mix", advantage="grpo", kl_loss="k2", leave_out_experts=True, repeat_times=8, schema="mix"),
+    objective=f"{_TRINITY}: mu 0.1",
+    kl_loss=_KL_K2,
+    leave_out_experts=_EXPERTS,
+    repeat_times=_REPEATS,
+    expert_data_ratio=f"{_TRINITY}: half of each batch from experts",
+)
+_add(
     Algorithm(
-        "topr",
-        objective="topr",
-        advantage="reinforce",
-        kl_loss="k2",
-        repeat_times=2,
-        sources={
-            "objective": "Le Roux et al. 2025 (arXiv 2503.14286): ratios of bad answers tapered to [0, 1]",
-            "advantage": "the same paper: the reward itself, positive for good answers and negative for bad ones",
-            "kl_loss": f"{_KL_K2}; the paper has no KL",
-            "repeat_times": _REPEATS,
-        },
+        "mix_chord", "mix_chord", advantage="grpo", kl_loss="k2", leave_out_experts=True, repeat_times=8, schema="mix"
     ),
-    Algorithm(
-        "cispo",
-        objective="cispo",
-        advantage="grpo",
-        kl_loss="k2",
-        repeat_times=2,
-        sources={
-            "objective": f"MiniMax-M1 (arXiv 2506.13585), eq. 4: weights clipped from above alone; 0.28: {_TRINITY}",
-            "kl_loss": f"{_KL_K2}; the paper has no KL",
-            "repeat_times": _REPEATS,
-        },
-    ),
-    Algorithm(
-        "gspo",
-        objective="gspo",
-        advantage="grpo",
-        kl_loss="k2",
-        repeat_times=2,
-        sources={
-            "objective": "Zheng et al. 2025 (arXiv 2507.18071), section 5.1: clip 3e-4 / 4e-4, mean of sequences",
-            "kl_loss": f"{_KL_K2}; the paper leaves the KL out",
-            "repeat_times": _REPEATS,
-        },
-    ),
-    Algorithm(
-        "sapo",
-        objective="sapo",
-        advantage="grpo",
-        kl_loss="k2",
-        repeat_times=2,
-        sources={
-            "objective": "Gao et al. 2025 (arXiv 2511.20347): temperatures 1.0 and 1.05",
-            "kl_loss": _KL_K2,
-            "repeat_times": _REPEATS,
-        },
-    ),
-    Algorithm(
-        "opmd",
-        objective="opmd",
-        advantage="opmd",
-        kl_loss="k2",
-        repeat_times=2,
-        sources={
-            "objective": f"{_TRINITY}: tau 1.0; after Kimi k1.5 (arXiv 2501.12599), section 2.3.2",
-            "kl_loss": _KL_K2,
-            "repeat_times": _REPEATS,
-        },
-    ),
-    Algorithm(
-        "asymre",
-        objective="opmd",
-        advantage="asymre",
-        repeat_times=2,
-        sources={
-            "objective": f"{_TRINITY}: the plain policy gradient, halved (tau 1.0)",
-            "advantage": "Arnal et al. 2025 (arXiv 2506.20520): a baseline 0.1 below the mean of the group",
-            "repeat_times": _REPEATS,
-        },
-    ),
-    Algorithm(
-        "sppo",
-        objective="sppo",
-        advantage="opmd",
-        repeat_times=2,
-        sources={
-            "objective": f"Vaswani et al. 2021 (arXiv 2108.05828); epsilon 0.3: {_TRINITY}",
-            "advantage": _TRINITY,
-            "repeat_times": _REPEATS,
-        },
-    ),
-    Algorithm(
-        "rec",
-        objective="rec",
-        advantage="rec",
-        kl_loss="k2",
-        repeat_times=2,
-        sources={
-            "objective": "Yao et al. 2025 (arXiv 2509.24203): no clipping, no weights by default",
-            "advantage": "the same paper: centred in the group",
-            "kl_loss": _KL_K2,
-            "repeat_times": _REPEATS,
-        },
-    ),
-    # ------------------------------------------------------------------ answers of others: experts, preferences, a teacher
-    Algorithm(
-        "sft",
-        objective="sft",
-        schema="sft",
-        sources={"objective": "the mean negative log-likelihood of the answers' tokens"},
-    ),
-    Algorithm(
-        "raft",
-        objective="sft",
-        keep_best=True,
-        repeat_times=8,
-        sources={
-            "objective": "Dong et al. 2023 (arXiv 2304.06767), algorithm 1: SFT on the best answer to each prompt",
-            "keep_best": f"the same algorithm; {_TRINITY} trains whatever its workflow returns",
-            "repeat_times": "the same paper, section 4: batches of 8 and more answers",
-        },
-    ),
-    Algorithm(
-        "dpo",
-        objective="dpo",
-        aggregation="seq-mean-token-sum",
-        kl_loss="none",
-        repeat_times=2,
-        schema="dpo",
-        sources={
-            "objective": "Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; beta 0.1: section 6",
-            "kl_loss": f"the objective is a KL-regularised one already; {_TRINITY} adds k2, 1e-3",
-            "repeat_times": "a chosen and a rejected answer",
-        },
-    ),
-    Algorithm(
-        "mix",
-        objective="mix",
-        advantage="grpo",
-        kl_loss="k2",
-        leave_out_experts=True,
-        repeat_times=8,
-        schema="mix",
-        sources={
-            "objective": f"{_TRINITY}: mu 0.1",
-            "kl_loss": _KL_K2,
-            "leave_out_experts": _EXPERTS,
-            "repeat_times": _REPEATS,
-            "expert_data_ratio": f"{_TRINITY}: half of each batch from experts",
-        },
-    ),
-    Algorithm(
-        "mix_chord",
-        objective="mix_chord",
-        advantage="grpo",
-        kl_loss="k2",
-        leave_out_experts=True,
-        repeat_times=8,
-        schema="mix",
-        sources={
-            "objective": f"Zhang et al. 2025 (arXiv 2508.11408): phi weights; constant mu 0.1: {_TRINITY}",
-            "kl_loss": _KL_K2,
-            "leave_out_experts": _EXPERTS,
-            "repeat_times": _REPEATS,
-            "expert_data_ratio": f"{_TRINITY}: half of each batch from experts",
-        },
-    ),
+    objective=f"Zhang et al. 2025 (arXiv 2508.11408): phi weights; constant mu 0.1: {_TRINITY}",
+    kl_loss=_KL_K2,
+    leave_out_experts=_EXPERTS,
+    repeat_times=_REPEATS,
+    expert_data_ratio=f"{_TRINITY}: half of each batch from experts",
+)
+_add(
     Algorithm(
         "on_policy_distill",
-        objective="ppo",
+        "ppo",
         advantage="on_policy_distill",
         repeat_times=8,
         compute_advantage_in_trainer=True,
         schema="distill",
-        sources={
-            "objective": f"{_TRINITY}: ppo, for stability where importance_sampling would do",
-            "advantage": "Thinking Machines 2025, 'On-Policy Distillation': minus the reverse KL per token, coefficient 1",
-            "repeat_times": _REPEATS,
-        },
     ),
-    Algorithm(
-        "jsd",
-        objective="ppo",
-        advantage="jsd",
-        repeat_times=8,
-        compute_advantage_in_trainer=True,
-        schema="distill",
-        sources={
-            "objective": _TRINITY,
-            "advantage": f"Agarwal et al. 2024 (arXiv 2306.13649), generalised JSD; weight 0.5: {_TRINITY}",
-            "repeat_times": _REPEATS,
-        },
-    ),
-    # ------------------------------------------------------------------ trajectories of several steps
-    Algorithm(
-        "multi_step_grpo",
-        objective="ppo",
-        advantage="step_wise_grpo",
-        kl_loss="k2",
-        repeat_times=8,
-        schema="trajectory",
-        sources={
-            "advantage": f"{_TRINITY}, after rLLM: the last step's advantage, at every step of the run",
-            "kl_loss": _KL_K2,
-            "repeat_times": _REPEATS,
-        },
-    ),
-    Algorithm(
-        "gigpo",
-        objective="ppo",
-        advantage="gigpo",
-        aggregation="token-mean",
-        kl_loss="k2",
-        repeat_times=8,
-        schema="trajectory",
-        sources={
-            "advantage": "Feng et al. 2025 (arXiv 2505.10978), eq. 8: omega 1, not scaled",
-            "aggregation": _TRINITY,
-            "kl_loss": _KL_K2,
-            "repeat_times": "the paper, section 5.1: groups of 8",
-        },
-    ),
+    objective=f"{_TRINITY}: ppo, for stability where importance_sampling would do",
+    advantage="Thinking Machines 2025, 'On-Policy Distillation': minus the reverse KL per token, coefficient 1",
+    repeat_times=_REPEATS,
 )
-for _preset in _PRESETS:
-    ALGORITHMS.add(_preset.name, _preset)
+_add(
+    Algorithm("jsd", "ppo", advantage="jsd", repeat_times=8, compute_advantage_in_trainer=True, schema="distill"),
+    objective=_TRINITY,
+    advantage=f"Agarwal et al. 2024 (arXiv 2306.13649), generalised JSD; weight 0.5: {_TRINITY}",
+    repeat_times=_REPEATS,
+)
+
+# ------------------------------------------------------------------ trajectories of several steps
+
+_add(
+    Algorithm("multi_step_grpo", "ppo", advantage="step_wise_grpo", kl_loss="k2", repeat_times=8, schema="trajectory"),
+    advantage=f"{_TRINITY}, after rLLM: the last step's advantage, at every step of the run",
+    kl_loss=_KL_K2,
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm(
+        "gigpo", "ppo", advantage="gigpo", aggregation="token-mean", kl_loss="k2", repeat_times=8, schema="trajectory"
+    ),
+    advantage="Feng et al. 2025 (arXiv 2505.10978), eq. 8: omega 1, not scaled",
+    aggregation=_TRINITY,
+    kl_loss=_KL_K2,
+    repeat_times="the paper, section 5.1: groups of 8",
+)
 
 
 # ------------------------------------------------------------------ tables
@@ -368,28 +239,28 @@ def algorithm_table(learning_tests: dict[str, str] | None = None) -> str:
     """A Markdown table of objective, advantage, KL placement, aggregation and repeats of each algorithm.
 
     Args:
-        learning_tests: algorithm -> what a test has shown it to learn, for a further column.
+        learning_tests: algorithm -> what it reached in a learning test; adds a column.
+
+    Example:
+        >>> print(algorithm_table().splitlines()[2])
+        | `ppo` | `ppo` | `gae(whiten=True)` | loss: `k2`, 0.001 | `token-mean` | 1 | `experience` |
     """
-    learned = learning_tests or {}
     header = ["algorithm", "objective", "advantage", "KL to the reference", "sum over tokens", "answers", "data"]
-    rows = [
-        [
-            f"`{name}`",
-            _call(preset.objective, preset.objective_args),
-            _advantage(preset),
-            _kl(preset),
-            f"`{_aggregation(preset)}`",
-            str(preset.repeat_times),
-            f"`{preset.schema}`",
-            *([learned.get(name, "—")] if learned else []),
-        ]
-        for name, preset in ALGORITHMS.items()
-    ]
-    return _markdown([*header, *(["learning test"] if learned else [])], rows)
+    rows = [_row(preset) for preset in ALGORITHMS.values()]
+    if learning_tests:
+        header.append("learning test")
+        for name, row in zip(ALGORITHMS, rows, strict=True):
+            row.append(learning_tests.get(name, "—"))
+    return _markdown(header, rows)
 
 
 def flag_table() -> str:
-    """A Markdown table of the flags of each algorithm."""
+    """A Markdown table of the flags of each algorithm.
+
+    Example:
+        >>> print(flag_table().splitlines()[2])
+        | `ppo` | yes | yes |  | yes | yes |
+    """
     rows = [
         [f"`{name}`", *("yes" if getattr(preset, flag) else "" for flag in _FLAGS)]
         for name, preset in ALGORITHMS.items()
@@ -398,7 +269,12 @@ def flag_table() -> str:
 
 
 def source_table() -> str:
-    """A Markdown table of the source of each value."""
+    """A Markdown table of the source of each value.
+
+    Example:
+        >>> print(source_table().splitlines()[2])
+        | `ppo` | `objective` | Schulman et al. 2017 (arXiv 1707.06347): clip 0.2 |
+    """
     rows = [
         [f"`{name}`", f"`{field}`", source]
         for name, preset in ALGORITHMS.items()
@@ -407,32 +283,33 @@ def source_table() -> str:
     return _markdown(["algorithm", "value", "source"], rows)
 
 
-def _advantage(preset: Algorithm) -> str:
-    if preset.advantage is None:
-        return "the best" if preset.keep_best else "—"
-    return _call(preset.advantage, preset.advantage_args)
-
-
-def _call(name: str, args: object) -> str:
-    shown = ", ".join(f"{key}={value}" for key, value in dict(args).items())  # type: ignore[call-overload]
-    return f"`{name}({shown})`" if shown else f"`{name}`"
-
-
-def _kl(preset: Algorithm) -> str:
-    parts = []
+def _row(preset: Algorithm) -> list[str]:
+    advantage = "the best" if preset.keep_best else "—"
+    if preset.advantage is not None:
+        advantage = _call(preset.advantage, preset.advantage_args)
+    kl = []
     if preset.kl_loss != "none":
-        parts.append(f"loss: `{preset.kl_loss}`, {preset.kl_loss_coeff:g}")
+        kl.append(f"loss: `{preset.kl_loss}`, {preset.kl_loss_coeff:g}")
     if preset.kl_reward != "none":
-        parts.append(f"reward: `{preset.kl_reward}`, {preset.kl_reward_coeff:g}")
+        kl.append(f"reward: `{preset.kl_reward}`, {preset.kl_reward_coeff:g}")
     if preset.objective == "dpo":
-        parts.append("in the objective")
-    return "; ".join(parts) or "none"
-
-
-def _aggregation(preset: Algorithm) -> str:
+        kl.append("in the objective")
     spec = spec_of(get_objective(preset.objective))
     assert spec is not None
-    return preset.aggregation or spec.aggregation
+    return [
+        f"`{preset.name}`",
+        _call(preset.objective, preset.objective_args),
+        advantage,
+        "; ".join(kl) or "none",
+        f"`{preset.aggregation or spec.aggregation}`",
+        str(preset.repeat_times),
+        f"`{preset.schema}`",
+    ]
+
+
+def _call(name: str, args: Mapping[str, object]) -> str:
+    shown = ", ".join(f"{key}={value}" for key, value in args.items())
+    return f"`{name}({shown})`" if shown else f"`{name}`"
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
