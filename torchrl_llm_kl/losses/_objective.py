@@ -231,11 +231,7 @@ def variant(
 
 
 def term(
-    name: str,
-    *,
-    needs: Sequence[str] = (),
-    needs_if: Conditions | None = None,
-    source: str,
+    name: str, *, needs: Sequence[str] = (), needs_if: Conditions | None = None, source: str
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered."""
     spec = ObjectiveSpec(name, tuple(needs), "token-mean", source=source, needs_if=dict(needs_if or {}))

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_choice, check_is_mask, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._arithmetic import (
-    LARGEST_LOG_RATIO,
-    bounded_exp,
-    clamp,
-    clean,
-    sequence_mean,
-    sequence_sum,
-)
+from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, bounded_exp, clamp, clean, sequence_mean, sequence_sum
 from torchrl_llm_kl.losses._objective import LossTerm
 
 __all__ = [

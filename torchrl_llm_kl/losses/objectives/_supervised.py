@@ -42,10 +42,7 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
     return (LossTerm("objective", -weight * log_prob, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
 
 
-@objective(
-    "sft_phi",
-    source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's",
-)
+@objective("sft_phi", source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's")
 def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> tuple[LossTerm, ...]:
     """Imitation of the tokens about which the policy is undecided: ``-sg(p (1 - p)) log p``, ``p`` the token's probability.
 
@@ -75,11 +72,7 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> tup
 # ------------------------------------------------------------------ mixed with PPO
 
 #: Names of Trinity-RFT, torchrl and verl.
-_MIX_ALIASES = {
-    **CLIP_ALIASES,
-    "grpo_loss_agg_mode": "usual_aggregation",
-    "sft_loss_agg_mode": "expert_aggregation",
-}
+_MIX_ALIASES = {**CLIP_ALIASES, "grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"}
 #: Trinity-RFT divides the parts of a batch by these.
 _MIX_OBSOLETE = dict.fromkeys(
     (
