@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_choice, check_clip_range, check_range, masked_mean
-from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, probability_ratio, sequence_mean
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, sequence_mean
 from torchrl_llm_kl.losses._objective import LossTerm, objective, variant
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
 
@@ -99,7 +99,7 @@ def ppo(
         old_log_prob = log_prob.detach()
     assert old_log_prob is not None  # needs_if
     value, metrics = clipped_surrogate(
-        probability_ratio(log_prob, old_log_prob),
+        bounded_exp(log_prob - old_log_prob),
         advantage,
         mask,
         clip_low=clip_low,
@@ -296,7 +296,7 @@ def cispo(
     """
     check_range(low=0.0, high=1.0, clip_low=clip_low, mask_clip_low=mask_clip_low)
     check_range(low=0.0, clip_high=clip_high, mask_clip_high=mask_clip_high)
-    ratio = probability_ratio(log_prob, old_log_prob).detach()
+    ratio = bounded_exp(log_prob - old_log_prob).detach()
     value = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high) * log_prob
     metrics = clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high, mask)
     if enable_mask_clip:
@@ -345,6 +345,6 @@ def sapo(
     check_range(above=0.0, tau_pos=tau_pos, tau_neg=tau_neg)
     one = torch.ones_like(advantage)
     tau = torch.where(advantage > 0, tau_pos * one, tau_neg * one)
-    p = torch.sigmoid(tau * (probability_ratio(log_prob, old_log_prob) - 1))
+    p = torch.sigmoid(tau * (bounded_exp(log_prob - old_log_prob) - 1))
     slope = 4 * p.detach() * (1 - p.detach())
     return (LossTerm("objective", -advantage * 4 * p / tau, mask, metrics={"gate_mean": masked_mean(slope, mask)}),)

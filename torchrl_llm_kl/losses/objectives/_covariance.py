@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_is_mask, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._arithmetic import clean, probability_ratio
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, clean
 from torchrl_llm_kl.losses._objective import LossTerm, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
 
@@ -68,7 +68,7 @@ def clip_cov(
             clip_low=clip_low,
             clip_high=clip_high,
         )
-    ratio = probability_ratio(log_prob, old_log_prob)
+    ratio = bounded_exp(log_prob - old_log_prob)
     value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
     metrics["selected_fraction"] = masked_mean(selected.float(), mask)
     return (LossTerm("objective", torch.where(selected, 0, value), mask, metrics=metrics),)
@@ -110,7 +110,7 @@ def kl_cov(
     check_range(low=0.0, coeff=coeff)
     if selected is None:
         selected = select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)
-    ratio = probability_ratio(log_prob, old_log_prob)
+    ratio = bounded_exp(log_prob - old_log_prob)
     penalty = torch.where(selected, coeff * (log_prob - old_log_prob).abs(), 0)
     metrics = {
         "selected_fraction": masked_mean(selected.float(), mask),
@@ -161,7 +161,7 @@ def select_clip_cov(
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
     log_prob, old_log_prob, advantage = _clean(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
-    ratio = probability_ratio(log_prob, old_log_prob)
+    ratio = bounded_exp(log_prob - old_log_prob)
     surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
     covariance = _covariance(log_prob, advantage, mask)
     candidates = mask & (covariance > cov_low) & (covariance < cov_high) & (surrogate == -advantage * ratio)

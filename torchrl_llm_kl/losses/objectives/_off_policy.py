@@ -11,7 +11,6 @@ from torchrl_llm_kl.losses._arithmetic import (
     bounded_exp,
     clamp,
     clip_fractions,
-    probability_ratio,
     sequence_mean,
     sequence_sum,
 )
@@ -79,7 +78,7 @@ def importance_sampling(
         >>> importance_sampling(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.6487,  0.6065]])
     """
-    ratio = probability_ratio(log_prob, old_log_prob)
+    ratio = bounded_exp(log_prob - old_log_prob)
     return (LossTerm("objective", -advantage * ratio, mask, metrics={"ratio_mean": masked_mean(ratio.detach(), mask)}),)
 
 
@@ -150,7 +149,7 @@ def sppo(
         tensor([[-0.5000,  0.0000]])
     """
     check_range(low=0.0, epsilon=epsilon)
-    ratio = probability_ratio(log_prob, old_log_prob).detach()
+    ratio = bounded_exp(log_prob - old_log_prob).detach()
     below, above = ratio < 1 / (1 + epsilon), ratio > 1 + epsilon
     value = torch.where(below | above, 0, -advantage * (log_prob - old_log_prob))
     return (LossTerm("objective", value, mask, metrics=clip_fractions(below, above, mask)),)
@@ -210,7 +209,7 @@ def dppo(
     dropped = torch.where(
         up, (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now < old_log_prob)
     )
-    ratio = probability_ratio(now, old_log_prob)
+    ratio = bounded_exp(now - old_log_prob)
     weight = clamp(ratio, high=clip_ratio_c)
     metrics = clip_fractions(dropped & ~up, dropped & up, mask)
     metrics["truncated_fraction"] = masked_mean((weight < ratio).float(), mask)
@@ -346,7 +345,7 @@ def rec(
     check_range(low=0.0, regularizer_coef=regularizer_coef)
 
     log_ratio = log_prob - old_log_prob
-    ratio = probability_ratio(log_prob.detach(), old_log_prob)
+    ratio = bounded_exp(log_ratio.detach())
     sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)
 
     measured = sequence_ratio if clip_mode == "gspo-one-side" else ratio
