@@ -21,7 +21,7 @@ _same(
     "losses/_value_loss.py",
     "value_error",
     "any tiny number will do: it only keeps 0 / 0 away",
-    "- masked_mean(left.square(), mask) / masked_mean(spread.square(), mask).clamp(min=2e-12),",
+    "variance = masked_mean(spread.square(), mask).clamp(min=2e-12)",
 )
 
 _same(
@@ -32,15 +32,15 @@ _same(
 )
 _same(
     "losses/corrections.py",
-    "_effective_sample_size",
+    "importance_weights",
     "a common factor of all weights cancels",
-    "weight = weight / weight.amax().clamp(min=2.0) if weight.numel() else weight",
+    "scaled = weight / weight.amax().clamp(min=2.0) if weight.numel() else weight",
 )
 _same(
     "losses/corrections.py",
-    "_effective_sample_size",
+    "importance_weights",
     "0 divided by anything",
-    "return masked_mean(weight, mask).square() / torch.where(square == 0, 2, square)",
+    '"effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 2, square),',
 )
 _same(
     "losses/corrections.py",
@@ -180,7 +180,7 @@ _same(
     "losses/objectives/_off_policy.py",
     "sppo",
     "the ratio is only compared",
-    "ratio = probability_ratio(log_prob, old_log_prob)",
+    "ratio = bounded_exp(log_prob - old_log_prob)",
 )
 _same(
     "losses/objectives/_off_policy.py",
