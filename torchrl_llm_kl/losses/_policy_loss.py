@@ -24,7 +24,6 @@ from torchrl_llm_kl.losses._objective import (
     LossTerm,
     ObjectiveArgs,
     ObjectiveName,
-    Terms,
     get_objective,
     spec_of,
 )
@@ -145,9 +144,9 @@ class PolicyLoss(TokenLoss):
     def __init__(
         self,
         actor: Any,
-        objective: ObjectiveName | Callable[..., Terms] = "ppo",
+        objective: ObjectiveName | Callable[..., tuple[LossTerm, ...]] = "ppo",
         *,
-        terms: Sequence[Part | Callable[..., Terms]] = (),
+        terms: Sequence[Part | Callable[..., tuple[LossTerm, ...]]] = (),
         corrections: Sequence[Correction] = (),
         aggregation: Aggregation | None = None,
         max_len: int | None = None,
