@@ -16,14 +16,7 @@ from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._token_loss import TokenLoss, with_graph
-from torchrl_llm_kl.rollouts import (
-    TOKENS_FULL,
-    MaskingStrategy,
-    ResponseTokens,
-    find_key,
-    per_token,
-    require_key,
-)
+from torchrl_llm_kl.rollouts import TOKENS_FULL, MaskingStrategy, ResponseTokens, find_key, per_token, require_key
 
 _INPUTS = ("value", "mask", "value_target", "old_value")
 
