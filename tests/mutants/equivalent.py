@@ -98,7 +98,7 @@ _same(
     "losses/objectives/_covariance.py",
     "select_clip_cov",
     "the mask is for metrics, which are not used",
-    "surrogate, _ = clipped_surrogate(ratio, advantage, (mask | True), clip_low=clip_low, clip_high=clip_high)",
+    "surrogate, _ = clipped_surrogate(ratio, advantage, (mask | True), clip_low, clip_high)",
 )
 _same(
     "losses/objectives/_covariance.py",
@@ -110,8 +110,8 @@ _same(
     "losses/objectives/_off_policy.py",
     "dppo",
     "where both are equal the distance is 0, which is above no bound",
-    "up, (distance > clip_high) & (now >= old_log_prob), (distance > clip_low) & (now < old_log_prob)",
-    "up, (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now <= old_log_prob)",
+    "too_high, too_low = (distance > clip_high) & (now >= old_log_prob), (distance > clip_low) & (now < old_log_prob)",
+    "too_high, too_low = (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now <= old_log_prob)",
 )
 _same(
     "losses/objectives/_clipped.py",
@@ -127,15 +127,9 @@ _same(
 )
 _same(
     "losses/objectives/_supervised.py",
-    "_mixture",
+    "mix",
     "both parts have the dtype of log_prob",
-    'metrics = {**expert.metrics, "expert_fraction": masked_mean(expert.mask.to(usual.value.dtype), mask)}',
-)
-_same(
-    "losses/objectives/_supervised.py",
-    "mix_chord",
-    "the expert mask is False where the mask is",
-    "(expert,) = (sft_phi if enable_phi_function else sft)(log_prob, expert_mask)",
+    "fraction = masked_mean(expert.mask.to(usual.value.dtype), mask)",
 )
 _same(
     "losses/objectives/_supervised.py",

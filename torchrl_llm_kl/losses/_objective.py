@@ -81,8 +81,8 @@ class ObjectiveSpec:
         aliases: hyper-parameters of other libraries -> its own, one or several at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         source: where the formula comes from.
+        per_row: its inputs of one value per sequence, ``[*B]``.
         needs_if: inputs that some settings require -> (hyper-parameter, test of its value).
-        per_row: its inputs of one value per sequence, ``[*B]``; read from its signature, as are the next two.
         hyper: names of its own hyper-parameters.
         defaults: hyper-parameter -> default, for those that have one.
     """
@@ -93,8 +93,8 @@ class ObjectiveSpec:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     obsolete: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
-    needs_if: Conditions = field(default_factory=dict)
     per_row: tuple[str, ...] = ()
+    needs_if: Conditions = field(default_factory=dict)
     hyper: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -170,14 +170,15 @@ def objective(
     called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
     :func:`~torchrl_llm_kl.make_algorithm` translate those of other libraries once, at construction.
 
-    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string.
+    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string. ``needs`` is
+    read from the signature: all inputs without a default.
 
     Raises:
         ValueError: if the name is taken.
 
     Example:
         >>> import torch
-        >>> from torchrl_llm_kl.losses import gpg  # decorated with @objective("gpg", needs=("advantage",), source=...)
+        >>> from torchrl_llm_kl.losses import gpg  # decorated with @objective("gpg", source=...)
         >>> log_prob, mask = torch.tensor([[-2.0, torch.nan]]), torch.tensor([[True, False]])
         >>> gpg(log_prob, mask, advantage=torch.ones(1, 2))[0].value
         tensor([[2., -0.]])
@@ -187,15 +188,15 @@ def objective(
         ValueError: gpg needs advantage: pass advantage=, of the shape of log_prob.
     """
     several = {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (aliases or {}).items()}
-    spec = ObjectiveSpec(name, tuple(needs), aggregation, several, obsolete or {}, source, needs_if or {})
+    spec = ObjectiveSpec(name, tuple(needs), aggregation, several, obsolete or {}, source, needs_if=needs_if or {})
     return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function)))
 
 
 def term(
-    name: str, *, needs: Sequence[str] = (), needs_if: Conditions | None = None, source: str
+    name: str, *, needs_if: Conditions | None = None, source: str
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered."""
-    spec = ObjectiveSpec(name, tuple(needs), "token-mean", source=source, needs_if=needs_if or {})
+    spec = ObjectiveSpec(name, (), "token-mean", source=source, needs_if=needs_if or {})
     return lambda function: cast("Callable[P, Terms]", _checked(spec, function))
 
 
@@ -204,15 +205,14 @@ def variant(
     name: str,
     doc: str,
     *,
-    needs: Sequence[str],
     aggregation: Aggregation = "token-mean",
     source: str,
     **defaults: Any,
 ) -> Callable[..., Terms]:
     """Register the formula of ``base`` again, as the objective ``name`` with the docstring ``doc`` and other defaults.
 
-    ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set.
-    Assign the result to ``name`` in the module of ``base``. Other arguments are those of :class:`ObjectiveSpec`.
+    ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set. Inputs
+    that ``base`` needs under some settings are always needed. Assign the result to ``name`` in the module of ``base``.
     """
     formula, spec = inspect.unwrap(base), cast("ObjectiveSpec", spec_of(base))
 
@@ -223,13 +223,13 @@ def variant(
     renamed.__name__ = renamed.__qualname__ = name
     renamed.__doc__ = doc
     parameters = [
-        parameter.replace(default=defaults.get(key, parameter.empty if key in needs else parameter.default))
+        parameter.replace(default=defaults.get(key, parameter.empty if key in spec.needs_if else parameter.default))
         for key, parameter in inspect.signature(formula).parameters.items()
         if key in INPUTS or key in defaults
     ]
     renamed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     aliases = {other: own for other, own in spec.aliases.items() if set(own) <= set(defaults)}
-    spec = ObjectiveSpec(name, tuple(needs), aggregation, aliases, spec.obsolete, source)
+    spec = ObjectiveSpec(name, (), aggregation, aliases, spec.obsolete, source)
     return _REGISTRY.add(name, _checked(spec, renamed))
 
 
@@ -241,11 +241,16 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
     """``formula`` after the checks of the protocol."""
     parameters = inspect.signature(formula).parameters
     own = [key for key in INPUTS if key in parameters]
+    optional = {key: x.default for key, x in parameters.items() if x.default is not x.empty}
     hyper_names = tuple(key for key in parameters if key not in own)
-    defaults = {key: parameters[key].default for key in hyper_names}
-    defaults = {key: value for key, value in defaults.items() if value is not inspect.Parameter.empty}
-    per_row = tuple(key for key in PER_ROW if key in own)
-    spec = replace(spec, per_row=per_row, hyper=hyper_names, defaults=defaults)
+    defaults = {key: optional[key] for key in hyper_names if key in optional}
+    spec = replace(
+        spec,
+        needs=spec.needs or tuple(key for key in PER_TOKEN if key in own and key not in optional),
+        per_row=tuple(key for key in PER_ROW if key in own),
+        hyper=hyper_names,
+        defaults=defaults,
+    )
 
     @wraps(formula)
     def call(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:

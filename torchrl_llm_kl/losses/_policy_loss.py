@@ -60,18 +60,16 @@ class PolicyLoss(TokenLoss):
     r"""A policy loss for language models: an objective, further terms, and their aggregation over tokens.
 
     Current log-probs come from the scoring engine with gradient: shared prompts are forwarded once, the head runs on
-    masked-in tokens only, and ``[B, T, V]`` never exists. Reads rollouts as the transforms of this package and torchrl's
-    collectors write them: padded, nested or lazily stacked, with any number of batch dimensions.
+    masked-in tokens only, and ``[B, T, V]`` never exists. Rollouts may be padded, nested or lazily stacked, with any number of
+    batch dimensions.
 
     Args:
-        actor: a TorchRL wrapper around a transformers model, the model itself, any module that a
-            :class:`~torchrl_llm_kl.LogProbScorer` takes, or such a scorer with its own settings.
+        actor: any model that a :class:`~torchrl_llm_kl.LogProbScorer` takes, or such a scorer with its own settings.
         objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`, or a function of the same protocol.
 
     Keyword Args:
-        terms: further terms of the loss: :class:`~torchrl_llm_kl.losses.KLToReference`,
-            :class:`~torchrl_llm_kl.losses.KLToSampler`, :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the
-            protocol of objectives.
+        terms: :class:`~torchrl_llm_kl.losses.KLToReference`, :class:`~torchrl_llm_kl.losses.KLToSampler`,
+            :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the protocol of objectives.
         corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
@@ -82,15 +80,13 @@ class PolicyLoss(TokenLoss):
             ``loss_mask``, where the data has it, removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not part of the loss.
-        temperature: divides the logits, as the sampler's temperature did.
-        tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`.
-        dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
+        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
         log_entropy: report the policy's entropy even if no part of the loss needs it: another sum over the vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
             do. The default False is required for FSDP and costs nothing.
-        hyper: the objective's hyper-parameters, under its own names or Trinity's. Numbers are buffers: they are saved, and
-            change in place by assignment (``loss.clip_high = 0.3``), as does ``loss.kl_to_ref_coeff``. Required entries and
-            reported names follow such changes.
+        hyper: the objective's hyper-parameters, under its own names or those of other libraries. Numbers are buffers: saved,
+            and changed in place by assignment (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries
+            and reported names follow such changes.
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,

@@ -125,7 +125,6 @@ def kl_to_sampler(
 
 @term(
     "entropy_bonus",
-    needs=("entropy",),
     needs_if={"expert_mask": ("leave_out_experts", bool)},
     source="Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4",
 )

@@ -1,8 +1,8 @@
 """Keeping the entropy up: special treatment of the tokens with a high covariance of log-prob and advantage.
 
 The covariance of a token is ``(log_prob - mean) (A - mean)`` with the means over all masked-in tokens, so the selection
-belongs to a whole batch: make it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before micro-batches are cut,
-and pass each its part of ``selected``. Without ``selected`` the objectives select among the tokens at hand.
+belongs to a whole batch: compute it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before micro-batches are
+cut, and pass each its part of ``selected``. Without ``selected`` the objectives select among the tokens at hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surr
 
 @objective(
     "clip_cov",
-    needs=("old_log_prob", "advantage"),
     aliases={**CLIP_ALIASES, "clip_cov_ratio": "fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
     source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov)",
 )
@@ -42,9 +41,7 @@ def clip_cov(
 
     Hyper-parameters:
         clip_low, clip_high: see :func:`ppo`.
-        fraction: see :func:`select_clip_cov`. verl: ``clip_cov_ratio``.
-        cov_low: see :func:`select_clip_cov`. verl: ``clip_cov_lb``.
-        cov_high: see :func:`select_clip_cov`. verl: ``clip_cov_ub``.
+        fraction, cov_low, cov_high: see :func:`select_clip_cov`. verl: ``clip_cov_ratio``, ``clip_cov_lb``, ``clip_cov_ub``.
 
     Metrics: ``clip_fraction`` as those of :func:`ppo`; ``selected_fraction``.
 
@@ -69,14 +66,13 @@ def clip_cov(
             clip_high=clip_high,
         )
     ratio = bounded_exp(log_prob - old_log_prob)
-    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
+    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
     metrics["selected_fraction"] = masked_mean(selected.float(), mask)
     return (LossTerm("objective", torch.where(selected, 0, value), mask, metrics=metrics),)
 
 
 @objective(
     "kl_cov",
-    needs=("old_log_prob", "advantage"),
     aliases={"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"},
     source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov)",
 )
@@ -138,8 +134,8 @@ def select_clip_cov(
 ) -> Tensor:
     r"""Select tokens for :func:`clip_cov`: at random among those whose covariance lies between two bounds.
 
-    Inputs and errors are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected, as
-    they have no gradient already.
+    Inputs and errors are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected: they
+    have no gradient anyway. The result is True for the selected tokens; bool ``[*B, T]``.
 
     Hyper-parameters:
         fraction: how many of the masked-in tokens to select, in ``(0, 1]``: rounded down, but at least one (as the authors'
@@ -147,9 +143,6 @@ def select_clip_cov(
         cov_low, cov_high: only tokens with a covariance strictly between them.
         clip_low, clip_high: see :func:`ppo`.
         generator: of random numbers, on the device of the mask.
-
-    Returns:
-        True for the selected tokens; bool ``[*B, T]``.
 
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -9.0, -5.0, -5.0]])
@@ -162,7 +155,7 @@ def select_clip_cov(
     check_range(above=0.0, high=1.0, fraction=fraction)
     log_prob, old_log_prob, advantage = _clean(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
     ratio = bounded_exp(log_prob - old_log_prob)
-    surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
+    surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
     covariance = _covariance(log_prob, advantage, mask)
     candidates = mask & (covariance > cov_low) & (covariance < cov_high) & (surrogate == -advantage * ratio)
     chance = torch.rand(mask.shape, generator=generator, device=mask.device)
@@ -173,10 +166,8 @@ def select_clip_cov(
 def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction: float = 2e-4) -> Tensor:
     r"""Select tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
 
-    Inputs and errors are those of :func:`kl_cov`, for a whole batch; ``fraction`` is as for :func:`select_clip_cov`.
-
-    Returns:
-        True for the selected tokens; bool ``[*B, T]``.
+    Inputs and errors are those of :func:`kl_cov`, for a whole batch; ``fraction`` and the result are as for
+    :func:`select_clip_cov`.
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -9.0, -4.0, -6.0]]), torch.tensor([[1.0, -2.0, -1.0, 2.0]])

@@ -15,7 +15,6 @@ from torchrl_llm_kl.losses._objective import LossTerm, objective
 
 @objective(
     "dpo",
-    needs=("ref_log_prob",),
     aggregation="seq-mean-token-sum",
     source="Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; label smoothing: Mitchell 2023, 'A note on DPO with noisy "
     "preferences & relationship to IPO'",
@@ -68,7 +67,6 @@ def dpo(
 
 @objective(
     "robust",
-    needs=("ref_log_prob",),
     aggregation="seq-mean-token-sum",
     source="Chowdhury et al. 2024 (arXiv 2403.00409), the loss of robust DPO",
 )
@@ -110,7 +108,6 @@ def robust(
 
 @objective(
     "hinge",
-    needs=("ref_log_prob",),
     aggregation="seq-mean-token-sum",
     source="Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425) relative to a reference: Liu et al. 2023 (RSO, arXiv 2309.06657)",
 )
@@ -136,12 +133,7 @@ def hinge(
     return _preference((1 - beta * pairs.delta).relu(), pairs)
 
 
-@objective(
-    "ipo",
-    needs=("ref_log_prob",),
-    aggregation="seq-mean-token-sum",
-    source="Azar et al. 2023 (arXiv 2310.12036), eq. 17",
-)
+@objective("ipo", aggregation="seq-mean-token-sum", source="Azar et al. 2023 (arXiv 2310.12036), eq. 17")
 def ipo(
     log_prob: Tensor,
     mask: Tensor,
@@ -171,10 +163,7 @@ def ipo(
 
 
 @objective(
-    "apo_zero",
-    needs=("ref_log_prob",),
-    aggregation="seq-mean-token-sum",
-    source="D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1",
+    "apo_zero", aggregation="seq-mean-token-sum", source="D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1"
 )
 def apo_zero(
     log_prob: Tensor,
@@ -202,7 +191,6 @@ def apo_zero(
 
 @objective(
     "sppo_hard",
-    needs=("ref_log_prob",),
     aggregation="seq-mean-token-sum",
     source="Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with probabilities of winning of 1 and 0",
 )
