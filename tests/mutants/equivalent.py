@@ -44,19 +44,10 @@ _same(
 )
 _same(
     "losses/corrections.py",
-    "off_policy_sequence_mask",
+    "top_entropy_mask",
     "masked-out tokens are dropped again further on",
-    "drift = sequence_mean(clean(old_log_prob, (mask | True)) - clean(log_prob, mask), mask)",
-    "drift = sequence_mean(clean(old_log_prob, mask) - clean(log_prob, (mask | True)), mask)",
-    "dropped = (drift > delta) & (clean(advantage, (mask | True)) < 0)",
+    "(entropy,) = checked((mask | True), entropy=entropy)",
 )
-for _function in ("top_entropy_mask", "entropy_threshold"):
-    _same(
-        "losses/corrections.py",
-        _function,
-        "masked-out tokens are dropped again further on",
-        "entropy = clean(entropy, (mask | True))",
-    )
 
 _same(
     "losses/objectives/_clipped.py",
@@ -81,18 +72,6 @@ _same(
     "kl_cov",
     _CHOICE,
     "selected = (select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)).detach()",
-)
-_same(
-    "losses/objectives/_covariance.py",
-    "_clean",
-    "masked-out tokens are never candidates, and in no mean",
-    "return tuple(clean(x, (mask | True)) for x in tensors.values())",
-)
-_same(
-    "losses/objectives/_covariance.py",
-    "select_kl_cov",
-    "masked-out tokens are never candidates, and in no mean",
-    "log_prob, advantage = _clean((mask | True), log_prob=log_prob, advantage=advantage)",
 )
 _same(
     "losses/objectives/_covariance.py",

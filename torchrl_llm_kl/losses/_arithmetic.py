@@ -147,6 +147,13 @@ def clean(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, widen(value)[0], 0)
 
 
+def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+    """:func:`clean` inputs, after checks of their shapes and the mask."""
+    check_same_shape(mask=mask, **named)
+    check_is_mask(mask=mask)
+    return tuple(clean(x, mask) for x in named.values())
+
+
 def sequence_sum(value: Tensor, mask: Tensor) -> Tensor:
     """Sum of each sequence; ``[*B, 1]``."""
     return torch.where(mask, value, 0).sum(-1, keepdim=True)

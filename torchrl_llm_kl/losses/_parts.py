@@ -181,7 +181,7 @@ class KLToReference(TermPart):
     Args:
         coeff: its weight, dimensionless; a number, or a coefficient such as :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`.
         estimator: a name of :func:`~torchrl_llm_kl.get_estimator`, ``"exact"`` (the loss then requires the reference
-            model), or a function of the same signature. ``docs/estimators.md`` tells which to use.
+            model), or a function of the same signature. ``docs/estimators.md`` compares them.
 
     Keyword Args:
         leave_out_experts: leave out the sequences of experts.

@@ -324,7 +324,7 @@ class PolicyLoss(TokenLoss):
         """Refuse NaN and infinite numbers that the objective or a term requires.
 
         Corrections may read anything: a sampler's NaN log-prob is one that it did not compute. At tokens of experts, a part
-        that tells experts from the policy reads nothing but the policy's own log-probs.
+        that separates experts from the policy reads nothing but the policy's own log-probs.
         """
         parts, experts = [self.objective, *self.terms], inputs.get("expert_mask")
         named: dict[str, Tensor] = {}

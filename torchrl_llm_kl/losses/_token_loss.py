@@ -120,7 +120,7 @@ class TokenLoss(LossModule):
         """The data with its batch dimensions, its tokens, a mask of those that are trained, and one of responses.
 
         The trained tokens are those of the masking strategy minus ``loss_mask``, which does not move where responses begin.
-        The mask of responses is None if the strategy does not tell them.
+        The mask of responses is None for a strategy without responses.
         """
         reader = self._reader
         td = reader.with_batch_dims(tensordict)
@@ -177,7 +177,7 @@ class TokenLoss(LossModule):
             ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do; False if they are summed.
 
         Returns:
-            The same TensorDict with an entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
+            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
 
         Raises:
             RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.

@@ -13,8 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_is_mask, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, bounded_exp, clamp, clean, sequence_mean, sequence_sum
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import (
+    LARGEST_LOG_RATIO,
+    bounded_exp,
+    checked,
+    clamp,
+    sequence_mean,
+    sequence_sum,
+)
 from torchrl_llm_kl.losses._objective import LossTerm
 
 
@@ -119,10 +126,8 @@ def importance_weights(
         raise ValueError(f"low must be at least 0, got {low}.")
     if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
         raise ValueError(f"low must be at most high, got low={low} and high={high}.")
-    check_same_shape(mask=mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
-    check_is_mask(mask=mask)
-    difference = clean(old_log_prob, mask) - clean(sampler_log_prob, mask)
-    log_ratio = difference.nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
+    log_ratio = (old - sampler).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     counts = mask
     if level != "token":
         log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
@@ -168,10 +173,9 @@ def off_policy_sequence_mask(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), eq. 9.
     """
     check_range(low=0.0, delta=delta)
-    check_same_shape(mask=mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
-    check_is_mask(mask=mask)
-    drift = sequence_mean(clean(old_log_prob, mask) - clean(log_prob, mask), mask)
-    dropped = (drift > delta) & (clean(advantage, mask) < 0)
+    now, old, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
+    drift = sequence_mean(old - now, mask)
+    dropped = (drift > delta) & (advantage < 0)
     return (mask & ~dropped).to(drift.dtype), {"sequence_masked_fraction": masked_mean(dropped.to(drift.dtype), mask)}
 
 
@@ -199,9 +203,7 @@ def top_entropy_mask(
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction)
-    check_same_shape(mask=mask, entropy=entropy)
-    check_is_mask(mask=mask)
-    entropy = clean(entropy, mask)
+    (entropy,) = checked(mask, entropy=entropy)
     kept = (mask & (entropy >= threshold)).to(entropy.dtype)
     metrics = {
         "entropy_threshold": torch.as_tensor(threshold, dtype=entropy.dtype, device=entropy.device),
@@ -224,9 +226,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> 
     Source: Wang et al. 2025 (arXiv 2506.01939).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    check_same_shape(mask=mask, entropy=entropy)
-    check_is_mask(mask=mask)
-    entropy = clean(entropy, mask)
+    (entropy,) = checked(mask, entropy=entropy)
     if entropy.numel() == 0:
         return entropy.new_zeros(())
     largest = torch.where(mask, entropy, -torch.inf).flatten().sort(descending=True).values

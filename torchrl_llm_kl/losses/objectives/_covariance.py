@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_is_mask, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._arithmetic import bounded_exp, clean
+from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, checked
 from torchrl_llm_kl.losses._objective import LossTerm, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
 
@@ -153,7 +153,7 @@ def select_clip_cov(
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    log_prob, old_log_prob, advantage = _clean(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
+    log_prob, old_log_prob, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
     ratio = bounded_exp(log_prob - old_log_prob)
     surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
     covariance = _covariance(log_prob, advantage, mask)
@@ -177,14 +177,8 @@ def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    log_prob, advantage = _clean(mask, log_prob=log_prob, advantage=advantage)
+    log_prob, advantage = checked(mask, log_prob=log_prob, advantage=advantage)
     return _highest(_covariance(log_prob, advantage, mask), mask, mask, fraction)
-
-
-def _clean(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
-    check_same_shape(mask=mask, **tensors)
-    check_is_mask(mask=mask)
-    return tuple(clean(x, mask) for x in tensors.values())
 
 
 def _covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:

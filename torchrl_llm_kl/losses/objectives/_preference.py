@@ -34,7 +34,7 @@ def dpo(
 
     ``c`` and ``l`` are the log-ratios ``log_prob - ref_log_prob`` of the chosen and the rejected (lost) answer, summed over
     tokens, and ``delta = c - l``. The gradient raises the chosen answer and lowers the rejected one, by ``beta`` times
-    ``sigmoid(-beta * delta)``, the probability that the policy still gives to the wrong order.
+    ``sigmoid(-beta * delta)``, the probability that the policy still assigns to the wrong order.
 
     Rows are chosen, rejected, chosen, ... unless ``pair_id`` and ``chosen`` are given: then their order does not matter, and
     checking them reads them on the host once. Leading batch dimensions are one list of rows. A pair in which an answer has
