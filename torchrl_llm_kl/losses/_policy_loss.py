@@ -51,7 +51,7 @@ _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "r
 
 
 class PolicyArgs(ObjectiveArgs, total=False):
-    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``, which it has among them."""
+    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``."""
 
     loss_agg_mode: Aggregation | None
 

@@ -1,4 +1,4 @@
-"""The base of the loss modules: which tokens are trained, how terms are summed, and denominators that travel with the rows."""
+"""The base of the loss modules: the trained tokens, the summation of terms, and denominators that travel with the rows."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class TokenLoss(LossModule):
 
 
 def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """``value``, which no model computed if the mask is empty: then with a gradient of 0 for each trained parameter."""
+    """``value``; with a gradient of 0 for each trained parameter if it has none, because the mask is empty."""
     if value.requires_grad or not torch.is_grad_enabled():
         return value
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]

@@ -1,4 +1,4 @@
-"""Corrections of an objective: weights per token for a sampler that differs from the trainer, or for what to train.
+"""Corrections of an objective: weights per token, for a sampler that differs from the trainer or to select tokens.
 
 Each returns ``(weights, metrics)``: weights ``[*B, T]``, float32 or wider, without graph, finite, 1 where nothing is
 corrected and 0 where the mask is False; and metrics as in :class:`~torchrl_llm_kl.losses.LossTerm`.

@@ -1,4 +1,4 @@
-"""Terms beside an objective: KL penalties and an entropy bonus. They follow its protocol but are not registered."""
+"""Terms added to an objective: KL penalties and an entropy bonus. They follow its protocol but are not registered."""
 
 from __future__ import annotations
 

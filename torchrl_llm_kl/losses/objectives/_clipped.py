@@ -1,4 +1,4 @@
-"""Surrogates whose gradient is cut off, or fades out, where the probability ratio leaves a trust region."""
+"""Surrogates whose gradient is clipped, or fades out, where the probability ratio leaves a trust region."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping the entropy up: special treatment of the tokens with a high covariance of log-prob and advantage.
+"""Entropy preservation: special treatment of the tokens with a high covariance of log-prob and advantage.
 
 The covariance of a token is ``(log_prob - mean) (A - mean)`` with the means over all masked-in tokens, so the selection
 belongs to a whole batch: compute it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before micro-batches are

@@ -84,8 +84,8 @@ def topr(
 ) -> tuple[LossTerm, ...]:
     r"""Tapered off-policy REINFORCE: ``-A sg(a) log_prob`` with ``a = min(r, 1)`` where ``A <= advantage_threshold``, else 1.
 
-    The gradient pulls good tokens up whatever their ratio. It pushes bad ones down the less, the less likely they have
-    become, so that a loss that is not bounded below does not run away.
+    The gradient raises good tokens whatever their ratio. It lowers bad ones by less as they become less likely, so that a
+    loss that is not bounded below does not diverge.
 
     Hyper-parameters:
         advantage_threshold: advantages up to this are bad.
