@@ -1,4 +1,4 @@
-"""Single modules of other libraries, to compare with: loaded by file, without what their packages import."""
+"""Single modules of other libraries, to compare with: loaded by file, without the imports of their packages."""
 
 from __future__ import annotations
 

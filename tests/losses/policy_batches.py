@@ -1,4 +1,4 @@
-"""Batches for PolicyLoss on a tiny model, and what it must say of them, one plain forward for each sequence."""
+"""Batches for PolicyLoss on a tiny model, and the expected outputs, from one plain forward per sequence."""
 
 from __future__ import annotations
 

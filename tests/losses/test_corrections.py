@@ -1,4 +1,4 @@
-"""Weights by hand, with other numbers for each bound; what they do to loss terms."""
+"""Weights by hand, with other numbers for each bound; their effect on loss terms."""
 
 from __future__ import annotations
 

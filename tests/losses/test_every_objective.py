@@ -172,7 +172,7 @@ def test_unknown_hyper_parameters_are_refused(name: str) -> None:
 
 
 def derivative_is_the_gradient(case: str) -> bool:
-    """Whether finite differences of the values, in float64, are what autograd says."""
+    """Whether finite differences of the values, in float64, agree with autograd."""
     batch = random_batch(21)
     if "selected" in _inputs(case):
         batch["selected"] = torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) < 0.3

@@ -29,12 +29,7 @@ def test_clipping_in_log_space_by_hand() -> None:
     assert_result(
         result,
         value=[[-2 * E(0.2)], [-2 * E(-0.45)], [2 * E(0.55)], [2 * E(-0.05)]],
-        gradient=[
-            [0.0, -E(0.2), 0.0],
-            [-E(-0.45), -E(-0.45), 0.0],
-            [E(0.55), E(0.55), 0.0],
-            [0.0, E(-0.05), 0.0],
-        ],
+        gradient=[[0.0, -E(0.2), 0.0], [-E(-0.45), -E(-0.45), 0.0], [E(0.55), E(0.55), 0.0], [0.0, E(-0.05), 0.0]],
         clip_fraction=2 / 8,
         clip_fraction_low=1 / 8,
         clip_fraction_high=1 / 8,

@@ -1,4 +1,4 @@
-"""Which inputs a part of a loss states to need: what it really raises without, and what follows later changes."""
+"""The inputs that a part of a loss claims to need are those it raises without, also after later changes."""
 
 from __future__ import annotations
 

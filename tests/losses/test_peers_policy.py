@@ -1,4 +1,4 @@
-"""Values and gradients against Trinity-RFT 0.6.0 and verl 0.9.1, where they calculate what they say.
+"""Values and gradients against Trinity-RFT 0.6.0 and verl 0.9.1, where their code follows their documentation.
 
 Runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels; see peers.py.
 """

@@ -224,7 +224,7 @@ def test_masks_of_sequences_are_trls() -> None:
 
 
 def test_the_tokens_of_most_entropy_are_trls_but_for_its_interpolation() -> None:
-    """TRL takes a quantile between two tokens, so that it keeps the same tokens where the fraction gives a whole number."""
+    """TRL interpolates the quantile between two tokens: it keeps the same tokens if the fraction is a whole number."""
     peers.folder("trinity")
     trl = pytest.importorskip("trl")
     entropy = random_batch(29)["log_prob"].abs()

@@ -21,13 +21,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "gmpo": ("seq-mean-token-mean", {"clip_low": 0.4, "clip_high": 0.4}),
     "cispo": (
         "token-mean",
-        {
-            "clip_low": 1.0,
-            "clip_high": 0.28,
-            "enable_mask_clip": False,
-            "mask_clip_low": 1.0,
-            "mask_clip_high": 0.28,
-        },
+        {"clip_low": 1.0, "clip_high": 0.28, "enable_mask_clip": False, "mask_clip_low": 1.0, "mask_clip_high": 0.28},
     ),
     "topr": ("token-mean", {"advantage_threshold": 0.0, "level": "token"}),
     "opmd": ("token-mean", {"tau": 1.0}),

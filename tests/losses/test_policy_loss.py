@@ -680,7 +680,7 @@ def test_terms_that_leave_experts_out_read_nothing_of_them(model: nn.Module, est
 
 @pytest.mark.parametrize("missing", [("next", "ref_log_probs", "full"), "advantage"])
 def test_what_any_part_reads_of_experts_is_checked(model: nn.Module, missing: Any) -> None:
-    """PPO does not tell experts from the policy, and neither does the KL beside "mix"."""
+    """PPO does not separate experts from the policy, nor does the KL beside "mix"."""
     data = batch()
     data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
     ppo = PolicyLoss(model, "ppo", terms=[EntropyBonus(0.1, leave_out_experts=True)])

@@ -24,7 +24,7 @@ def test_values_and_gradients_by_hand() -> None:
 
 
 def test_far_ratios_have_little_weight() -> None:
-    """Detaching the gate, as Trinity does, gives 3.99."""
+    """Detaching the gate, as Trinity does, yields 3.99."""
     term, gradient = evaluate(sapo, ratio=[[7.4, 7.4]], advantage=[[1.0, -1.0]], tau_neg=1.0)
     assert term.value[0].tolist() == pytest.approx([-3.9934, 3.9934], abs=1e-4)
     assert gradient[0].tolist() == pytest.approx([-0.0490, 0.0490], abs=1e-4)

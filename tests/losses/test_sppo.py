@@ -15,10 +15,7 @@ LOG = math.log
 def test_values_and_gradients_by_hand() -> None:
     # In range from 1 / 1.25 = 0.8 (not 0.75) to 1.25.
     result = evaluate(
-        sppo,
-        ratio=[[1.2, 1.3, 0.82, 0.79, 1.2, 0.77]],
-        advantage=[[2.0, 2.0, -1.0, -1.0, -3.0, 4.0]],
-        epsilon=0.25,
+        sppo, ratio=[[1.2, 1.3, 0.82, 0.79, 1.2, 0.77]], advantage=[[2.0, 2.0, -1.0, -1.0, -3.0, 4.0]], epsilon=0.25
     )
     assert_result(
         result,

@@ -21,7 +21,7 @@ _same(
     "losses/_value_loss.py",
     "value_error",
     "any tiny number will do: it only keeps 0 / 0 away",
-    "- masked_mean(left.square(), mask) / masked_mean(spread.square(), mask).clamp(min=2e-12),",
+    "variance = masked_mean(spread.square(), mask).clamp(min=2e-12)",
 )
 
 _same(
@@ -32,31 +32,22 @@ _same(
 )
 _same(
     "losses/corrections.py",
-    "_effective_sample_size",
+    "importance_weights",
     "a common factor of all weights cancels",
-    "weight = weight / weight.amax().clamp(min=2.0) if weight.numel() else weight",
+    "scaled = weight / weight.amax().clamp(min=2.0) if weight.numel() else weight",
 )
 _same(
     "losses/corrections.py",
-    "_effective_sample_size",
+    "importance_weights",
     "0 divided by anything",
-    "return masked_mean(weight, mask).square() / torch.where(square == 0, 2, square)",
+    '"effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 2, square),',
 )
 _same(
     "losses/corrections.py",
-    "off_policy_sequence_mask",
+    "top_entropy_mask",
     "masked-out tokens are dropped again further on",
-    "drift = sequence_mean(clean(old_log_prob, (mask | True)) - clean(log_prob, mask), mask)",
-    "drift = sequence_mean(clean(old_log_prob, mask) - clean(log_prob, (mask | True)), mask)",
-    "dropped = (drift > delta) & (clean(advantage, (mask | True)) < 0)",
+    "(entropy,) = checked((mask | True), entropy=entropy)",
 )
-for _function in ("top_entropy_mask", "entropy_threshold"):
-    _same(
-        "losses/corrections.py",
-        _function,
-        "masked-out tokens are dropped again further on",
-        "entropy = clean(entropy, (mask | True))",
-    )
 
 _same(
     "losses/objectives/_clipped.py",
@@ -84,21 +75,9 @@ _same(
 )
 _same(
     "losses/objectives/_covariance.py",
-    "_clean",
-    "masked-out tokens are never candidates, and in no mean",
-    "return tuple(clean(x, (mask | True)) for x in tensors.values())",
-)
-_same(
-    "losses/objectives/_covariance.py",
-    "select_kl_cov",
-    "masked-out tokens are never candidates, and in no mean",
-    "log_prob, advantage = _clean((mask | True), log_prob=log_prob, advantage=advantage)",
-)
-_same(
-    "losses/objectives/_covariance.py",
     "select_clip_cov",
     "the mask is for metrics, which are not used",
-    "surrogate, _ = clipped_surrogate(ratio, advantage, (mask | True), clip_low=clip_low, clip_high=clip_high)",
+    "surrogate, _ = clipped_surrogate(ratio, advantage, (mask | True), clip_low, clip_high)",
 )
 _same(
     "losses/objectives/_covariance.py",
@@ -110,8 +89,8 @@ _same(
     "losses/objectives/_off_policy.py",
     "dppo",
     "where both are equal the distance is 0, which is above no bound",
-    "up, (distance > clip_high) & (now >= old_log_prob), (distance > clip_low) & (now < old_log_prob)",
-    "up, (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now <= old_log_prob)",
+    "too_high, too_low = (distance > clip_high) & (now >= old_log_prob), (distance > clip_low) & (now < old_log_prob)",
+    "too_high, too_low = (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now <= old_log_prob)",
 )
 _same(
     "losses/objectives/_clipped.py",
@@ -127,15 +106,9 @@ _same(
 )
 _same(
     "losses/objectives/_supervised.py",
-    "_mixture",
+    "mix",
     "both parts have the dtype of log_prob",
-    'metrics = {**expert.metrics, "expert_fraction": masked_mean(expert.mask.to(usual.value.dtype), mask)}',
-)
-_same(
-    "losses/objectives/_supervised.py",
-    "mix_chord",
-    "the expert mask is False where the mask is",
-    "(expert,) = (sft_phi if enable_phi_function else sft)(log_prob, expert_mask)",
+    "fraction = masked_mean(expert.mask.to(usual.value.dtype), mask)",
 )
 _same(
     "losses/objectives/_supervised.py",
@@ -180,7 +153,7 @@ _same(
     "losses/objectives/_off_policy.py",
     "sppo",
     "the ratio is only compared",
-    "ratio = probability_ratio(log_prob, old_log_prob)",
+    "ratio = bounded_exp(log_prob - old_log_prob)",
 )
 _same(
     "losses/objectives/_off_policy.py",

@@ -34,46 +34,23 @@ from torchrl_llm_kl.losses.corrections import (
     off_policy_sequence_mask,
     top_entropy_mask,
 )
-from torchrl_llm_kl.losses.objectives import *  # noqa: F403
-from torchrl_llm_kl.losses.objectives import __all__ as _objectives
+from torchrl_llm_kl.losses.objectives._clipped import cispo, dapo, dr_grpo, gmpo, gspo, ppo, sapo
+from torchrl_llm_kl.losses.objectives._covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from torchrl_llm_kl.losses.objectives._off_policy import dppo, gpg, importance_sampling, opmd, rec, sppo, topr, vespo
+from torchrl_llm_kl.losses.objectives._preference import apo_zero, dpo, hinge, ipo, robust, sppo_hard
+from torchrl_llm_kl.losses.objectives._supervised import mix, mix_chord, mu_schedule, sft, sft_is, sft_phi
 from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
+# fmt: off
 __all__ = [
-    "AGGREGATIONS",
-    "AdaptiveKLCoefficient",
-    "Aggregation",
-    "Correction",
-    "EntropyBonus",
-    "FixedKLCoefficient",
-    "ImportanceWeights",
-    "KLPlacementWarning",
-    "KLToReference",
-    "KLToSampler",
-    "LossTerm",
-    "ObjectiveArgs",
-    "ObjectiveName",
-    "ObjectiveSpec",
-    "OffPolicySequenceMask",
-    "PolicyLoss",
-    "TermPart",
-    "TopEntropyMask",
-    "UnknownObjectiveError",
-    "ValueLoss",
-    "aggregate",
-    "apply_correction",
-    "available_objectives",
-    "check_placement",
-    "count",
-    "entropy_bonus",
-    "entropy_threshold",
-    "get_objective",
-    "importance_weights",
-    "kl_to_ref",
-    "kl_to_sampler",
-    "objective",
-    "off_policy_sequence_mask",
-    "spec_of",
-    "top_entropy_mask",
-    "value_error",
-    *_objectives,
+    "AGGREGATIONS", "AdaptiveKLCoefficient", "Aggregation", "Correction", "EntropyBonus", "FixedKLCoefficient",
+    "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler", "LossTerm", "ObjectiveArgs",
+    "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "PolicyLoss", "TermPart", "TopEntropyMask",
+    "UnknownObjectiveError", "ValueLoss", "aggregate", "apo_zero", "apply_correction", "available_objectives",
+    "check_placement", "cispo", "clip_cov", "count", "dapo", "dpo", "dppo", "dr_grpo", "entropy_bonus",
+    "entropy_threshold", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "importance_weights",
+    "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "mix", "mix_chord", "mu_schedule", "objective",
+    "off_policy_sequence_mask", "opmd", "ppo", "rec", "robust", "sapo", "select_clip_cov", "select_kl_cov", "sft",
+    "sft_is", "sft_phi", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr", "value_error", "vespo",
 ]
+# fmt: on

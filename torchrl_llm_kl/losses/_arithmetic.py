@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape, masked_mean, widen
 
+#: How a loss is summed over tokens; the table of :func:`aggregate`.
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "none"]
+#: Every :data:`Aggregation`.
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-
-# ------------------------------------------------------------------ reduction to a loss
 
 
 def aggregate(
@@ -46,18 +46,18 @@ def aggregate(
     Args:
         value: per token; ``[*B, T]``. Masked-out entries have no influence, not even NaN.
         mask: bool ``[*B, T]``.
-        mode: one of :data:`AGGREGATIONS`.
+        mode: a row of the table.
 
     Keyword Args:
         denominator: divisor to use instead of the count of this mask; a number or a 0-dim tensor.
-        max_len: the longest possible response in tokens, for ``seq-mean-token-sum-norm``; ``T`` by default.
+        max_len: the longest possible response in tokens; ``T`` by default.
 
     Returns:
         0-dim, or ``[*B, T]`` for ``none``; half precision is summed, and returned, in float32. If the mask is empty and
         no denominator is given: 0 without gradient, and a warning.
 
     Raises:
-        ValueError: if the mode is unknown, the shapes differ, or the given denominator cannot be used.
+        ValueError: if the mode is unknown, the shapes differ, or the denominator cannot be used.
 
     Example:
         >>> value = torch.tensor([[1.0, 2.0], [6.0, float("nan")]])
@@ -86,9 +86,7 @@ def aggregate(
             warnings.warn("the mask is empty: the loss is 0.", stacklevel=2)
         denominator = count(mask, mode, max_len=max_len)
     elif max_len is not None:
-        raise ValueError(
-            "got both denominator and max_len: pass the denominator alone, it includes max_len (see count)."
-        )
+        raise ValueError("got both denominator and max_len: pass the denominator alone, it includes max_len.")
     if not isinstance(denominator, Tensor):
         if not denominator >= 0:
             raise ValueError(f"denominator must be a count of tokens or sequences, got {denominator}.")
@@ -99,19 +97,9 @@ def aggregate(
 
 
 def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None = None) -> Tensor:
-    """The divisor of :func:`aggregate` for this mask: count a whole batch to get the denominator of its parts.
+    """The divisor of :func:`aggregate` for this mask, 0-dim int64 on its device; the arguments are those of ``aggregate``.
 
-    Add the counts of all micro-batches, and of all ranks, and pass the sum to each of them.
-
-    Args:
-        mask: bool ``[*B, T]``.
-        mode: one of :data:`AGGREGATIONS`.
-
-    Keyword Args:
-        max_len: as for :func:`aggregate`.
-
-    Returns:
-        0-dim int64 on the device of the mask.
+    Add the counts of all micro-batches, and of all ranks, and pass the sum to each of them as ``denominator``.
 
     Raises:
         ValueError: if the mode is unknown or ``max_len`` is not positive.
@@ -132,25 +120,38 @@ def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None
     return sequences
 
 
-def check_aggregation(mode: str) -> Aggregation:
-    """``mode``, or a ValueError that lists the modes."""
+def check_aggregation(mode: str) -> None:
+    """Raise a ValueError that lists the modes unless ``mode`` is one."""
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}.")
-    return mode
 
 
-# ------------------------------------------------------------------ what objectives are written with
+# ------------------------------------------------------------------ for objectives
 
 #: Log-ratios end here, in nats: exp(80) is 5.5e34, which leaves room in float32 for a factor such as the advantage.
 LARGEST_LOG_RATIO = 80.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """``exp`` of a log-ratio; above 80 nats that of 80, without gradient.
+
+    The exponential would be infinite in float32, and the gradient of a clipped infinity NaN.
+    """
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def clean(value: Tensor, mask: Tensor) -> Tensor:
     """0 or False where the mask is False; numbers in float32 or wider."""
     if value.dtype == torch.bool:
         return value & mask
-    (value,) = widen(value)
-    return torch.where(mask, value, 0)
+    return torch.where(mask, widen(value)[0], 0)
+
+
+def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+    """:func:`clean` inputs, after checks of their shapes and the mask."""
+    check_same_shape(mask=mask, **named)
+    check_is_mask(mask=mask)
+    return tuple(clean(x, mask) for x in named.values())
 
 
 def sequence_sum(value: Tensor, mask: Tensor) -> Tensor:
@@ -163,27 +164,11 @@ def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
     return sequence_sum(value, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def probability_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    r""":math:`\pi / \pi_{old}` per token, differentiable in ``log_prob``.
-
-    A log-ratio above 80 nats becomes 80, without gradient: its exponential would be infinite in float32, and the gradient
-    of a clipped infinity NaN.
-    """
-    return bounded_exp(log_prob - old_log_prob)
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """``exp``, with the bound of :func:`probability_ratio`."""
-    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
-
-
 def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) -> Tensor:
     """``value.clamp(low, high)``, where one bound may be a number and the other a tensor."""
     if low is not None:
         value = value.clamp(min=low)
-    if high is not None:
-        value = value.clamp(max=high)
-    return value
+    return value if high is None else value.clamp(max=high)
 
 
 def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]:

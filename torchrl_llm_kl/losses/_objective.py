@@ -17,33 +17,24 @@ from torchrl_llm_kl.losses._arithmetic import Aggregation, clean
 
 P = ParamSpec("P")
 
+# Inputs of every objective beside log_prob and mask, read or not.
+_SHARED = ("old_log_prob", "ref_log_prob", "advantage", "expert_mask")
 #: Inputs of one value per token, beside ``log_prob`` and ``mask``.
-PER_TOKEN = (
-    "old_log_prob",
-    "ref_log_prob",
-    "advantage",
-    "expert_mask",
-    "sampler_log_prob",
-    "entropy",
-    "selected",
-    "kl",
-)
+PER_TOKEN = (*_SHARED, "sampler_log_prob", "entropy", "selected", "kl")
 #: Inputs of one value per sequence.
 PER_ROW = ("pair_id", "chosen")
 #: Every input. All other arguments are hyper-parameters.
 INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_ROW)
-_SHARED = frozenset(PER_TOKEN[:4])
-_BOOLEAN = frozenset({"expert_mask", "selected", "chosen"})
+_BOOLEAN = ("expert_mask", "selected", "chosen")
 
 
 @dataclass(frozen=True, eq=False)
 class LossTerm:
     """One part of a loss, before it is summed over tokens.
 
-    A part with one value per sequence, or per pair of sequences, has ``T = 1``.
-
-    The mask must not depend on log-probs: denominators are counted from it before any model has run. Tokens that an
-    objective drops for their values (clipped, too far from the sampler) keep their place in the mask and have the value 0.
+    A part with one value per sequence, or per pair of sequences, has ``T = 1``. The mask must not depend on log-probs, because
+    denominators are counted from it before any model has run: a token that is dropped for its value (clipped, too far from
+    the sampler) keeps its place in the mask and has the value 0.
 
     Args:
         name: the part is reported as ``loss_<name>``.
@@ -81,7 +72,7 @@ Conditions = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """The facts about an objective that its function does not tell.
+    """The facts about an objective beside its formula.
 
     Args:
         name: in the registry.
@@ -179,20 +170,34 @@ def objective(
     called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
     :func:`~torchrl_llm_kl.make_algorithm` translate those of other libraries once, at construction.
 
-    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string.
+    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string. ``needs`` is
+    read from the signature: all inputs without a default.
 
     Raises:
         ValueError: if the name is taken.
+
+    Example:
+        >>> import torch
+        >>> from torchrl_llm_kl.losses import gpg  # decorated with @objective("gpg", source=...)
+        >>> log_prob, mask = torch.tensor([[-2.0, torch.nan]]), torch.tensor([[True, False]])
+        >>> gpg(log_prob, mask, advantage=torch.ones(1, 2))[0].value
+        tensor([[2., -0.]])
+        >>> gpg(log_prob, mask)
+        Traceback (most recent call last):
+        ...
+        ValueError: gpg needs advantage: pass advantage=, of the shape of log_prob.
     """
     several = {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (aliases or {}).items()}
-    spec = ObjectiveSpec(
-        name, tuple(needs), aggregation, several, dict(obsolete or {}), source, needs_if=dict(needs_if or {})
-    )
+    spec = ObjectiveSpec(name, tuple(needs), aggregation, several, obsolete or {}, source, needs_if=needs_if or {})
+    return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function)))
 
-    def decorate(function: Callable[P, Terms]) -> Callable[P, Terms]:
-        return cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function, function)))
 
-    return decorate
+def term(
+    name: str, *, needs_if: Conditions | None = None, source: str
+) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
+    """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered."""
+    spec = ObjectiveSpec(name, (), "token-mean", source=source, needs_if=needs_if or {})
+    return lambda function: cast("Callable[P, Terms]", _checked(spec, function))
 
 
 def variant(
@@ -200,131 +205,116 @@ def variant(
     name: str,
     doc: str,
     *,
-    needs: Sequence[str],
     aggregation: Aggregation = "token-mean",
     source: str,
     **defaults: Any,
 ) -> Callable[..., Terms]:
     """Register the formula of ``base`` again, as the objective ``name`` with the docstring ``doc`` and other defaults.
 
-    ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set. The
-    variant is defined in the module of ``base``, under its own name. Other arguments are those of :class:`ObjectiveSpec`.
+    ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set. Inputs
+    that ``base`` needs under some settings are always needed. Assign the result to ``name`` in the module of ``base``.
     """
-    spec = cast("ObjectiveSpec", spec_of(base))
-    aliases = {other: own for other, own in spec.aliases.items() if set(own) <= set(defaults)}
+    formula, spec = inspect.unwrap(base), cast("ObjectiveSpec", spec_of(base))
+
+    @wraps(formula)
+    def renamed(*args: Any, **given: Any) -> Terms:
+        return formula(*args, **{**defaults, **given})
+
+    renamed.__name__ = renamed.__qualname__ = name
+    renamed.__doc__ = doc
     parameters = [
-        parameter.replace(default=defaults.get(key, parameter.empty if key in needs else parameter.default))
-        for key, parameter in inspect.signature(base).parameters.items()
+        parameter.replace(default=defaults.get(key, parameter.empty if key in spec.needs_if else parameter.default))
+        for key, parameter in inspect.signature(formula).parameters.items()
         if key in INPUTS or key in defaults
     ]
-    formula = inspect.unwrap(base)
-    call = _checked(
-        ObjectiveSpec(name, tuple(needs), aggregation, aliases, spec.obsolete, source),
-        lambda *args, **given: formula(*args, **{**defaults, **given}),
-        base,
-        __name__=name,
-        __qualname__=name,
-        __doc__=doc,
-        __signature__=inspect.Signature(parameters),
-    )
-    return _REGISTRY.add(name, call)
-
-
-def term(
-    name: str,
-    *,
-    needs: Sequence[str] = (),
-    needs_if: Conditions | None = None,
-    source: str,
-) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
-    """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered."""
-    spec = ObjectiveSpec(name, tuple(needs), "token-mean", source=source, needs_if=dict(needs_if or {}))
-    return lambda function: cast("Callable[P, Terms]", _checked(spec, function, function))
+    renamed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    aliases = {other: own for other, own in spec.aliases.items() if set(own) <= set(defaults)}
+    spec = ObjectiveSpec(name, (), aggregation, aliases, spec.obsolete, source)
+    return _REGISTRY.add(name, _checked(spec, renamed))
 
 
 #: Ends the docstring of every objective and term.
 _SHARED_DOC = "Inputs, shapes and errors are those of every objective: see :func:`~torchrl_llm_kl.losses.objective`."
 
 
-def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms], like: Callable[..., Any], **attributes: Any) -> Any:
-    """``formula`` after the checks of the protocol; it looks like ``like`` but for the given attributes."""
-    parameters = (attributes.get("__signature__") or inspect.signature(like)).parameters
-    own = frozenset(parameters) & frozenset(INPUTS)
+def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[..., Terms]:
+    """``formula`` after the checks of the protocol."""
+    parameters = inspect.signature(formula).parameters
+    own = [key for key in INPUTS if key in parameters]
+    optional = {key: x.default for key, x in parameters.items() if x.default is not x.empty}
     hyper_names = tuple(key for key in parameters if key not in own)
-    defaults = {key: parameters[key].default for key in hyper_names}
+    defaults = {key: optional[key] for key in hyper_names if key in optional}
     spec = replace(
         spec,
+        needs=spec.needs or tuple(key for key in PER_TOKEN if key in own and key not in optional),
         per_row=tuple(key for key in PER_ROW if key in own),
         hyper=hyper_names,
-        defaults={key: value for key, value in defaults.items() if value is not inspect.Parameter.empty},
+        defaults=defaults,
     )
 
-    @wraps(like)
+    @wraps(formula)
     def call(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:
         hyper = {key: value for key, value in given.items() if key not in INPUTS}
-        for key in hyper.keys() - defaults.keys():
+        for key in hyper.keys() - set(hyper_names):
             raise TypeError(_unknown(spec, key))
         tensors = {key: given[key] for key in PER_TOKEN if given.get(key) is not None}
         rows = {key: given[key] for key in PER_ROW if given.get(key) is not None}
         check_same_shape(mask=mask, log_prob=log_prob, **tensors)
-        check_is_mask(mask=mask, **{key: value for key, value in (tensors | rows).items() if key in _BOOLEAN})
+        check_is_mask(mask=mask, **{key: given.get(key) for key in _BOOLEAN})
         for key, value in rows.items():
             if value.shape != mask.shape[:-1]:
                 expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
                 raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}.")
-        for key in (tensors | rows).keys() - _SHARED - own:
-            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(k for k in INPUTS if k in own)}.")
+        for key in (tensors | rows).keys() - {*_SHARED, *own}:
+            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(own)}.")
         for key in spec.required(hyper):
             if key not in tensors:
-                raise ValueError(_missing(spec, key, hyper))
+                name = spec.needs_if[key][0] if key in spec.needs_if else None
+                otherwise = "" if name is None else f", or change {name}={({**defaults, **hyper})[name]!r}"
+                raise ValueError(f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob{otherwise}.")
         cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items() if key in own}
         return formula(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
 
-    for name, value in attributes.items():
-        setattr(call, name, value)
-    call.__doc__ = f"{inspect.cleandoc(call.__doc__ or '')}\n\n{_SHARED_DOC}\n\nSource: {spec.source}."
+    call.__doc__ = f"{inspect.cleandoc(formula.__doc__ or '')}\n\n{_SHARED_DOC}\n\nSource: {spec.source}."
     call.spec = spec  # type: ignore[attr-defined]
     return call
 
 
 def _unknown(spec: ObjectiveSpec, key: str) -> str:
+    message = f"{spec.name} has no hyper-parameter {key!r}"
     if key not in spec.aliases and key not in spec.obsolete:
-        known = f"it has {', '.join(spec.hyper) or 'none'}.{did_you_mean(key, spec.hyper)}"
-        return f"{spec.name} has no hyper-parameter {key!r}; {known}"
+        return f"{message}; it has {', '.join(spec.hyper) or 'none'}.{did_you_mean(key, spec.hyper)}"
     own = " and ".join(map(repr, spec.aliases.get(key, ())))
     return (
-        f"{spec.name} has no hyper-parameter {key!r}: {f'pass {own}' if own else 'leave it out'}. PolicyLoss and "
-        "make_algorithm translate the names of other libraries, the function does not."
+        f"{message}: {f'pass {own}' if own else 'leave it out'}. PolicyLoss and make_algorithm translate the names of other "
+        "libraries, the function does not."
     )
 
 
-def _missing(spec: ObjectiveSpec, key: str, hyper: Mapping[str, Any]) -> str:
-    name = spec.needs_if[key][0] if key in spec.needs_if else None
-    otherwise = "" if name is None else f", or change {name}={({**spec.defaults, **hyper})[name]!r}"
-    return f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob{otherwise}."
-
-
-# ------------------------------------------------------------------ the registry
-
-
 def spec_of(function: Callable[..., Terms]) -> ObjectiveSpec | None:
-    """The :class:`ObjectiveSpec` of an objective or a term; None for any other function."""
+    """The :class:`ObjectiveSpec` of an objective or a term; None for any other function.
+
+    Example:
+        >>> from torchrl_llm_kl.losses import sapo
+        >>> spec_of(sapo).aggregation, spec_of(sapo).hyper
+        ('seq-mean-token-mean', ('tau_pos', 'tau_neg'))
+    """
     return getattr(function, "spec", None)
 
 
 def available_objectives() -> tuple[str, ...]:
-    """Every name that :func:`get_objective` accepts, sorted."""
+    """Every name that :func:`get_objective` accepts, sorted.
+
+    Example:
+        >>> import torchrl_llm_kl.losses
+        >>> available_objectives()[:3]
+        ('apo_zero', 'cispo', 'clip_cov')
+    """
     return tuple(sorted(_REGISTRY))
 
 
 def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
-    """Look an objective up by name.
-
-    Args:
-        name: one of :func:`available_objectives`.
-
-    Returns:
-        The function itself: two look-ups return the same object, and it can be pickled.
+    """The objective of a name, one of :func:`available_objectives`: always the same object, which can be pickled.
 
     Raises:
         UnknownObjectiveError: a ``ValueError``; lists the names and the nearest one.
@@ -340,6 +330,7 @@ def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
 # ------------------------------------------------------------------ typed names
 
 # fmt: off
+#: The names of :func:`get_objective`.
 ObjectiveName = Literal[
     "apo_zero", "cispo", "clip_cov", "dapo", "dpo", "dppo", "dr_grpo", "gmpo", "gpg", "gspo", "hinge",
     "importance_sampling", "ipo", "kl_cov", "mix", "mix_chord", "opmd", "ppo", "rec", "robust", "sapo", "sft", "sft_is",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl.estimators import check_placement
-from torchrl_llm_kl.losses._objective import INPUTS, LossTerm, spec_of
+from torchrl_llm_kl.losses._objective import INPUTS, spec_of
 from torchrl_llm_kl.losses.corrections import importance_weights, off_policy_sequence_mask, top_entropy_mask
 from torchrl_llm_kl.losses.terms import Estimator, entropy_bonus, kl_to_ref, kl_to_sampler
 
@@ -35,7 +35,7 @@ class Part(nn.Module):
         TypeError: if it has no such hyper-parameter.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[str, ...], hyper: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: tuple[str, ...] = INPUTS, /, **hyper: Any) -> None:
         super().__init__()
         signature = inspect.signature(function).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
@@ -44,11 +44,7 @@ class Part(nn.Module):
         without = {name for name, parameter in signature.items() if parameter.default is parameter.empty}
         self._required = tuple(name for name in inputs if name in without and name not in ("log_prob", "mask"))
         self.settings: dict[str, Any] = {}
-        defaults = {
-            name: parameter.default
-            for name, parameter in signature.items()
-            if name not in inputs and name not in without
-        }
+        defaults = {name: signature[name].default for name in signature if name not in {*inputs, *without}}
         self._floats = frozenset(name for name, value in defaults.items() if isinstance(value, float))
         for name, value in {**defaults, **hyper}.items():
             self._store(name, value)
@@ -67,8 +63,6 @@ class Part(nn.Module):
         """
         spec = spec_of(self.function)
         return self._required if spec is None else spec.required(self.hyper)
-
-    # ------------------------------------------------------------------ hyper-parameters
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -141,8 +135,8 @@ class Part(nn.Module):
 
     def extra_repr(self) -> str:
         """Name and hyper-parameters."""
-        numbers = {name: f"{float(value):g}" for name, value in self._buffers.items() if value is not None}
-        shown = {**{name: repr(value) for name, value in self.settings.items()}, **numbers}
+        shown = {name: repr(value) for name, value in self.settings.items()}
+        shown |= {name: f"{float(value):g}" for name, value in self._buffers.items() if value is not None}
         return ", ".join([name_of(self.function), *(f"{key}={value}" for key, value in shown.items())])
 
 
@@ -153,28 +147,32 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
-    """One token in each of two sequences, on the device of the parts: what they are tried on before there is data."""
+    """One token in each of two sequences, on the device of the parts, to try them on before there is data."""
     device = next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
     zeros = torch.zeros(2, 1, device=device)
-    inputs = dict.fromkeys((*INPUTS, *(name for part in parts for name in part.inputs)), zeros)
-    inputs |= {
+    return {
+        **dict.fromkeys((*INPUTS, *(name for part in parts for name in part.inputs)), zeros),
         "mask": zeros == 0,
         "selected": zeros == 1,
         "expert_mask": torch.tensor([[False], [True]], device=device),
+        "pair_id": torch.zeros(2, dtype=torch.long, device=device),
+        "chosen": torch.tensor([True, False], device=device),
     }
-    inputs["pair_id"] = torch.zeros(2, dtype=torch.long, device=device)
-    inputs["chosen"] = torch.tensor([True, False], device=device)
-    return inputs
 
 
 # ------------------------------------------------------------------ terms
 
 
 class TermPart(Part):
-    """A function that returns loss terms, with its hyper-parameters, which it checks at construction."""
+    """A function that returns loss terms, with its hyper-parameters, which it checks at construction.
 
-    def __init__(self, function: Callable[..., tuple[LossTerm, ...]], **hyper: Any) -> None:
-        super().__init__(function, INPUTS, hyper)
+    Example:
+        >>> from torchrl_llm_kl.losses import ppo
+        >>> part = TermPart(ppo, clip_high=0.28)
+        >>> part.clip_high = 0.3
+        >>> part.clip_high, part.needs
+        (tensor(0.3000), ('advantage', 'old_log_prob'))
+    """
 
 
 class KLToReference(TermPart):
@@ -183,13 +181,17 @@ class KLToReference(TermPart):
     Args:
         coeff: its weight, dimensionless; a number, or a coefficient such as :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`.
         estimator: a name of :func:`~torchrl_llm_kl.get_estimator`, ``"exact"`` (the loss then requires the reference
-            model), or a function of the same signature. ``docs/estimators.md`` tells which to use.
+            model), or a function of the same signature. ``docs/estimators.md`` compares them.
 
     Keyword Args:
         leave_out_experts: leave out the sequences of experts.
 
     Warns:
         KLPlacementWarning: if the gradient of the estimator in a loss is not that of the reverse KL.
+
+    Example:
+        >>> KLToReference(0.01, "exact").needs
+        ('kl',)
     """
 
     def __init__(self, coeff: Any = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False) -> None:
@@ -201,6 +203,11 @@ class KLToSampler(TermPart):
     """The KL to the policy that sampled, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
 
     The arguments are those of :class:`KLToReference`, without the estimator ``"exact"``.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> KLToSampler(0.1)({"log_prob": -one, "mask": one == 1, "old_log_prob": -2 * one})[0].value
+        tensor([[0.5000]])
     """
 
     def __init__(self, coeff: Any = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False) -> None:
@@ -216,6 +223,11 @@ class EntropyBonus(TermPart):
 
     Keyword Args:
         leave_out_experts: leave out the sequences of experts, as Trinity's ``mix`` does.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> EntropyBonus(0.01)({"log_prob": -one, "mask": one == 1, "entropy": 2 * one})[0].value
+        tensor([[-2.]])
     """
 
     def __init__(self, coeff: Any = 1e-3, *, leave_out_experts: bool = False) -> None:
@@ -226,10 +238,13 @@ class EntropyBonus(TermPart):
 
 
 class Correction(Part):
-    """A function that returns one weight per token, by which the objective (not the other terms) is multiplied."""
+    """A function that returns one weight per token, by which the objective (not the other terms) is multiplied.
 
-    def __init__(self, function: Callable[..., tuple[Tensor, dict[str, Tensor]]], **hyper: Any) -> None:
-        super().__init__(function, INPUTS, hyper)
+    Example:
+        >>> halved = Correction(lambda mask, factor=0.5: (factor * mask, {}))
+        >>> halved({"mask": torch.tensor([[True, False]])})[0]
+        tensor([[0.5000, 0.0000]])
+    """
 
 
 class ImportanceWeights(Correction):
@@ -237,6 +252,10 @@ class ImportanceWeights(Correction):
 
     Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are those of
     :func:`~torchrl_llm_kl.losses.importance_weights`.
+
+    Example:
+        >>> ImportanceWeights(high=3.0).needs
+        ('old_log_prob', 'sampler_log_prob')
     """
 
     def __init__(
@@ -250,6 +269,10 @@ class OffPolicySequenceMask(Correction):
 
     Args:
         delta: nats per token; see :func:`~torchrl_llm_kl.losses.off_policy_sequence_mask`.
+
+    Example:
+        >>> OffPolicySequenceMask().needs
+        ('old_log_prob', 'advantage')
     """
 
     def __init__(self, delta: float = 0.1) -> None:
@@ -265,6 +288,11 @@ class TopEntropyMask(Correction):
     Keyword Args:
         threshold: train tokens of at least this entropy, in nats, instead of a fraction of each batch. With it the losses
             of the parts of a batch add up to that of the whole.
+
+    Example:
+        >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
+        >>> TopEntropyMask(0.5)({"entropy": entropy, "mask": entropy > 0})[0]
+        tensor([[0., 1., 0., 1.]])
     """
 
     def __init__(self, fraction: float = 0.2, *, threshold: float | None = None) -> None:

@@ -34,7 +34,6 @@ from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
     ResponseTokens,
-    TokenReader,
     find_key,
     per_sequence,
     per_token,
@@ -52,7 +51,7 @@ _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "r
 
 
 class PolicyArgs(ObjectiveArgs, total=False):
-    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``, which it has among them."""
+    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``."""
 
     loss_agg_mode: Aggregation | None
 
@@ -61,18 +60,16 @@ class PolicyLoss(TokenLoss):
     r"""A policy loss for language models: an objective, further terms, and their aggregation over tokens.
 
     Current log-probs come from the scoring engine with gradient: shared prompts are forwarded once, the head runs on
-    masked-in tokens only, and ``[B, T, V]`` never exists. Reads rollouts as the transforms of this package and torchrl's
-    collectors write them: padded, nested or lazily stacked, with any number of batch dimensions.
+    masked-in tokens only, and ``[B, T, V]`` never exists. Rollouts may be padded, nested or lazily stacked, with any number of
+    batch dimensions.
 
     Args:
-        actor: a TorchRL wrapper around a transformers model, the model itself, any module that a
-            :class:`~torchrl_llm_kl.LogProbScorer` takes, or such a scorer with its own settings.
+        actor: any model that a :class:`~torchrl_llm_kl.LogProbScorer` takes, or such a scorer with its own settings.
         objective: a name of :func:`~torchrl_llm_kl.losses.get_objective`, or a function of the same protocol.
 
     Keyword Args:
-        terms: further terms of the loss: :class:`~torchrl_llm_kl.losses.KLToReference`,
-            :class:`~torchrl_llm_kl.losses.KLToSampler`, :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the
-            protocol of objectives.
+        terms: :class:`~torchrl_llm_kl.losses.KLToReference`, :class:`~torchrl_llm_kl.losses.KLToSampler`,
+            :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the protocol of objectives.
         corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
@@ -83,15 +80,13 @@ class PolicyLoss(TokenLoss):
             ``loss_mask``, where the data has it, removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not part of the loss.
-        temperature: divides the logits, as the sampler's temperature did.
-        tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`.
-        dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
+        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
         log_entropy: report the policy's entropy even if no part of the loss needs it: another sum over the vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
             do. The default False is required for FSDP and costs nothing.
-        hyper: the objective's hyper-parameters, under its own names or Trinity's. Numbers are buffers: they are saved, and
-            change in place by assignment (``loss.clip_high = 0.3``), as does ``loss.kl_to_ref_coeff``. Required entries and
-            reported names follow such changes.
+        hyper: the objective's hyper-parameters, under its own names or those of other libraries. Numbers are buffers: saved,
+            and changed in place by assignment (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries
+            and reported names follow such changes.
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
@@ -172,8 +167,7 @@ class PolicyLoss(TokenLoss):
             aggregation = aggregation or spec.aggregation
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         settings = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "dtype": dtype}
-        self._set_actor(actor, settings, functional)
-        self._set_reference(reference)
+        self._set_models(actor, reference, settings, functional)
         self.objective = TermPart(function, **own)
         self.terms = nn.ModuleList(term if isinstance(term, Part) else TermPart(term) for term in terms)
         self.corrections = nn.ModuleList(corrections)
@@ -186,46 +180,31 @@ class PolicyLoss(TokenLoss):
         self._dry_run()
         self._expose(exposed)
 
-    # ------------------------------------------------------------------ actor, reference, parts
-
-    def _set_actor(self, actor: Any, settings: dict[str, Any], functional: bool) -> None:
-        self._settings, self._slot, self._functional = settings, ScorerSlot(), functional
+    def _set_models(self, actor: Any, reference: Any, settings: dict[str, Any], functional: bool) -> None:
+        self._settings, self._functional = settings, functional
+        self._slot, self._reference_slot = ScorerSlot(), ScorerSlot()
         self._given_scorer = actor if isinstance(actor, LogProbScorer) else None
+        temperature = settings["temperature"]
         if self._given_scorer is not None:
             changed = [name for name, value in settings.items() if value != (1.0 if name == "temperature" else None)]
             if changed or functional:
-                raise ValueError(
-                    f"actor is a scorer, which has settings of its own: set {changed or 'functional'} there."
-                )
-            actor = self._given_scorer.model
+                raise ValueError(f"actor is a scorer with settings of its own: set {changed or 'functional'} there.")
+            actor, temperature = self._given_scorer.model, self._given_scorer.temperature
         if functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
-
-    def _set_reference(self, reference: Any) -> None:
         self.__dict__["_reference"] = reference  # no submodule: its parameters are not trained
-        self._reference_slot = ScorerSlot()
-        if isinstance(reference, LogProbScorer) and reference.temperature != self.scorer_temperature:
+        if isinstance(reference, LogProbScorer) and reference.temperature != temperature:
             raise ValueError(
-                f"the policy is scored at temperature {self.scorer_temperature:g} and the reference at "
-                f"{reference.temperature:g}: a KL compares the two at one temperature, that of the sampler."
+                f"the policy is scored at temperature {temperature:g} and the reference at {reference.temperature:g}: a KL "
+                "compares the two at one temperature, that of the sampler."
             )
-
-    @property
-    def functional(self) -> bool:
-        """Whether the actor's parameters are kept apart from its module."""
-        return self._functional
 
     @property
     def scorer(self) -> LogProbScorer:
         """The scorer of the actor."""
         return self._given_scorer or self._slot.get(self.actor_network, **self._settings)
-
-    @property
-    def scorer_temperature(self) -> float:
-        """The temperature that divides the logits."""
-        return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
 
     @property
     def reference(self) -> Any:
@@ -252,8 +231,6 @@ class PolicyLoss(TokenLoss):
         if self.reference is None and "kl" in self._needs:
             raise ValueError("an exact KL is computed from both models: pass the reference model as reference=.")
 
-    # ------------------------------------------------------------------ keys
-
     def set_keys(self, **kwargs: Any) -> None:
         """Change where entries are read. The names are listed under *Keys* above."""
         renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
@@ -264,8 +241,7 @@ class PolicyLoss(TokenLoss):
     @property
     def _data_needs(self) -> set[str]:
         """The inputs that the data must hold."""
-        from_models = {*_FROM_ACTOR} if self.reference is None else {*_FROM_ACTOR, "ref_log_prob"}
-        return self._needs - from_models
+        return self._needs - {*_FROM_ACTOR, *(() if self.reference is None else ("ref_log_prob",))}
 
     @property
     def _data_keys(self) -> list[NestedKey]:
@@ -288,27 +264,20 @@ class PolicyLoss(TokenLoss):
         with torch.no_grad():
             terms, metrics = self._terms(inputs)
         names = [term.name for term in terms]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ValueError(f"two terms of the loss are called {twice.pop()!r}: give them different names.")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two terms of the loss are called {name!r}: give them different names.")
         known = {"log_prob", "mask", *self._needs}
-        known |= {"entropy"} if self.log_entropy else set()
-        known |= {"ref_log_prob"} if "kl" in known else set()  # scored along with an exact KL
+        if self.log_entropy:
+            known.add("entropy")
+        if "kl" in known:
+            known.add("ref_log_prob")  # scored along with an exact KL
         common = common_metrics({name: value for name, value in inputs.items() if name in known})
         return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
 
-    # ------------------------------------------------------------------ forward
-
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The loss of a batch, a micro-batch or a single trajectory.
-
-        Args:
-            tensordict: see the class; not changed.
-
-        Returns:
-            A TensorDict without batch dimensions: ``loss_<name>`` and metrics.
-        """
+        """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         td, response, inputs = self._read(tensordict)
         inputs |= self._score(response, inputs)
         self._check_finite(response, inputs)
@@ -321,12 +290,6 @@ class PolicyLoss(TokenLoss):
         booleans = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *PER_ROW)}
         return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | booleans)[0]
 
-    # ------------------------------------------------------------------ reading
-
-    @property
-    def _reader(self) -> TokenReader:
-        return TokenReader.of(self.actor_network, self.tensor_keys.tokens, self.masking_strategy)
-
     def _read(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
         """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them."""
         td, tokens, mask, responses = self._read_tokens(tensordict)
@@ -335,12 +298,12 @@ class PolicyLoss(TokenLoss):
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for name in _FROM_DATA:
-            key = getattr(self.tensor_keys, name)
+            key, found = getattr(self.tensor_keys, name), None
             if name in needs:
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 found = require_key(td, key, f"{who} needs {name}", advice)
-            else:
-                found = find_key(td, key) if name in taken else None
+            elif name in taken:
+                found = find_key(td, key)
             if found is None:
                 continue
             if name in PER_ROW:
@@ -348,8 +311,8 @@ class PolicyLoss(TokenLoss):
                 if value is None:
                     raise ValueError(f"{found!r} must hold one value for each sequence: it is read as {name}.")
                 rows[name] = value
-            else:
-                flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
+                continue
+            flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
             if name == "old_log_prob" and name in needs:
                 mask = self._reader.without_unscored(mask, flat[name], tokens, found)
         response = ResponseTokens(tokens, mask)
@@ -361,7 +324,7 @@ class PolicyLoss(TokenLoss):
         """Refuse NaN and infinite numbers that the objective or a term requires.
 
         Corrections may read anything: a sampler's NaN log-prob is one that it did not compute. At tokens of experts, a part
-        that tells experts from the policy reads nothing but the policy's own log-probs.
+        that separates experts from the policy reads nothing but the policy's own log-probs.
         """
         parts, experts = [self.objective, *self.terms], inputs.get("expert_mask")
         named: dict[str, Tensor] = {}
@@ -374,8 +337,6 @@ class PolicyLoss(TokenLoss):
             key = getattr(self.tensor_keys, name, None)
             named[name if key is None else f"{name} ({key!r})"] = value
         response.check_finite(named)
-
-    # ------------------------------------------------------------------ scoring
 
     def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs that the models compute."""
@@ -394,15 +355,9 @@ class PolicyLoss(TokenLoss):
             if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
                 ref = reference.score(response.tokens, response.flat_mask)
         found = {"log_prob": scores.log_prob, "entropy": scores.entropy, "kl": scores.kl, "ref_log_prob": ref}
-        out = {
-            name: response.gather(value.values)
-            for name, value in found.items()
-            if value is not None and name not in inputs
-        }
+        out = {name: response.gather(x.values) for name, x in found.items() if x is not None and name not in inputs}
         trained = self.actor_network.parameters() if own is None else own.values(True, True)
         return {**out, "log_prob": with_graph(out["log_prob"], trained)}
-
-    # ------------------------------------------------------------------ terms
 
     def _terms(self, inputs: Mapping[str, Tensor]) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """The corrected objective and all other terms; metrics of the corrections."""
@@ -415,34 +370,26 @@ class PolicyLoss(TokenLoss):
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
 
-# ------------------------------------------------------------------ metrics
-
-
 @torch.no_grad()
 def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Metrics that do not depend on the objective.
 
-    Args:
-        inputs: ``log_prob`` and ``mask``, and any of ``old_log_prob``, ``ref_log_prob``, ``sampler_log_prob`` and
-            ``entropy``; ``[*B, T]``.
-
-    Returns:
-        ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the
-        ratio to them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
+    ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
+    them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
     """
     mask = inputs["mask"]
-    log_prob = torch.where(mask, inputs["log_prob"], 0)
+    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_FOR_METRICS) if name in inputs}
+    log_prob, old = clean["log_prob"], clean.get("old_log_prob")
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
-    old = inputs.get("old_log_prob")
     if old is not None:
-        metrics |= _ratio_metrics(log_prob, torch.where(mask, old, 0), mask)
-    sampler = inputs.get("sampler_log_prob", old)
+        metrics |= _ratio_metrics(log_prob, old, mask)
+    sampler = clean.get("sampler_log_prob", old)
     if sampler is not None:
         # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative.
-        metrics["kl_to_sampler"] = _k3(torch.where(mask, sampler, 0), log_prob, mask)
-    if inputs.get("ref_log_prob") is not None:
-        metrics["kl_to_ref"] = _k3(log_prob, torch.where(mask, inputs["ref_log_prob"], 0), mask)
-    if inputs.get("entropy") is not None:
+        metrics["kl_to_sampler"] = _k3(sampler, log_prob, mask)
+    if "ref_log_prob" in clean:
+        metrics["kl_to_ref"] = _k3(log_prob, clean["ref_log_prob"], mask)
+    if "entropy" in inputs:
         metrics["entropy"] = masked_mean(inputs["entropy"], mask)
     return metrics
 

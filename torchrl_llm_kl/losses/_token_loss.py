@@ -1,4 +1,4 @@
-"""The base of the loss modules: which tokens are trained, how terms are summed, and denominators that travel with the rows."""
+"""The base of the loss modules: the trained tokens, the summation of terms, and denominators that travel with the rows."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from torchrl_llm_kl.rollouts import (
 class TokenLoss(LossModule):
     """Base of :class:`~torchrl_llm_kl.losses.PolicyLoss` and :class:`~torchrl_llm_kl.losses.ValueLoss`.
 
-    A subclass defines ``forward``, which ends with :meth:`_output`, and the three abstract members below.
+    A subclass defines ``forward``, which ends with :meth:`_output`, and the two abstract members below.
     """
+
+    _functional = False
 
     if TYPE_CHECKING:
 
@@ -54,9 +56,14 @@ class TokenLoss(LossModule):
         self.aggregation, self.max_len, self.masking_strategy = aggregation, max_len, masking_strategy
 
     @property
-    @abstractmethod
+    def functional(self) -> bool:
+        """Whether the actor's parameters are kept apart from its module."""
+        return self._functional
+
+    @property
     def _reader(self) -> TokenReader:
-        """Reads the tokens of the data."""
+        actor = getattr(self, "actor_network", None)
+        return TokenReader.of(actor, self.tensor_keys.tokens, self.masking_strategy)
 
     @property
     @abstractmethod
@@ -67,18 +74,16 @@ class TokenLoss(LossModule):
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         """The terms with their masks and any values. Runs no model."""
 
-    # ------------------------------------------------------------------ hyper-parameters of the parts, as attributes
-
     def _expose(self, named: Mapping[str, tuple[Part, str]]) -> None:
-        """Make hyper-parameters attributes of the loss: attribute -> (part, name in the part)."""
+        """Make hyper-parameters of parts attributes of the loss: attribute -> (part, name in the part)."""
         self.__dict__["_exposed"] = dict(named)
 
     def __getattr__(self, name: str) -> Any:
         exposed = self.__dict__.get("_exposed", {})
-        if name in exposed:
-            part, own = exposed[name]
-            return part.get(own)
-        return super().__getattr__(name)
+        if name not in exposed:
+            return super().__getattr__(name)
+        part, own = exposed[name]
+        return part.get(own)
 
     def __setattr__(self, name: str, value: Any) -> None:
         exposed = self.__dict__.get("_exposed", {})
@@ -87,8 +92,6 @@ class TokenLoss(LossModule):
             part.put(own, value)
         else:
             super().__setattr__(name, value)
-
-    # ------------------------------------------------------------------ keys
 
     @property
     def tensor_keys(self) -> Any:
@@ -114,10 +117,10 @@ class TokenLoss(LossModule):
     # ------------------------------------------------------------------ tokens in, terms out
 
     def _read_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor, Tensor | None]:
-        """The data with its batch dimensions, its tokens, which of them are trained, and which belong to responses.
+        """The data with its batch dimensions, its tokens, a mask of those that are trained, and one of responses.
 
-        The trained tokens are those of the masking strategy without ``loss_mask``, which does not move where responses
-        begin. Responses are None where the strategy does not tell them.
+        The trained tokens are those of the masking strategy minus ``loss_mask``, which does not move where responses begin.
+        The mask of responses is None for a strategy without responses.
         """
         reader = self._reader
         td = reader.with_batch_dims(tensordict)
@@ -138,13 +141,11 @@ class TokenLoss(LossModule):
             warnings.warn("the mask is empty: no token is trained and the loss is 0.", stacklevel=3)
         out: dict[str, Any] = {}
         for term in terms:
-            mode = self._mode(term)
-            if mode == "none":
-                value = response.restore(term.weight * aggregate(term.value, term.mask, mode))
-            else:
+            mode, denominator = self._mode(term), None
+            if mode != "none":
                 denominator = self._denominator(term) if denominators is None else denominators[term.name]
-                value = term.weight * aggregate(term.value, term.mask, mode, denominator=denominator)
-            out[f"loss_{term.name}"] = value
+            value = term.weight * aggregate(term.value, term.mask, mode, denominator=denominator)
+            out[f"loss_{term.name}"] = response.restore(value) if mode == "none" else value
         return TensorDict(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 
     def _mode(self, term: LossTerm) -> Aggregation:
@@ -153,8 +154,6 @@ class TokenLoss(LossModule):
     def _denominator(self, term: LossTerm) -> Tensor:
         mode = self._mode(term)
         return count(term.mask, mode, max_len=self.max_len if mode == "seq-mean-token-sum-norm" else None)
-
-    # ------------------------------------------------------------------ denominators of a whole batch
 
     def count(
         self,
@@ -178,7 +177,7 @@ class TokenLoss(LossModule):
             ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do; False if they are summed.
 
         Returns:
-            The same TensorDict with an entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
+            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
 
         Raises:
             RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
@@ -204,7 +203,7 @@ class TokenLoss(LossModule):
 
 
 def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """``value``, which no model computed if the mask is empty: then with a gradient of 0 for each trained parameter."""
+    """``value``; with a gradient of 0 for each trained parameter if it has none, because the mask is empty."""
     if value.requires_grad or not torch.is_grad_enabled():
         return value
     ends = [p.reshape(-1)[:1] for p in parameters if p.requires_grad and p.numel()]

@@ -16,15 +16,9 @@ from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._token_loss import TokenLoss, with_graph
-from torchrl_llm_kl.rollouts import (
-    TOKENS_FULL,
-    MaskingStrategy,
-    ResponseTokens,
-    TokenReader,
-    find_key,
-    per_token,
-    require_key,
-)
+from torchrl_llm_kl.rollouts import TOKENS_FULL, MaskingStrategy, ResponseTokens, find_key, per_token, require_key
+
+_INPUTS = ("value", "mask", "value_target", "old_value")
 
 
 def value_error(
@@ -47,8 +41,8 @@ def value_error(
 
     Keyword Args:
         value_target: the return, without graph; same shape.
-        old_value: the critic's value when the advantages were computed, without graph; same shape. None: no clipping.
-        clip_value: the largest free change of a value, in the unit of the reward; None: no clipping.
+        old_value: the critic's value when the advantages were computed, without graph; same shape.
+        clip_value: the largest free change of a value, in the unit of the reward. No clipping if this or ``old_value`` is None.
         coeff: weight of the term, dimensionless.
 
     Returns:
@@ -77,11 +71,11 @@ def value_error(
         error = torch.maximum(error, bounded)
     with torch.no_grad():
         residual, spread = (x - masked_mean(x, mask) for x in (target - value, target))
+        variance = masked_mean(spread.square(), mask).clamp(min=1e-12)
         metrics = {
             "value_clip_fraction": masked_mean(clipped.float(), mask),
             "value_mean": masked_mean(value, mask),
-            "explained_variance": 1
-            - masked_mean(residual.square(), mask) / masked_mean(spread.square(), mask).clamp(min=1e-12),
+            "explained_variance": 1 - masked_mean(residual.square(), mask) / variance,
         }
     return (LossTerm("critic", error / 2, mask, weight=coeff, metrics=metrics),)
 
@@ -94,12 +88,9 @@ class ValueLoss(TokenLoss):
             :class:`~torchrl_llm_kl.Ragged`.
 
     Keyword Args:
-        clip_value: the largest free change of a value, in the unit of the reward; None: no clipping. A buffer:
-            ``loss.clip_value = 0.1`` changes it in place.
-        coeff: factor of the loss; a buffer too.
-        aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`.
-        max_len: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
-        masking_strategy: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
+        clip_value, coeff: see :func:`~torchrl_llm_kl.losses.value_error`. Buffers: ``loss.clip_value = 0.1`` changes one in
+            place.
+        aggregation, max_len, masking_strategy: see :class:`~torchrl_llm_kl.losses.PolicyLoss`.
 
     Keys (``set_keys``): ``tokens``, ``value_target`` and ``value`` (old values, optional; both are written by
     :class:`~torchrl_llm_kl.RetrieveValue` and the ``gae`` advantage), ``loss_mask``, ``denominators``. An entry is also found
@@ -141,19 +132,9 @@ class ValueLoss(TokenLoss):
     ) -> None:
         super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
         self.critic_network = critic
-        hyper = {"clip_value": clip_value, "coeff": coeff}
-        self.error = Part(value_error, ("value", "mask", "value_target", "old_value"), hyper)
-        self._expose({name: (self.error, name) for name in hyper})
+        self.error = Part(value_error, _INPUTS, clip_value=clip_value, coeff=coeff)
+        self._expose({name: (self.error, name) for name in self.error.names})
         self.out_keys = ["loss_critic", "value_clip_fraction", "value_mean", "explained_variance"]
-
-    @property
-    def functional(self) -> bool:
-        """False: the critic is a submodule."""
-        return False
-
-    @property
-    def _reader(self) -> TokenReader:
-        return TokenReader.of(None, self.tensor_keys.tokens, self.masking_strategy)
 
     @property
     def _data_keys(self) -> Sequence[NestedKey]:
@@ -170,17 +151,11 @@ class ValueLoss(TokenLoss):
         td, tokens, mask, responses = self._read_tokens(tensordict)
         response = ResponseTokens(tokens, mask)
         advice = "Add the entry, or say where it is with set_keys(value_target=...)."
-        keys = {
-            "value_target": require_key(td, self.tensor_keys.value_target, "ValueLoss needs value_target", advice),
-            "old_value": find_key(td, self.tensor_keys.value),
-        }
-        inputs = {
-            name: response.gather(per_token(td, key, tokens, responses).detach())
-            for name, key in keys.items()
-            if key is not None
-        }
-        response.check_finite({f"{name} ({keys[name]!r})": value for name, value in inputs.items()})
-        value = self.critic_network(tokens, mask).values
-        value = with_graph(response.gather(value), self.critic_network.parameters())
-        terms = self.error({**inputs, "value": value, "mask": response.mask})
-        return self._output(td, response, terms, {})
+        target = require_key(td, self.tensor_keys.value_target, "ValueLoss needs value_target", advice)
+        keys = {"value_target": target, "old_value": find_key(td, self.tensor_keys.value)}
+        found = {name: key for name, key in keys.items() if key is not None}
+        inputs = {name: response.gather(per_token(td, key, tokens, responses).detach()) for name, key in found.items()}
+        response.check_finite({f"{name} ({found[name]!r})": value for name, value in inputs.items()})
+        value = response.gather(self.critic_network(tokens, mask).values)
+        value = with_graph(value, self.critic_network.parameters())
+        return self._output(td, response, self.error({**inputs, "value": value, "mask": response.mask}), {})

@@ -1,4 +1,4 @@
-"""Corrections of an objective: weights per token for a sampler that differs from the trainer, or for what to train.
+"""Corrections of an objective: weights per token, for a sampler that differs from the trainer or to select tokens.
 
 Each returns ``(weights, metrics)``: weights ``[*B, T]``, float32 or wider, without graph, finite, 1 where nothing is
 corrected and 0 where the mask is False; and metrics as in :class:`~torchrl_llm_kl.losses.LossTerm`.
@@ -13,40 +13,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_is_mask, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
     bounded_exp,
+    checked,
     clamp,
-    clean,
     sequence_mean,
     sequence_sum,
 )
 from torchrl_llm_kl.losses._objective import LossTerm
-
-__all__ = [
-    "apply_correction",
-    "entropy_threshold",
-    "importance_weights",
-    "off_policy_sequence_mask",
-    "top_entropy_mask",
-]
 
 
 def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> tuple[LossTerm, ...]:
     """Multiply the values of loss terms by weights. Their masks, and so their denominators, stay.
 
     A term with one value per token gets the weight of each token. One with a value per sequence, ``[*B, 1]``, gets the mean
-    weight of that sequence's tokens. Pass the terms to be corrected: usually the objective, not the KL to the reference.
+    weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite.
 
     Args:
-        terms: from an objective.
+        terms: those to be corrected: usually of the objective, not the KL to the reference.
         weights: from a correction; ``[*B, T]``.
         mask: the mask that the weights were computed with; bool ``[*B, T]``. Required for terms with a value per sequence:
             a dropped token takes part in the mean, a masked-out one does not.
-
-    Returns:
-        New terms. A value whose weight is 0 passes no gradient, even if it is not finite.
 
     Raises:
         ValueError: if a term is neither per token nor per sequence of the weights, or ``mask`` is required and missing.
@@ -63,8 +52,8 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
     if term.value.shape != weights.shape:
         if term.value.shape != (*weights.shape[:-1], 1):
             raise ValueError(
-                f"{term.name} has shape {tuple(term.value.shape)}, the weights {tuple(weights.shape)}: expected a term with "
-                "one value per token or per sequence."
+                f"{term.name} has shape {tuple(term.value.shape)}, the weights {tuple(weights.shape)}: expected one value "
+                "per token or per sequence."
             )
         if mask is None:
             raise ValueError(
@@ -73,9 +62,6 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
         weights = sequence_mean(weights, mask)
     weights = weights.to(term.value.dtype)
     return term.replace(value=torch.where(weights == 0, 0, term.value) * weights)
-
-
-# ------------------------------------------------------------------ a sampler that differs from the trainer
 
 
 @torch.no_grad()
@@ -118,9 +104,8 @@ def importance_weights(
 
     Returns:
         Weights; log-ratios of tokens are clamped to +-80 nats, and their sums to 80, so that weights are finite. Metrics, over
-        tokens, or over sequences for the other levels: ``weight_mean`` and ``weight_max`` before the bounds,
-        ``truncated_fraction`` or ``masked_fraction`` of the weights outside them, and ``effective_sample_size`` of the
-        bounded weights as a share of all, ``(mean w)**2 / mean w**2``.
+        tokens or, for the other levels, sequences: ``weight_mean`` and ``weight_max`` before the bounds, ``truncated_fraction``
+        or ``masked_fraction`` outside them, and ``effective_sample_size`` of the bounded weights, ``(mean w)**2 / mean w**2``.
 
     Example:
         >>> old, sampler = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
@@ -141,10 +126,8 @@ def importance_weights(
         raise ValueError(f"low must be at least 0, got {low}.")
     if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
         raise ValueError(f"low must be at most high, got low={low} and high={high}.")
-    check_same_shape(mask=mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
-    check_is_mask(mask=mask)
-    difference = clean(old_log_prob, mask) - clean(sampler_log_prob, mask)
-    log_ratio = difference.nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
+    log_ratio = (old - sampler).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     counts = mask
     if level != "token":
         log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
@@ -155,20 +138,16 @@ def importance_weights(
     if mode == "mask":
         weight = torch.where(outside, 0, ratio)
     fraction = "truncated_fraction" if mode == "truncate" else "masked_fraction"
+    # The scale cancels in the effective sample size, and keeps the squares of large weights finite.
+    scaled = weight / weight.amax().clamp(min=1.0) if weight.numel() else weight
+    square = masked_mean(scaled.square(), counts)
     metrics = {
         "weight_mean": masked_mean(ratio, counts),
         "weight_max": torch.where(counts, ratio, 0).max() if ratio.numel() else ratio.new_zeros(()),
         fraction: masked_mean(outside.to(ratio.dtype), counts),
-        "effective_sample_size": _effective_sample_size(weight, counts),
+        "effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 1, square),
     }
     return torch.where(mask, weight, 0), metrics
-
-
-def _effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
-    # The scale cancels, and keeps the squares of large weights finite.
-    weight = weight / weight.amax().clamp(min=1.0) if weight.numel() else weight
-    square = masked_mean(weight.square(), mask)
-    return masked_mean(weight, mask).square() / torch.where(square == 0, 1, square)
 
 
 @torch.no_grad()
@@ -194,14 +173,10 @@ def off_policy_sequence_mask(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), eq. 9.
     """
     check_range(low=0.0, delta=delta)
-    check_same_shape(mask=mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
-    check_is_mask(mask=mask)
-    drift = sequence_mean(clean(old_log_prob, mask) - clean(log_prob, mask), mask)
-    dropped = (drift > delta) & (clean(advantage, mask) < 0)
+    now, old, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
+    drift = sequence_mean(old - now, mask)
+    dropped = (drift > delta) & (advantage < 0)
     return (mask & ~dropped).to(drift.dtype), {"sequence_masked_fraction": masked_mean(dropped.to(drift.dtype), mask)}
-
-
-# ------------------------------------------------------------------ only the tokens at which the policy decides something
 
 
 @torch.no_grad()
@@ -228,9 +203,7 @@ def top_entropy_mask(
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction)
-    check_same_shape(mask=mask, entropy=entropy)
-    check_is_mask(mask=mask)
-    entropy = clean(entropy, mask)
+    (entropy,) = checked(mask, entropy=entropy)
     kept = (mask & (entropy >= threshold)).to(entropy.dtype)
     metrics = {
         "entropy_threshold": torch.as_tensor(threshold, dtype=entropy.dtype, device=entropy.device),
@@ -243,10 +216,8 @@ def top_entropy_mask(
 def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> Tensor:
     """The entropy that a fraction of the tokens reach: the ``k``-th largest, ``k`` being ``fraction`` times their number.
 
-    ``k`` is rounded to the nearest whole number (halves to the even one), and at least 1. ``fraction`` is in (0, 1].
-
-    Returns:
-        0-dim, 0 if the mask is empty; not read on the host.
+    ``k`` is rounded to the nearest whole number (halves to the even one), and at least 1. ``fraction`` is in (0, 1]. The
+    result is 0-dim, 0 if the mask is empty, and not read on the host.
 
     Example:
         >>> entropy_threshold(torch.tensor([[0.1, 2.0, 0.3, 1.0]]), torch.ones(1, 4, dtype=torch.bool), fraction=0.5)
@@ -255,9 +226,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> 
     Source: Wang et al. 2025 (arXiv 2506.01939).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    check_same_shape(mask=mask, entropy=entropy)
-    check_is_mask(mask=mask)
-    entropy = clean(entropy, mask)
+    (entropy,) = checked(mask, entropy=entropy)
     if entropy.numel() == 0:
         return entropy.new_zeros(())
     largest = torch.where(mask, entropy, -torch.inf).flatten().sort(descending=True).values

@@ -1,4 +1,4 @@
-"""Terms beside an objective: KL penalties and an entropy bonus. They follow its protocol but are not registered."""
+"""Terms added to an objective: KL penalties and an entropy bonus. They follow its protocol but are not registered."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, corrected_
 from torchrl_llm_kl.losses._arithmetic import clean
 from torchrl_llm_kl.losses._objective import LossTerm, term
 
-__all__ = ["entropy_bonus", "kl_to_ref", "kl_to_sampler"]
-
 #: The name of a registered estimator, or a function of the same signature.
 Estimator = EstimatorName | Callable[..., Tensor]
-
-
-def _is_exact(estimator: Any) -> bool:
-    return isinstance(estimator, str) and estimator == "exact"
-
-
-def _is_estimated(estimator: Any) -> bool:
-    return not _is_exact(estimator)
 
 
 def _reads_old_log_prob(estimator: Any) -> bool:
@@ -39,8 +29,8 @@ def _reads_old_log_prob(estimator: Any) -> bool:
 @term(
     "kl_to_ref",
     needs_if={
-        "kl": ("estimator", _is_exact),
-        "ref_log_prob": ("estimator", _is_estimated),
+        "kl": ("estimator", lambda estimator: estimator == "exact"),
+        "ref_log_prob": ("estimator", lambda estimator: estimator != "exact"),
         "old_log_prob": ("estimator", _reads_old_log_prob),
         "expert_mask": ("leave_out_experts", bool),
     },
@@ -59,7 +49,7 @@ def kl_to_ref(
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
 ) -> tuple[LossTerm, ...]:
-    r"""KL penalty to the reference: an estimate at each token, or the exact KL of each position.
+    r"""KL penalty to the reference, the term ``kl_to_ref``: an estimate at each token, or the exact KL of each position.
 
     The gradient is the estimator's, which is not always that of the KL whose value it estimates: ``"k2"`` has that of
     :math:`KL(\pi \| \pi_{ref})`, ``"k3"`` that of the other direction, ``"k1"`` none on average; see each of
@@ -72,11 +62,7 @@ def kl_to_ref(
         coeff: weight of the term. Trinity: ``kl_coef``.
         leave_out_experts: penalise only tokens that are not in ``expert_mask``.
 
-    Returns:
-        One term, ``kl_to_ref``, in the estimator's unit.
-
     Example:
-        >>> import torch
         >>> log_prob, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
         >>> (term,) = kl_to_ref(log_prob, torch.ones(1, 2, dtype=torch.bool), ref_log_prob=ref)
         >>> term.value, term.weight
@@ -84,7 +70,7 @@ def kl_to_ref(
     """
     if leave_out_experts:
         mask, log_prob, ref_log_prob, old_log_prob = _without(expert_mask, mask, log_prob, ref_log_prob, old_log_prob)
-    if _is_exact(estimator):
+    if estimator == "exact":
         assert kl is not None  # needs_if
         value = kl
     else:
@@ -109,23 +95,19 @@ def kl_to_sampler(
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
 ) -> tuple[LossTerm, ...]:
-    r"""KL penalty to the policy that sampled, estimated at each token: a soft bound on how far an update goes.
+    r"""KL penalty to the policy that sampled, the term ``kl_to_sampler``: a soft bound on how far an update goes.
 
     Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``; one of them is required. Unlike in :func:`kl_to_ref` the
     tokens come from the second of the two policies, so most estimators have their known value and gradient only while the
-    two are close. ``"corrected_k3"`` has both wherever its ratio is not clamped. The gradient of ``"k2"`` is the log-ratio
-    times that of ``log_prob``: always back to the sampler.
+    two are close, ``"corrected_k3"`` wherever its ratio is not clamped. The gradient of ``"k2"`` is the log-ratio times that
+    of ``log_prob``: always back to the sampler.
 
     Hyper-parameters:
         estimator: as for :func:`kl_to_ref`, but not ``"exact"``.
         coeff: weight of the term.
         leave_out_experts: penalise only tokens that are not in ``expert_mask``, which no policy sampled.
 
-    Returns:
-        One term, ``kl_to_sampler``, in the estimator's unit.
-
     Example:
-        >>> import torch
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
         >>> kl_to_sampler(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old)[0].value
         tensor([[0.1250, 0.0000]])
@@ -133,7 +115,7 @@ def kl_to_sampler(
     sampler = old_log_prob if sampler_log_prob is None else sampler_log_prob
     if sampler is None:
         raise ValueError("kl_to_sampler needs log-probs of the sampler: pass sampler_log_prob= or old_log_prob=.")
-    if _is_exact(estimator):
+    if estimator == "exact":
         raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not kept. Use 'k2'.")
     if leave_out_experts:
         mask, log_prob, sampler = _without(expert_mask, mask, log_prob, sampler)
@@ -143,7 +125,6 @@ def kl_to_sampler(
 
 @term(
     "entropy_bonus",
-    needs=("entropy",),
     needs_if={"expert_mask": ("leave_out_experts", bool)},
     source="Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4",
 )
@@ -156,7 +137,7 @@ def entropy_bonus(
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
 ) -> tuple[LossTerm, ...]:
-    """Entropy bonus: minus the entropy of the policy at each token.
+    """Entropy bonus, the term ``entropy``: minus the entropy of the policy at each token.
 
     The gradient is that of ``entropy`` as it was computed: over the whole vocabulary it spreads probability. Minus the
     log-prob of the sampled token would be an estimate of the same value with another gradient (of mean 0).
@@ -166,11 +147,7 @@ def entropy_bonus(
         leave_out_experts: take the mean only over tokens that are not in ``expert_mask``. Trinity:
             ``entropy_loss_fn: mix``.
 
-    Returns:
-        One term, ``entropy``.
-
     Example:
-        >>> import torch
         >>> entropy = torch.tensor([[0.5, 2.0]])
         >>> (term,) = entropy_bonus(torch.zeros(1, 2), torch.tensor([[True, False]]), entropy=entropy, coeff=0.01)
         >>> term.value, term.weight
@@ -182,6 +159,6 @@ def entropy_bonus(
 
 
 def _without(expert_mask: Any, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """The mask without tokens of experts, and tensors that are 0 there: no NaN of theirs may reach a gradient."""
+    """The mask without tokens of experts, and the tensors with 0 there: no NaN may reach a gradient."""
     mask = mask & ~expert_mask
     return mask, *(None if tensor is None else clean(tensor, mask) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Surrogates whose gradient is cut off, or fades out, where the probability ratio leaves a trust region."""
+"""Surrogates whose gradient is clipped, or fades out, where the probability ratio leaves a trust region."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_choice, check_clip_range, check_range, masked_mean
-from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, probability_ratio, sequence_mean
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, sequence_mean
 from torchrl_llm_kl.losses._objective import LossTerm, objective, variant
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
 
@@ -28,16 +28,11 @@ def clipped_surrogate(
     ratio: Tensor,
     advantage: Tensor,
     mask: Tensor,
-    *,
     clip_low: Scalar,
     clip_high: Scalar,
     clip_ratio_c: Scalar | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    r"""``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, and where ``A < 0`` at most ``-A clip_ratio_c``.
-
-    Returns:
-        The value per token, and the fractions of tokens whose gradient each bound removes.
-    """
+    """PPO's value per token, and the fractions of tokens whose gradient each bound removes; see :func:`ppo`."""
     free = -advantage * ratio
     bound = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high)
     value = torch.maximum(free, bound)
@@ -52,7 +47,6 @@ def clipped_surrogate(
 
 @objective(
     "ppo",
-    needs=("advantage",),
     needs_if={"old_log_prob": ("fallback_to_policy_gradient", operator.not_)},
     aliases=CLIP_ALIASES,
     source="Schulman et al. 2017 (arXiv 1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5; "
@@ -76,8 +70,8 @@ def ppo(
     The gradient is that of ``-A r`` where the ratio is inside the bounds or moves back towards them, and 0 elsewhere.
 
     Hyper-parameters:
-        clip_low: the lower bound of the ratio is ``1 - clip_low``; 0 to 1. Trinity: ``clip_range_low``.
-        clip_high: the upper bound is ``1 + clip_high``. Trinity: ``clip_range_high``; ``clip_range`` sets both.
+        clip_low, clip_high: the ratio's bounds are ``1 - clip_low`` and ``1 + clip_high``; ``clip_low`` is 0 to 1. Trinity:
+            ``clip_range_low`` and ``clip_range_high``, or ``clip_range`` for both.
         clip_ratio_c: dual clip, above 1: where ``A < 0`` the value is at most ``-A clip_ratio_c``; None for no such bound.
         enable_sequence_masking: drop the tokens with ``A < 0`` of sequences that have become unlikely: mean of
             ``old_log_prob - log_prob`` above ``delta_sequence_masking``. They keep their place in the denominator.
@@ -98,14 +92,8 @@ def ppo(
     if fallback_to_policy_gradient:
         old_log_prob = log_prob.detach()
     assert old_log_prob is not None  # needs_if
-    value, metrics = clipped_surrogate(
-        probability_ratio(log_prob, old_log_prob),
-        advantage,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_ratio_c=clip_ratio_c,
-    )
+    ratio = bounded_exp(log_prob - old_log_prob)
+    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high, clip_ratio_c)
     if enable_sequence_masking:
         kept, dropped = off_policy_sequence_mask(log_prob, old_log_prob, advantage, mask, delta=delta_sequence_masking)
         metrics |= dropped
@@ -128,7 +116,6 @@ dapo = variant(
         >>> dapo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.2800,  0.8000]])
     """,
-    needs=("old_log_prob", "advantage"),
     source="Yu et al. 2025 (arXiv 2503.14476), eq. 8",
     clip_low=0.2,
     clip_high=0.28,
@@ -150,7 +137,6 @@ dr_grpo = variant(
         >>> dr_grpo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.2000,  0.8000]])
     """,
-    needs=("old_log_prob", "advantage"),
     aggregation="seq-mean-token-sum-norm",
     source="Liu et al. 2025 (arXiv 2503.20783), section 3.2",
     clip_low=0.2,
@@ -161,7 +147,6 @@ dr_grpo = variant(
 
 @objective(
     "gspo",
-    needs=("old_log_prob", "advantage"),
     aggregation="seq-mean-token-mean",
     aliases=CLIP_ALIASES,
     source="Zheng et al. 2025 (arXiv 2507.18071), eq. 5-7 (sequence) and 13-14 (token)",
@@ -184,8 +169,7 @@ def gspo(
     and tokens are averaged per sequence, both levels agree in value and gradient: 0 for all tokens of a clipped sequence.
 
     Hyper-parameters:
-        clip_low: the lower bound of ``s`` is ``1 - clip_low``.
-        clip_high: the upper bound of ``s`` is ``1 + clip_high``. Other names as for :func:`ppo`.
+        clip_low, clip_high: as for :func:`ppo`, for ``s``.
         level: ``"token"`` (as Trinity and verl) or ``"sequence"``.
 
     Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0), of tokens or of sequences.
@@ -205,13 +189,12 @@ def gspo(
         advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
     else:
         log_ratio = log_prob - log_prob.detach() + log_ratio.detach()
-    value, metrics = clipped_surrogate(bounded_exp(log_ratio), advantage, mask, clip_low=clip_low, clip_high=clip_high)
+    value, metrics = clipped_surrogate(bounded_exp(log_ratio), advantage, mask, clip_low, clip_high)
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
 @objective(
     "gmpo",
-    needs=("old_log_prob", "advantage"),
     aggregation="seq-mean-token-mean",
     aliases=CLIP_ALIASES,
     source="Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and algorithm 1",
@@ -232,8 +215,7 @@ def gmpo(
     not clipped, all with the same weight. verl calls it ``geo_mean``.
 
     Hyper-parameters:
-        clip_low: nats: the lower bound of a log-ratio is ``-clip_low``.
-        clip_high: nats: the upper bound of a log-ratio is ``clip_high``. Other names as for :func:`ppo`.
+        clip_low, clip_high: a log-ratio's bounds are ``-clip_low`` and ``clip_high`` nats. Other names as for :func:`ppo`.
 
     Metrics: ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0).
 
@@ -256,7 +238,6 @@ def gmpo(
 
 @objective(
     "cispo",
-    needs=("old_log_prob", "advantage"),
     aliases={**CLIP_ALIASES, "mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"},
     source="MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5; token mask: eq. 6-7",
 )
@@ -274,17 +255,14 @@ def cispo(
 ) -> tuple[LossTerm, ...]:
     r"""REINFORCE with a bounded importance weight: ``-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log_prob`` per token.
 
-    The gradient is the off-policy policy gradient with the weight cut off at the bounds: a clipped token weighs less, but
-    never nothing.
+    The gradient is the off-policy policy gradient with the weight cut off at the bounds: a clipped token keeps a gradient.
 
     Hyper-parameters:
-        clip_low: a weight is at least ``1 - clip_low``: 1 for no lower bound.
-        clip_high: a weight is at most ``1 + clip_high``. Other names as for :func:`ppo`. (TRL's ``epsilon_high`` is the
-            bound itself, ``1 + clip_high``.)
+        clip_low, clip_high: bounds of the weight, as of the ratio for :func:`ppo`; ``clip_low=1`` is no lower bound. (TRL's
+            ``epsilon_high`` is the bound itself, ``1 + clip_high``.)
         enable_mask_clip: drop tokens that PPO would clip: ``A > 0`` and ``r > 1 + mask_clip_high``, or ``A < 0`` and
             ``r < 1 - mask_clip_low``. They keep their place in the denominator.
-        mask_clip_low: for ``enable_mask_clip``; 0 to 1. Trinity: ``mask_clip_range_low``.
-        mask_clip_high: for ``enable_mask_clip``. Trinity: ``mask_clip_range_high``.
+        mask_clip_low, mask_clip_high: for ``enable_mask_clip``. Trinity: ``mask_clip_range_low``, ``mask_clip_range_high``.
 
     Metrics: ``clip_fraction`` (``_low``: weights raised, ``_high``: weights lowered); ``token_masked_fraction``.
 
@@ -296,13 +274,12 @@ def cispo(
     """
     check_range(low=0.0, high=1.0, clip_low=clip_low, mask_clip_low=mask_clip_low)
     check_range(low=0.0, clip_high=clip_high, mask_clip_high=mask_clip_high)
-    ratio = probability_ratio(log_prob, old_log_prob).detach()
+    ratio = bounded_exp(log_prob - old_log_prob).detach()
     value = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high) * log_prob
     metrics = clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high, mask)
     if enable_mask_clip:
         too_likely = (ratio > 1 + mask_clip_high) & (advantage > 0)
-        too_unlikely = (ratio < 1 - mask_clip_low) & (advantage < 0)
-        dropped = too_likely | too_unlikely
+        dropped = too_likely | ((ratio < 1 - mask_clip_low) & (advantage < 0))
         metrics["token_masked_fraction"] = masked_mean(dropped.float(), mask)
         value = torch.where(dropped, 0, value)
     return (LossTerm("objective", value, mask, metrics=metrics),)
@@ -310,7 +287,6 @@ def cispo(
 
 @objective(
     "sapo",
-    needs=("old_log_prob", "advantage"),
     aggregation="seq-mean-token-mean",
     aliases={"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
     source="Gao et al. 2025 (arXiv 2511.20347), eq. 5-6",
@@ -345,6 +321,6 @@ def sapo(
     check_range(above=0.0, tau_pos=tau_pos, tau_neg=tau_neg)
     one = torch.ones_like(advantage)
     tau = torch.where(advantage > 0, tau_pos * one, tau_neg * one)
-    p = torch.sigmoid(tau * (probability_ratio(log_prob, old_log_prob) - 1))
+    p = torch.sigmoid(tau * (bounded_exp(log_prob - old_log_prob) - 1))
     slope = 4 * p.detach() * (1 - p.detach())
     return (LossTerm("objective", -advantage * 4 * p / tau, mask, metrics={"gate_mean": masked_mean(slope, mask)}),)

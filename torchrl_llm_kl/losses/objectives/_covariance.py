@@ -1,8 +1,8 @@
-"""Keeping the entropy up: special treatment of the tokens with a high covariance of log-prob and advantage.
+"""Entropy preservation: special treatment of the tokens with a high covariance of log-prob and advantage.
 
 The covariance of a token is ``(log_prob - mean) (A - mean)`` with the means over all masked-in tokens, so the selection
-belongs to a whole batch: make it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before micro-batches are cut,
-and pass each its part of ``selected``. Without ``selected`` the objectives select among the tokens at hand.
+belongs to a whole batch: compute it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before micro-batches are
+cut, and pass each its part of ``selected``. Without ``selected`` the objectives select among the tokens at hand.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_is_mask, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._arithmetic import clean, probability_ratio
+from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, checked
 from torchrl_llm_kl.losses._objective import LossTerm, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
 
 
 @objective(
     "clip_cov",
-    needs=("old_log_prob", "advantage"),
     aliases={**CLIP_ALIASES, "clip_cov_ratio": "fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
     source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov)",
 )
@@ -42,9 +41,7 @@ def clip_cov(
 
     Hyper-parameters:
         clip_low, clip_high: see :func:`ppo`.
-        fraction: see :func:`select_clip_cov`. verl: ``clip_cov_ratio``.
-        cov_low: see :func:`select_clip_cov`. verl: ``clip_cov_lb``.
-        cov_high: see :func:`select_clip_cov`. verl: ``clip_cov_ub``.
+        fraction, cov_low, cov_high: see :func:`select_clip_cov`. verl: ``clip_cov_ratio``, ``clip_cov_lb``, ``clip_cov_ub``.
 
     Metrics: ``clip_fraction`` as those of :func:`ppo`; ``selected_fraction``.
 
@@ -68,15 +65,14 @@ def clip_cov(
             clip_low=clip_low,
             clip_high=clip_high,
         )
-    ratio = probability_ratio(log_prob, old_log_prob)
-    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
+    ratio = bounded_exp(log_prob - old_log_prob)
+    value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
     metrics["selected_fraction"] = masked_mean(selected.float(), mask)
     return (LossTerm("objective", torch.where(selected, 0, value), mask, metrics=metrics),)
 
 
 @objective(
     "kl_cov",
-    needs=("old_log_prob", "advantage"),
     aliases={"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"},
     source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov)",
 )
@@ -110,7 +106,7 @@ def kl_cov(
     check_range(low=0.0, coeff=coeff)
     if selected is None:
         selected = select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)
-    ratio = probability_ratio(log_prob, old_log_prob)
+    ratio = bounded_exp(log_prob - old_log_prob)
     penalty = torch.where(selected, coeff * (log_prob - old_log_prob).abs(), 0)
     metrics = {
         "selected_fraction": masked_mean(selected.float(), mask),
@@ -138,8 +134,8 @@ def select_clip_cov(
 ) -> Tensor:
     r"""Select tokens for :func:`clip_cov`: at random among those whose covariance lies between two bounds.
 
-    Inputs and errors are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected, as
-    they have no gradient already.
+    Inputs and errors are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected: they
+    have no gradient anyway. The result is True for the selected tokens; bool ``[*B, T]``.
 
     Hyper-parameters:
         fraction: how many of the masked-in tokens to select, in ``(0, 1]``: rounded down, but at least one (as the authors'
@@ -147,9 +143,6 @@ def select_clip_cov(
         cov_low, cov_high: only tokens with a covariance strictly between them.
         clip_low, clip_high: see :func:`ppo`.
         generator: of random numbers, on the device of the mask.
-
-    Returns:
-        True for the selected tokens; bool ``[*B, T]``.
 
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -9.0, -5.0, -5.0]])
@@ -160,9 +153,9 @@ def select_clip_cov(
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    log_prob, old_log_prob, advantage = _clean(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
-    ratio = probability_ratio(log_prob, old_log_prob)
-    surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low=clip_low, clip_high=clip_high)
+    log_prob, old_log_prob, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
+    ratio = bounded_exp(log_prob - old_log_prob)
+    surrogate, _ = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
     covariance = _covariance(log_prob, advantage, mask)
     candidates = mask & (covariance > cov_low) & (covariance < cov_high) & (surrogate == -advantage * ratio)
     chance = torch.rand(mask.shape, generator=generator, device=mask.device)
@@ -173,10 +166,8 @@ def select_clip_cov(
 def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction: float = 2e-4) -> Tensor:
     r"""Select tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
 
-    Inputs and errors are those of :func:`kl_cov`, for a whole batch; ``fraction`` is as for :func:`select_clip_cov`.
-
-    Returns:
-        True for the selected tokens; bool ``[*B, T]``.
+    Inputs and errors are those of :func:`kl_cov`, for a whole batch; ``fraction`` and the result are as for
+    :func:`select_clip_cov`.
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -9.0, -4.0, -6.0]]), torch.tensor([[1.0, -2.0, -1.0, 2.0]])
@@ -186,14 +177,8 @@ def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
-    log_prob, advantage = _clean(mask, log_prob=log_prob, advantage=advantage)
+    log_prob, advantage = checked(mask, log_prob=log_prob, advantage=advantage)
     return _highest(_covariance(log_prob, advantage, mask), mask, mask, fraction)
-
-
-def _clean(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
-    check_same_shape(mask=mask, **tensors)
-    check_is_mask(mask=mask)
-    return tuple(clean(x, mask) for x in tensors.values())
 
 
 def _covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:

@@ -11,17 +11,14 @@ from torchrl_llm_kl.losses._arithmetic import (
     bounded_exp,
     clamp,
     clip_fractions,
-    probability_ratio,
     sequence_mean,
     sequence_sum,
 )
 from torchrl_llm_kl.losses._objective import LossTerm, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES
 
-# ------------------------------------------------------------------ without bounds
 
-
-@objective("gpg", needs=("advantage",), source="Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE)")
+@objective("gpg", source="Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE)")
 def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> tuple[LossTerm, ...]:
     r"""The plain policy gradient: ``-A log_prob`` per token, without ratio, clipping or hyper-parameters.
 
@@ -35,11 +32,7 @@ def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> tuple[LossTerm,
     return (LossTerm("objective", -advantage * log_prob, mask),)
 
 
-@objective(
-    "opmd",
-    needs=("advantage",),
-    source="Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD",
-)
+@objective("opmd", source="Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD")
 def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> tuple[LossTerm, ...]:
     r"""``-A log_prob / (1 + tau)`` per token, whichever policy sampled it: no ratio, no clipping.
 
@@ -47,7 +40,7 @@ def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0
     the policy towards ``pi_old exp(reward / tau)``; elsewhere it needs no importance weight. ``tau`` only scales it.
 
     Hyper-parameters:
-        tau: strength of the regulariser, at least 0. Trinity: the same name.
+        tau: strength of the regulariser, at least 0.
 
     Example:
         >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
@@ -58,18 +51,14 @@ def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0
     return (LossTerm("objective", -advantage * log_prob / (1 + tau), mask),)
 
 
-@objective(
-    "importance_sampling",
-    needs=("old_log_prob", "advantage"),
-    source="Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6",
-)
+@objective("importance_sampling", source="Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6")
 def importance_sampling(
     log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor
 ) -> tuple[LossTerm, ...]:
     r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
 
     The mean gradient is that of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
-    between the two. A log-ratio above 80 nats, where float32 ends, becomes 80 without gradient.
+    between the two. A log-ratio above 80 nats becomes 80 without gradient: its exponential is infinite in float32.
 
     Metrics: ``ratio_mean``, about 1 for tokens of the old policy.
 
@@ -79,18 +68,11 @@ def importance_sampling(
         >>> importance_sampling(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.6487,  0.6065]])
     """
-    ratio = probability_ratio(log_prob, old_log_prob)
+    ratio = bounded_exp(log_prob - old_log_prob)
     return (LossTerm("objective", -advantage * ratio, mask, metrics={"ratio_mean": masked_mean(ratio.detach(), mask)}),)
 
 
-# ------------------------------------------------------------------ bounded per token
-
-
-@objective(
-    "topr",
-    needs=("old_log_prob", "advantage"),
-    source="Le Roux et al. 2025 (arXiv 2503.14286), the gradient of canonical TOPR",
-)
+@objective("topr", source="Le Roux et al. 2025 (arXiv 2503.14286), the gradient of canonical TOPR")
 def topr(
     log_prob: Tensor,
     mask: Tensor,
@@ -102,11 +84,11 @@ def topr(
 ) -> tuple[LossTerm, ...]:
     r"""Tapered off-policy REINFORCE: ``-A sg(a) log_prob`` with ``a = min(r, 1)`` where ``A <= advantage_threshold``, else 1.
 
-    The gradient pulls good tokens up whatever their ratio. It pushes bad ones down the less, the less likely they have
-    become, so that a loss that is not bounded below does not run away.
+    The gradient raises good tokens whatever their ratio. It lowers bad ones by less as they become less likely, so that a
+    loss that is not bounded below does not diverge.
 
     Hyper-parameters:
-        advantage_threshold: advantages up to this are bad. Trinity: the same name.
+        advantage_threshold: advantages up to this are bad.
         level: ``"token"``: each token has its own ratio (as Trinity); ``"sequence"``: the ratio of the whole sequence, the
             product of its tokens' (as the paper, which sums over tokens: ``seq-mean-token-sum``).
 
@@ -127,9 +109,7 @@ def topr(
     return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
 
 
-@objective(
-    "sppo", needs=("old_log_prob", "advantage"), source="Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO)"
-)
+@objective("sppo", source="Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO)")
 def sppo(
     log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: Scalar = 0.3
 ) -> tuple[LossTerm, ...]:
@@ -139,7 +119,7 @@ def sppo(
     token back once it has left.
 
     Hyper-parameters:
-        epsilon: how far the ratio may be from 1, either way, as a factor. Trinity: the same name.
+        epsilon: how far the ratio may be from 1, either way, as a factor.
 
     Metrics: ``clip_fraction`` (``_low``: ratio below the interval, ``_high``: above).
 
@@ -150,7 +130,7 @@ def sppo(
         tensor([[-0.5000,  0.0000]])
     """
     check_range(low=0.0, epsilon=epsilon)
-    ratio = probability_ratio(log_prob, old_log_prob).detach()
+    ratio = bounded_exp(log_prob - old_log_prob).detach()
     below, above = ratio < 1 / (1 + epsilon), ratio > 1 + epsilon
     value = torch.where(below | above, 0, -advantage * (log_prob - old_log_prob))
     return (LossTerm("objective", value, mask, metrics=clip_fractions(below, above, mask)),)
@@ -161,10 +141,7 @@ _DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
 
 @objective(
-    "dppo",
-    needs=("old_log_prob", "advantage"),
-    aliases=CLIP_ALIASES,
-    source="Qi et al. 2026 (arXiv 2602.04879), the binary TV and binary KL variants",
+    "dppo", aliases=CLIP_ALIASES, source="Qi et al. 2026 (arXiv 2602.04879), the binary TV and binary KL variants"
 )
 def dppo(
     log_prob: Tensor,
@@ -187,8 +164,7 @@ def dppo(
 
     Hyper-parameters:
         divergence: ``"tv"`` or ``"kl"``: verl's ``dppo_tv`` and ``dppo_kl``.
-        clip_low: bound where ``A <= 0``; None for 0.15 (tv, a probability) or 0.05 (kl, nats).
-        clip_high: bound where ``A > 0``; None likewise.
+        clip_low, clip_high: bounds where ``A <= 0`` and ``A > 0``; None for 0.15 (tv, a probability) or 0.05 (kl, nats).
         clip_ratio_c: upper bound of an importance weight, above 1; None for no bound.
 
     Metrics: ``clip_fraction`` (``_low``: A <= 0, ``_high``: A > 0) and ``truncated_fraction`` (weights lowered).
@@ -205,21 +181,16 @@ def dppo(
     check_range(low=0.0, clip_low=clip_low, clip_high=clip_high)
     check_range(above=1.0, clip_ratio_c=clip_ratio_c)
     now = log_prob.detach()
-    distance = _binary_tv(now, old_log_prob) if divergence == "tv" else _binary_kl(now, old_log_prob)
+    distance = (now.exp() - old_log_prob.exp()).abs() if divergence == "tv" else _binary_kl(now, old_log_prob)
     up = advantage > 0
-    dropped = torch.where(
-        up, (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now < old_log_prob)
-    )
-    ratio = probability_ratio(now, old_log_prob)
+    too_high, too_low = (distance > clip_high) & (now > old_log_prob), (distance > clip_low) & (now < old_log_prob)
+    dropped = torch.where(up, too_high, too_low)
+    ratio = bounded_exp(now - old_log_prob)
     weight = clamp(ratio, high=clip_ratio_c)
     metrics = clip_fractions(dropped & ~up, dropped & up, mask)
     metrics["truncated_fraction"] = masked_mean((weight < ratio).float(), mask)
     value = torch.where(dropped, 0, -advantage * weight * log_prob)
     return (LossTerm("objective", value, mask, metrics=metrics),)
-
-
-def _binary_tv(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return (log_p.exp() - log_q.exp()).abs()
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -229,12 +200,8 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_q.exp() * (log_q - log_p) + rest
 
 
-# ------------------------------------------------------------------ weighted per sequence, or by choice
-
-
 @objective(
     "vespo",
-    needs=("old_log_prob", "advantage"),
     aliases={f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     source="Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16",
 )
@@ -256,10 +223,8 @@ def vespo(
     more or much less likely drop out. It passes no gradient.
 
     Hyper-parameters:
-        k_pos: exponent where ``A >= 0``: how fast the weight falls towards ``w = 0``. TRL: ``vespo_k_pos``.
-        lambda_pos: rate where ``A >= 0``: how fast it falls for large ``w``. TRL: ``vespo_lambda_pos``.
-        k_neg: exponent where ``A < 0``. TRL: ``vespo_k_neg``.
-        lambda_neg: rate where ``A < 0``. TRL: ``vespo_lambda_neg``.
+        k_pos, lambda_pos: where ``A >= 0``: how fast the weight falls towards ``w = 0`` and for large ``w``.
+        k_neg, lambda_neg: likewise where ``A < 0``. TRL has all four with the prefix ``vespo_``.
 
     Metrics: ``weight_mean`` (of ``phi``).
 
@@ -280,12 +245,7 @@ def vespo(
     return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
 
 
-_CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
-_WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
-_REGULARIZERS = ("none", "k2", "forward-kl")
-
-
-@objective("rec", needs=("old_log_prob", "advantage"), source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4")
+@objective("rec", source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4")
 def rec(
     log_prob: Tensor,
     mask: Tensor,
@@ -319,10 +279,8 @@ def rec(
 
     Hyper-parameters:
         clip_mode: a row of the table.
-        epsilon_low: see the table; in ``(0, 1]``.
-        epsilon_high: see the table; above 0.
-        epsilon_low_prime: of ``ring``; in ``(0, 1]``.
-        epsilon_high_prime: of ``ring``; above 0.
+        epsilon_low, epsilon_low_prime: see the table; in ``(0, 1]``.
+        epsilon_high, epsilon_high_prime: see the table; above 0.
         weight: ``w``: 1 (``none``), ``r`` (``importance_sampling``), ``s`` (``gspo_importance_sampling``), or
             ``exp(A / temp)`` (``advantage``). Each goes with each clip mode.
         temp: of the weight ``advantage``, in units of the advantage.
@@ -338,15 +296,15 @@ def rec(
         >>> rec(log_prob, mask, old_log_prob=old, advantage=advantage, clip_mode="one-side")[0].value
         tensor([[0., 2.]])
     """
-    check_choice(_CLIP_MODES, clip_mode=clip_mode)
-    check_choice(_WEIGHTS, weight=weight)
-    check_choice(_REGULARIZERS, regularizer=regularizer)
+    check_choice(("none", "one-side", "two-side", "ring", "gspo-one-side"), clip_mode=clip_mode)
+    check_choice(("none", "importance_sampling", "gspo_importance_sampling", "advantage"), weight=weight)
+    check_choice(("none", "k2", "forward-kl"), regularizer=regularizer)
     check_range(above=0.0, high=1.0, epsilon_low=epsilon_low, epsilon_low_prime=epsilon_low_prime)
     check_range(above=0.0, epsilon_high=epsilon_high, epsilon_high_prime=epsilon_high_prime, temp=temp)
     check_range(low=0.0, regularizer_coef=regularizer_coef)
 
     log_ratio = log_prob - old_log_prob
-    ratio = probability_ratio(log_prob.detach(), old_log_prob)
+    ratio = bounded_exp(log_ratio.detach())
     sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)
 
     measured = sequence_ratio if clip_mode == "gspo-one-side" else ratio
@@ -373,10 +331,7 @@ def rec(
         value = value + regularizer_coef * log_ratio.square()
     elif regularizer == "forward-kl":
         value = value - regularizer_coef * log_prob
-    metrics = {
-        "clip_fraction": masked_mean((~in_range).float(), mask),
-        "clip_fraction_low": masked_mean((~in_range & bad).float(), mask),
-        "clip_fraction_high": masked_mean((~in_range & good).float(), mask),
-    }
+    metrics = clip_fractions(~in_range & bad, ~in_range & good, mask)
+    metrics["clip_fraction"] = masked_mean((~in_range).float(), mask)
     per_sequence: Aggregation | None = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else None
     return (LossTerm("objective", value, mask, metrics=metrics, aggregation=per_sequence),)

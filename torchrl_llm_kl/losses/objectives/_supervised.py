@@ -1,4 +1,4 @@
-"""Imitation: the log-likelihood of tokens that an expert wrote, plain, weighted, or mixed with PPO on one's own tokens."""
+"""Imitation: the log-likelihood of tokens that an expert wrote, plain, weighted, or mixed with PPO on the policy's tokens."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
     return (LossTerm("objective", -weight * log_prob, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
 
 
-@objective(
-    "sft_phi",
-    source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's",
-)
+@objective("sft_phi", source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's")
 def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> tuple[LossTerm, ...]:
     """Imitation of the tokens about which the policy is undecided: ``-sg(p (1 - p)) log p``, ``p`` the token's probability.
 
@@ -75,20 +72,12 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> tup
 # ------------------------------------------------------------------ mixed with PPO
 
 #: Names of Trinity-RFT, torchrl and verl.
-_MIX_ALIASES = {
-    **CLIP_ALIASES,
-    "grpo_loss_agg_mode": "usual_aggregation",
-    "sft_loss_agg_mode": "expert_aggregation",
-}
+_MIX_ALIASES = {**CLIP_ALIASES, "grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"}
 #: Trinity-RFT divides the parts of a batch by these.
 _MIX_OBSOLETE = dict.fromkeys(
     (
-        "use_dynamic_bsz",
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ngpus_trainer",
-        "train_batch_size_usual",
-        "train_batch_size_expert",
+        *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
+        *("train_batch_size_usual", "train_batch_size_expert"),
     ),
     "each part is divided by its own count of tokens or sequences, that of the whole batch if it is handed over",
 )
@@ -96,7 +85,6 @@ _MIX_OBSOLETE = dict.fromkeys(
 
 @objective(
     "mix",
-    needs=("old_log_prob", "advantage", "expert_mask"),
     aliases=_MIX_ALIASES,
     obsolete=_MIX_OBSOLETE,
     source="Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu; Trinity-RFT 0.6.0: mix",
@@ -131,17 +119,16 @@ def mix(
         the masked-in tokens.
 
     Example:
-        >>> log_prob = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
-        >>> usual, expert = mix(
-        ...     log_prob,
-        ...     torch.ones(2, 2, dtype=torch.bool),
-        ...     old_log_prob=log_prob,
-        ...     advantage=torch.ones(2, 2),
-        ...     expert_mask=torch.tensor([[False, False], [True, True]]),
-        ... )
+        >>> log_prob, one = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
+        >>> experts = torch.tensor([[False], [True]])
+        >>> usual, expert = mix(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=experts)
         >>> usual.value[usual.mask], expert.value[expert.mask], expert.weight
-        (tensor([-1., -1.]), tensor([3., 4.]), 0.1)
+        (tensor([-1.]), tensor([3.]), 0.1)
     """
+    check_range(low=0.0, high=1.0, mu=mu)
+    for mode in (usual_aggregation, expert_aggregation):
+        if mode is not None:
+            check_aggregation(mode)
     (usual,) = ppo(
         log_prob,
         mask & ~expert_mask,
@@ -152,32 +139,15 @@ def mix(
         clip_ratio_c=clip_ratio_c,
     )
     (expert,) = sft(log_prob, mask & expert_mask)
-    return _mixture(mu, usual, expert, mask, usual_aggregation, expert_aggregation)
-
-
-def _mixture(
-    mu: Scalar,
-    usual: LossTerm,
-    expert: LossTerm,
-    mask: Tensor,
-    usual_aggregation: Aggregation | None,
-    expert_aggregation: Aggregation | None,
-) -> tuple[LossTerm, ...]:
-    """``(1 - mu)`` of one part and ``mu`` of the other; ``mask`` is that of both together."""
-    check_range(low=0.0, high=1.0, mu=mu)
-    for mode in (usual_aggregation, expert_aggregation):
-        if mode is not None:
-            check_aggregation(mode)
-    metrics = {**expert.metrics, "expert_fraction": masked_mean(expert.mask.to(expert.value.dtype), mask)}
+    fraction = masked_mean(expert.mask.to(expert.value.dtype), mask)
     return (
         usual.replace(name="usual", weight=1 - mu, aggregation=usual_aggregation),
-        expert.replace(name="expert", weight=mu, aggregation=expert_aggregation, metrics=metrics),
+        expert.replace(name="expert", weight=mu, aggregation=expert_aggregation, metrics={"expert_fraction": fraction}),
     )
 
 
 @objective(
     "mix_chord",
-    needs=("old_log_prob", "advantage", "expert_mask"),
     aliases=_MIX_ALIASES,
     obsolete=_MIX_OBSOLETE,
     source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord",
@@ -223,19 +193,25 @@ def mix_chord(
         (0.5, 0.5)
     """
     mu = mu_schedule(step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
-    (usual,) = ppo(
+    usual, expert = mix(
         log_prob,
-        mask & ~expert_mask,
+        mask,
         old_log_prob=old_log_prob,
         advantage=advantage,
+        expert_mask=expert_mask,
+        mu=mu,
         clip_low=clip_low,
         clip_high=clip_high,
         clip_ratio_c=clip_ratio_c,
+        usual_aggregation=usual_aggregation,
+        expert_aggregation=expert_aggregation,
     )
-    (expert,) = (sft_phi if enable_phi_function else sft)(log_prob, mask & expert_mask)
     now = torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()
-    expert = expert.replace(metrics={**expert.metrics, "mu": now})
-    return _mixture(mu, usual, expert, mask, usual_aggregation, expert_aggregation)
+    metrics = {"mu": now, **expert.metrics}
+    if enable_phi_function:
+        (weighted,) = sft_phi(log_prob, expert.mask)
+        expert, metrics = expert.replace(value=weighted.value), {**weighted.metrics, **metrics}
+    return usual, expert.replace(metrics=metrics)
 
 
 def mu_schedule(
