@@ -207,6 +207,11 @@ class PolicyLoss(TokenLoss):
         return self._given_scorer or self._slot.get(self.actor_network, **self._settings)
 
     @property
+    def scorer_temperature(self) -> float:
+        """The temperature that divides the logits."""
+        return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
+
+    @property
     def reference(self) -> Any:
         """The reference model or scorer, None if there is none."""
         return self.__dict__["_reference"]
