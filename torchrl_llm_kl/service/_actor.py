@@ -207,7 +207,7 @@ class ScoringActor:
     # ------------------------------------------------------------------ leases
 
     async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
-        """Renew the lease of a client. Restarts forget ``lives``, the marks of earlier ones; clients report those they saw."""
+        """Renew a client's lease. A restart loses the marks of earlier lives of this replica: clients report those they saw."""
         self._clients[client] = time.monotonic()
         self._clients.pop(_CREATOR, None)
         self._lives.update(lives)

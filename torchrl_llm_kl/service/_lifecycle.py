@@ -79,7 +79,7 @@ def any_alive(replicas: Sequence[str], namespace: str) -> bool:
 
 
 def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
-    """Name, code and arguments of the factory, or class and weights of the model; equal ones in every process are equal."""
+    """Name, code and arguments of the factory, or class and weights of the model: equal texts for equal models."""
     if factory is not None:
         return f"factory {_callable(factory)}"
     digest = hashlib.blake2b(digest_size=6)

@@ -297,7 +297,7 @@ class Leases:
         self._renew({replica: handle})
 
     def _release(self, replica: str, *, all_holders: bool = False) -> None:
-        """One object less uses a replica; the last one ends the lease."""
+        """One object fewer uses a replica; the last one ends the lease."""
         import ray
 
         with self._lock:
@@ -439,16 +439,15 @@ class Router:
         row = np.ascontiguousarray(row, dtype=np.int64)
         order = self._continued(row) if goes_on else None
         if order is None:
-            order = self._ranked((row[:first_scored] if first_scored > 1 else row).tobytes())
+            key = (row[:first_scored] if first_scored > 1 else row).tobytes()
+
+            def rank(replica: int) -> bytes:
+                return hashlib.blake2b(key, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
+
+            order = tuple(sorted(range(self.num_replicas), key=rank))
         if goes_on and len(row):
             self._remember(row, order)
         return order
-
-    def _ranked(self, key: bytes) -> tuple[int, ...]:
-        def rank(replica: int) -> bytes:
-            return hashlib.blake2b(key, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
-
-        return tuple(sorted(range(self.num_replicas), key=rank))
 
     def _continued(self, row: np.ndarray) -> tuple[int, ...] | None:
         """The order of the longest earlier sequence that ``row`` starts with."""
