@@ -151,9 +151,9 @@ def test_defect_19_errors_of_the_factory_are_raised_at_construction() -> None:
             partial(RayRetrieveKL, GEN(), ref_model_factory=REF, estimator="exact"),
             "an exact KL needs the models in this",
         ),
-        (partial(RayRetrieveKL, GEN(), ref_model_factory=REF, detach=False), "gives no gradient"),
+        (partial(RayRetrieveKL, GEN(), ref_model_factory=REF, detach=False), "returns no gradient"),
         (partial(RayRetrieveLogProb, model_factory=REF, reference=GEN()), "an exact KL needs the models in this"),
-        (partial(RayRetrieveLogProb, model_factory=REF, detach=False), "gives no gradient"),
+        (partial(RayRetrieveLogProb, model_factory=REF, detach=False), "returns no gradient"),
     ],
     ids=["exact", "gradient", "exact of two", "gradient of one"],
 )

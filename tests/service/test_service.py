@@ -57,7 +57,7 @@ def test_the_same_numbers_as_locally(service: ScoringService, local: LogProbScor
 
 def test_requests_that_need_a_local_model_are_refused(service: ScoringService, local: LogProbScorer) -> None:
     remote = service.model.make_scorer()
-    with pytest.raises(ValueError, match="gives no gradient"):
+    with pytest.raises(ValueError, match="returns no gradient"):
         remote.score(sequences(), grad=True)
     with pytest.raises(ValueError, match="need the model in this process"):
         remote.evaluate(sequences(), reference=local)

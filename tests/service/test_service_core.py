@@ -45,7 +45,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     bad = {
         "holds values that are not finite": good[name].clone().fill_(torch.inf),
         "the model has shape": torch.zeros(2),
-        "weights travel as tensors, got list": [1.0],
+        "weights must be tensors, got list": [1.0],
     }
     for message, value in bad.items():
         with pytest.raises((TypeError, ValueError), match=message):

@@ -29,8 +29,7 @@ def test_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(f"ray.util.metrics.{name}", Metric)
     monkeypatch.setattr(Metric, "told", {})
-    metrics = RayMetrics("x:0")
-    metrics.started(again=True)
+    metrics = RayMetrics("x:0", again=True)
     metrics.update(BatchRecord(2, 300, 0.5, (0.6, 0.7)), waiting=3, recalled=40)
     metrics.update(BatchRecord(1, 100, 0.25, (0.3,)), waiting=0, recalled=100)
     assert Metric.told == {

@@ -45,7 +45,7 @@ class ScoringActor:
         self._lives = {uuid.uuid4().hex[:8]}
         self._released = threading.Event()
         self._failure: Exception | None = None  # why there is no model
-        self._lost: Exception | None = None  # why the model does not have the weights that it should
+        self._lost: Exception | None = None  # why the model lacks the weights that it should have
         try:  # report an error to the client, which a dead actor could not
             assert spec.make_model is not None
             core = {key: spec.settings[key] for key in ("tokens_per_batch", "memory")}
@@ -53,7 +53,7 @@ class ScoringActor:
         except Exception as error:
             self._failure = portable(error)
         except BaseException as error:
-            self._failure = ServiceError(f"making the model ended with {type(error).__name__}: {error}")
+            self._failure = ServiceError(f"creating the model ended with {type(error).__name__}: {error}")
         self._clients = {_CREATOR: time.monotonic()}  # the lease starts now: loading may have taken long
         if not spec.detached:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -64,10 +64,9 @@ class ScoringActor:
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
         queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
         self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
-        self._metrics = RayMetrics(self._name)
-        self._restore()
         again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        self._metrics.started(again=again)
+        self._metrics = RayMetrics(self._name, again=again)
+        self._restore()
         _LOG.info("replica %s %s, pid %d", self._name, "restarted" if again else "started", os.getpid())
 
     # ------------------------------------------------------------------ scores
@@ -100,7 +99,7 @@ class ScoringActor:
 
     def _record(self, record: BatchRecord) -> None:
         self._stats.add(record)
-        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.tokens_recalled)
+        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.cached_tokens()[1])
 
     def _check_model(self) -> None:
         if self._failure is not None:
@@ -148,22 +147,22 @@ class ScoringActor:
         if max(wanted, request.newest) > self._core.version:
             await self._batcher.in_thread(self._restore)
             self._wake()
-        if self._lost is None and request.newest > self._core.version:
+        if self._lost is not None:  # each request of the batch reports it
+            return
+        if request.newest > self._core.version:
             raise WeightVersionError(
                 f"version {request.newest} of the weights was seen before, replica {self._name} holds {self._core.version} and "
                 "finds no newer one: it is lost, push it again."
             )
-        if wanted > self._core.version and self._lost is None:
-            await self._wait_for_version(wanted, timeout)
-
-    async def _wait_for_version(self, version: int, timeout: float) -> None:
-        waiting = (version, asyncio.get_running_loop().create_future())
+        if wanted <= self._core.version:
+            return
+        waiting = (wanted, asyncio.get_running_loop().create_future())
         self._awaited.append(waiting)
         try:
             await asyncio.wait_for(waiting[1], timeout)
         except asyncio.TimeoutError:
             raise WeightVersionError(
-                f"version {version} of the weights was requested, replica {self._name} holds {self._core.version} and got "
+                f"version {wanted} of the weights was requested, replica {self._name} holds {self._core.version} and got "
                 f"no newer one within {timeout:.3g} s: push it with update_weights(), or request no version."
             ) from None
         finally:
@@ -174,10 +173,10 @@ class ScoringActor:
             if version <= self._core.version and not arrived.done():
                 arrived.set_result(None)
 
-    # ------------------------------------------------------------------ what it is and does
+    # ------------------------------------------------------------------ state
 
     async def describe(self) -> tuple[Exception | None, dict[str, Any]]:
-        """The error of making the model, if there was one, and the configuration."""
+        """The error of the factory, if there was one, and the configuration."""
         return self._failure, self._spec.config(self._replica)
 
     async def interface(self) -> tuple[ModelInterface, bool]:
@@ -188,7 +187,7 @@ class ScoringActor:
     async def stats(self) -> dict[str, Any]:
         """Counters, queue length, version of the weights, clients."""
         self._check_model()
-        seen, recalled = self._core.tokens_seen, self._core.tokens_recalled
+        seen, recalled = self._core.cached_tokens()
         return {
             "name": self._name,
             "pid": os.getpid(),
@@ -208,15 +207,7 @@ class ScoringActor:
     # ------------------------------------------------------------------ leases
 
     async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
-        """Renew the lease of a client.
-
-        Args:
-            client: its name.
-            lives: marks of the lives of this replica that the client has seen: a restart forgets them, clients do not.
-
-        Returns:
-            All known marks.
-        """
+        """Renew a client's lease. A restart loses the marks of earlier lives of this replica: clients report those they saw."""
         self._clients[client] = time.monotonic()
         self._clients.pop(_CREATOR, None)
         self._lives.update(lives)
@@ -261,7 +252,7 @@ def _log_to_stderr() -> None:
 
 
 def _keep_freed_memory(mebibytes: int = 256) -> None:
-    """Let glibc keep up to so many freed MiB: requesting them from the system for each batch costs page faults."""
+    """Let glibc keep so many freed MiB: requesting them from the system for each batch costs page faults."""
     trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")

@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -32,17 +32,9 @@ class _Waiting:
 class Batcher:
     """Collects requests on an event loop and scores them in one thread.
 
-    A batch starts with the oldest request, waits up to ``max_wait`` for requests of the other recent callers, then takes
-    requests round-robin over the callers, oldest first, up to ``max_tokens``. A larger request is a batch of its own.
-
-    Args:
-        score: answers a batch; called in the thread.
-
-    Keyword Args:
-        max_tokens: per batch.
-        max_wait: seconds that the oldest request waits for others; no wait once all callers of the last ten seconds are in.
-        max_queue: requests in the queue; further ones wait outside until their timeout.
-        on_batch: called with the record of each batch.
+    A batch starts with the oldest request, waits up to ``max_wait`` seconds until all callers of the last ten seconds are in,
+    then takes requests round-robin over the callers, oldest first, up to ``max_tokens``. A larger request is a batch of its
+    own. Requests beyond ``max_queue`` wait outside the queue until their timeout.
     """
 
     def __init__(
@@ -74,13 +66,7 @@ class Batcher:
         self._callers[caller] = time.monotonic()
 
     async def submit(self, request: Request, *, timeout: float) -> Reply:
-        """Wait for room in the queue, then for the answer.
-
-        Raises:
-            ServiceOverloaded: if the queue stayed full for ``timeout`` seconds.
-            ServiceClosedError: if the service is closed first.
-            Exception: any error of scoring this request.
-        """
+        """Wait up to ``timeout`` seconds for room in the queue, then for the answer; raises the error of the request."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         self.expect(request.caller)
@@ -102,7 +88,7 @@ class Batcher:
         except BaseException as error:
             if place in self._outside:
                 self._outside.remove(place)
-            self._admit()  # this caller gives up a place that it may just have been given
+            self._admit()  # pass on the place that this caller may just have received
             if isinstance(error, asyncio.TimeoutError):
                 raise ServiceOverloaded(
                     f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
@@ -128,9 +114,8 @@ class Batcher:
         self._closed = True
         for waiting in self._waiting:
             if not waiting.answer.done():
-                waiting.answer.set_exception(
-                    ServiceClosedError("the service was closed before it scored this request.")
-                )
+                error = ServiceClosedError("the service was closed before it scored this request.")
+                waiting.answer.set_exception(error)
         self._waiting.clear()
         self._admit()
         self._changed.set()
@@ -168,29 +153,28 @@ class Batcher:
         return self._callers.keys() <= {w.request.caller for w in self._waiting}
 
     def _take(self) -> list[_Waiting]:
+        """Take the next batch out of the queue: the first request of each caller, then the second ones, ..."""
         alive = [w for w in self._waiting if not w.answer.done()]  # callers may have given up
-        turns: dict[str, itertools.count[int]] = {}
-        order = sorted(
-            (next(turns.setdefault(w.request.caller, itertools.count())), w.arrived, i) for i, w in enumerate(alive)
-        )
+        rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        keys = {w: (next(rounds[w.request.caller]), w.arrived) for w in alive}
         batch: list[_Waiting] = []
         tokens = 0
-        for _, _, i in order:
-            size = alive[i].request.num_tokens
-            if batch and tokens + size > self.max_tokens:
+        for waiting in sorted(alive, key=keys.__getitem__):
+            tokens += waiting.request.num_tokens
+            if batch and tokens > self.max_tokens:
                 break
-            batch.append(alive[i])
-            tokens += size
-        chosen = set(map(id, batch))
-        self._waiting = deque(w for w in alive if id(w) not in chosen)
+            batch.append(waiting)
+        taken = set(batch)
+        self._waiting = deque(w for w in alive if w not in taken)
         return batch
 
     async def _answer(self, batch: list[_Waiting]) -> None:
         start = time.monotonic()
         requests = [w.request for w in batch]
+        answers: Sequence[Reply | Exception]
         try:
             answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, requests)
-        except Exception as error:  # the scorer itself failed: every caller must hear of it
+        except Exception as error:  # the scorer itself failed: report it to every caller
             answers = [error] * len(batch)
         end = time.monotonic()
         for waiting, answer in zip(batch, answers, strict=True):
@@ -201,8 +185,7 @@ class Batcher:
             else:
                 waiting.answer.set_result(answer)
         latencies = tuple(end - w.arrived for w in batch)
-        record = BatchRecord(len(batch), sum(r.num_tokens for r in requests), end - start, latencies)
         try:
-            self._on_batch(record)
+            self._on_batch(BatchRecord(len(batch), sum(r.num_tokens for r in requests), end - start, latencies))
         except Exception:  # metrics must not keep callers from their answers
             _LOG.exception("a batch could not be counted.")

@@ -16,8 +16,8 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
-from torchrl_llm_kl.service._lifecycle import ServiceSpec, client_name
-from torchrl_llm_kl.service._replicas import Patience, Replicas, Router, failures
+from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from torchrl_llm_kl.service._replicas import Patience, Replicas, Router, client_name, failures
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
@@ -75,35 +75,28 @@ class RemoteModel:
         copy.__setstate__({**self.__getstate__(), "spec": self.spec})
         return copy
 
-    # ------------------------------------------------------------------ what transforms read of a model
-
     @property
     def interface(self) -> ModelInterface:
         """Keys and tokenizer of the model, requested once."""
-        return self._known[0]
-
-    @property
-    def _known(self) -> tuple[ModelInterface, bool]:
-        if self._interface is None:
-            self._interface = self.call(self.replicas.choose(range(self.spec.num_replicas)), "interface")
-        assert self._interface is not None
-        return self._interface
-
-    def _of_wrapper(self, name: str) -> Any:
-        interface, is_wrapper = self._known
-        if not is_wrapper:
-            raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper: it has no {name}.")
-        return getattr(interface, name)
+        return self._model_interface()
 
     @property
     def log_probs_key(self) -> Any:
         """That of the TorchRL wrapper; an AttributeError if the model is not one."""
-        return self._of_wrapper("log_probs_key")
+        return self._model_interface("log_probs_key").log_probs_key
 
     @property
     def pad_output(self) -> bool:
         """That of the TorchRL wrapper; an AttributeError if the model is not one."""
-        return self._of_wrapper("pad_output")
+        return self._model_interface("pad_output").pad_output
+
+    def _model_interface(self, of_wrapper: str = "") -> ModelInterface:
+        if self._interface is None:
+            self._interface = self.call(self.replicas.choose(range(self.spec.num_replicas)), "interface")
+        interface, is_wrapper = self._interface
+        if of_wrapper and not is_wrapper:
+            raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper: it has no {of_wrapper}.")
+        return interface
 
     def make_scorer(
         self,
@@ -117,8 +110,6 @@ class RemoteModel:
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(temperature=float(temperature), adapters=bool(adapters), dtype=name, remember=memory != 0)
         return RemoteScorer(self, settings)
-
-    # ------------------------------------------------------------------ the service
 
     @property
     def retries(self) -> int:
@@ -190,13 +181,9 @@ class RemoteScorer:
         grad: bool = False,
         remember: bool = False,
     ) -> Callable[[], Scores]:
-        """Send the requests without waiting for the answers.
-
-        Returns:
-            A function that waits and returns the scores; see :meth:`evaluate`.
-        """
+        """Send the requests; returns a function that waits for the scores of :meth:`evaluate`."""
         if grad:
-            raise ValueError("a model behind a service gives no gradient: score the policy where it is trained.")
+            raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
         settings = replace(self.settings, entropy=entropy, remember=remember and self.settings.remember)
         mask = sequences.positions > 0 if mask is None else mask
         parts = self._parts(sequences, mask, settings)
@@ -204,7 +191,15 @@ class RemoteScorer:
 
         def finish() -> Scores:
             elements = torch.cat([torch.zeros(0, dtype=torch.long), *(part.elements for part in parts)])
-            return Scores.spread(sequences, elements, **_joined(exchange.replies(), entropy))
+            replies = exchange.replies()
+            columns = {"log_prob": [reply.log_prob for reply in replies]}
+            if entropy:
+                columns["entropy"] = [reply.entropy for reply in replies if reply.entropy is not None]
+            joined = {
+                name: torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
+                for name, arrays in columns.items()
+            }
+            return Scores.spread(sequences, elements, **joined)
 
         return finish
 
@@ -248,34 +243,17 @@ class RemoteScorer:
         """Does nothing: the service clears its cache when its weights change."""
 
 
-def _joined(replies: Sequence[Reply], entropy: bool) -> dict[str, Tensor]:
-    def join(arrays: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
-
-    columns = {"log_prob": join([reply.log_prob for reply in replies])}
-    if entropy:
-        columns["entropy"] = join([reply.entropy for reply in replies if reply.entropy is not None])
-    return columns
-
-
 # ------------------------------------------------------------------ requests out, replies in
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One request of a call, and the place of its answer.
+    """One request of a call, and the place of its answer."""
 
-    Args:
-        order: replicas, the one in charge first.
-        request: the request.
-        mask: of its tokens; ``[n]``.
-        where: positions of its tokens among all tokens of the call; int64 ``[n]``, None for all of them.
-    """
-
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # replicas, the one in charge first
     request: Request
-    mask: Tensor
-    where: Tensor | None = None
+    mask: Tensor  # of its tokens, [n]
+    where: Tensor | None = None  # positions of its tokens among those of the call, int64 [n]; None for all
 
     @property
     def elements(self) -> Tensor:
@@ -286,15 +264,15 @@ class Part:
 class Exchange:
     """Sends all parts of a call at once; :meth:`replies` waits for them.
 
-    If a replica dies, its requests go to it again, or to another one in its place. While new weights spread, replicas that
-    do not hold them yet are asked again. The timeout starts with the call of :meth:`replies`.
+    If a replica dies, its requests go to it again, or to another one in its place. While new weights spread, requests are
+    repeated to replicas that do not hold them yet. The timeout starts with the call of :meth:`replies`.
     """
 
     def __init__(self, replicas: Replicas, parts: Sequence[Part], *, timeout: float) -> None:
         self._replicas, self._parts, self._timeout = replicas, parts, timeout
         self._replies: dict[int, Reply] = {}
         self._error: Exception | None = None
-        self._sent: list[tuple[int, int, Any]] = []
+        self._sent: list[tuple[int, int, Any]] = []  # part, replica, reference to the answer
         self._start_clock()
         self._send()
 
@@ -302,12 +280,7 @@ class Exchange:
         self._patience = Patience(self._timeout, f"scoring on {self._replicas.spec.name!r}")
 
     def replies(self) -> list[Reply]:
-        """Wait for the replies, in the order of the parts and all from the same weights.
-
-        Raises:
-            ServiceTimeout: if they do not come in time.
-            Exception: the error of a request.
-        """
+        """Wait for the replies, in the order of the parts and all from the same weights; raises the error of a request."""
         self._start_clock()
         while True:
             self._collect()
@@ -334,39 +307,32 @@ class Exchange:
                 self._lose(replica, down)
 
     def _collect(self) -> None:
+        """Wait for the answers; keep the replies and the last failure of a replica, raise an error of a request."""
+        import ray
+
         try:
             for i, replica, answer in self._sent:
-                found = self._receive(answer)
-                if isinstance(found, Reply):
-                    self._replies[i] = found
-                elif isinstance(found, ServiceBusy):
+                try:
+                    found = ray.get(answer, timeout=self._patience.left)
+                except ray.exceptions.GetTimeoutError:
+                    raise self._patience.up() from None
+                except failures() as down:
+                    self._lose(replica, down)
+                    continue
+                if isinstance(found, ServiceBusy):
                     self._error = found
-                else:
+                elif isinstance(found, ReplicaGone):
                     self._lose(replica, found)
-        except BaseException:  # the call fails: nobody waits for the requests that are still queued
+                elif isinstance(found, Exception):
+                    raise found
+                else:
+                    self._replies[i] = Reply.unpack(found)
+        except BaseException:  # the call fails: no caller waits for the requests that are still queued
             with contextlib.suppress(Exception):
-                import ray
-
                 for i, _, answer in self._sent:
                     if i not in self._replies:
                         ray.cancel(answer)
             raise
-
-    def _receive(self, answer: Any) -> Reply | Exception:
-        """The reply, or the failure of the replica; raises an error of the request."""
-        import ray
-
-        try:
-            found = ray.get(answer, timeout=self._patience.left)
-        except ray.exceptions.GetTimeoutError:
-            raise self._patience.up() from None
-        except failures() as down:
-            return down
-        if isinstance(found, (ServiceBusy, ReplicaGone)):
-            return found
-        if isinstance(found, Exception):
-            raise found
-        return Reply.unpack(found)
 
     def _lose(self, replica: int, error: Exception) -> None:
         self._replicas.lose(replica, error)

@@ -18,13 +18,12 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
 class ScoringCore:
     """Scores requests with one model, those with equal settings in one forward. Not thread-safe.
 
-    Takes arguments of :class:`~torchrl_llm_kl.LogProbScorer`, of which it creates one for each combination of temperature,
+    It creates one :class:`~torchrl_llm_kl.LogProbScorer`, whose arguments it takes, for each combination of temperature,
     dtype and adapters.
     """
 
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
-        self.model = model
-        self.version = 0
+        self.model, self.version = model, 0
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: dict[Settings, LogProbScorer] = {}
         self._scorer(Settings())  # refuses a model that cannot be scored
@@ -46,7 +45,7 @@ class ScoringCore:
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One answer per request, in order; an exception for a request that failed."""
-        answers: list[Reply | Exception | None] = [None] * len(requests)
+        answers: dict[int, Reply | Exception] = {}
         groups: dict[Settings, list[int]] = {}
         for i, request in enumerate(requests):
             if request.version is not None and request.version != self.version:
@@ -57,14 +56,13 @@ class ScoringCore:
             else:
                 groups.setdefault(request.settings, []).append(i)
         for settings, members in groups.items():
-            for i, answer in zip(members, self._score_alike([requests[i] for i in members], settings), strict=True):
-                answers[i] = answer
-        assert all(answer is not None for answer in answers)
-        return [answer for answer in answers if answer is not None]
+            together = self._score_alike([requests[i] for i in members], settings)
+            answers.update(zip(members, together, strict=True))
+        return [answers[i] for i in range(len(requests))]
 
     def _score_alike(self, requests: Sequence[Request], settings: Settings) -> list[Reply | Exception]:
         try:
-            return list(self._score_together(requests, settings))
+            return [*self._score_together(requests, settings)]
         except Exception as error:
             if len(requests) == 1:
                 return [error]
@@ -72,10 +70,12 @@ class ScoringCore:
         return [answer for request in requests for answer in self._score_alike([request], settings)]
 
     def _score_together(self, requests: Sequence[Request], settings: Settings) -> list[Reply]:
-        rows = [row for request in requests for row in request.rows()]
         masks = [request.flat_mask() for request in requests]
         scores = self._scorer(settings).evaluate(
-            Ragged.from_list(rows), torch.cat(masks), entropy=settings.entropy, remember=settings.remember
+            Ragged.from_list([row for request in requests for row in request.rows()]),
+            torch.cat(masks),
+            entropy=settings.entropy,
+            remember=settings.remember,
         )
         sizes = [request.num_tokens for request in requests]
         log_probs = scores.log_prob.values.split(sizes)
@@ -85,21 +85,17 @@ class ScoringCore:
             for log_prob, entropy, mask in zip(log_probs, entropies, masks, strict=True)
         ]
 
+    def cached_tokens(self) -> tuple[int, int]:
+        """Tokens of continued conversations so far, and those of them found in the cache instead of forwarded again."""
+        caches = [scorer.memory for scorer in tuple(self._scorers.values())]
+        return sum(cache.tokens_seen for cache in caches), sum(cache.tokens_recalled for cache in caches)
+
     # ------------------------------------------------------------------ weights
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Raise unless :meth:`update_weights` would take ``weights``.
+        """The weights under the model's own names; an error if one does not fit or is not finite.
 
-        Args:
-            weights: some or all, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
-
-        Returns:
-            The weights under the model's own names.
-
-        Raises:
-            TypeError: if a value is not a tensor.
-            KeyError: if the model has no weight of a name.
-            ValueError: if a shape differs, or a value is not finite.
+        They are some or all weights, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
         """
         if not weights:
             raise ValueError("there are no weights in the update: pass at least one.")
@@ -112,29 +108,18 @@ class ScoringCore:
         # TensorDicts also hold non-persistent buffers, such as the frequencies of rotary embeddings.
         weights = {name: value for name, value in weights.items() if name in own or name not in known}
         for name, value in weights.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}.")
             if name not in own:
                 raise KeyError(f"the model has no weight {name!r}; it has {', '.join(list(own)[:3])}, ...")
             if own[name].shape != value.shape:
                 raise ValueError(f"{name}: the model has shape {tuple(own[name].shape)}, got {tuple(value.shape)}.")
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise ValueError(
-                    f"{name} holds values that are not finite: every score would be NaN. The model keeps version "
-                    f"{self.version}."
+                    f"{name} holds values that are not finite: scores would be NaN. The model keeps version {self.version}."
                 )
         return weights
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy ``weights`` into the model, in place. An error leaves the model unchanged.
-
-        Args:
-            weights: as for :meth:`check_weights`, whose errors it raises.
-            version: their number from now on.
-
-        Raises:
-            WeightVersionError: if the model holds a later version.
-        """
+        """Copy ``weights`` into the model, in place, under a new version. An error leaves the model unchanged."""
         if version < self.version:
             raise WeightVersionError(
                 f"version {version} of the weights came after version {self.version}: versions must grow."
@@ -152,18 +137,6 @@ class ScoringCore:
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(inner).__name__} holds no weights in this process: update them in its backend.")
         return inner
-
-    # ------------------------------------------------------------------ cache
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens of continued conversations so far."""
-        return sum(scorer.memory.tokens_seen for scorer in tuple(self._scorers.values()))
-
-    @property
-    def tokens_recalled(self) -> int:
-        """Those of them that were found in the cache and not forwarded again."""
-        return sum(scorer.memory.tokens_recalled for scorer in tuple(self._scorers.values()))
 
 
 def _masked_in(values: Tensor, mask: Tensor) -> np.ndarray:

@@ -1,14 +1,19 @@
-"""The replicas as one client sees them: found or created on first use, lost and found again, and chosen by prompt."""
+"""The replicas as one client sees them: created or found on first use, kept by leases, found again after a loss."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
+import os
+import queue
 import threading
 import time
+import uuid
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +21,13 @@ import numpy as np
 from torchrl_llm_kl.service._errors import (
     ReplicaGone,
     ServiceClosedError,
+    ServiceConfigError,
     ServiceError,
     ServiceOverloaded,
     ServiceTimeout,
 )
-from torchrl_llm_kl.service._lifecycle import Leases, ServiceSpec, launch, welcome
+from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec
 
-_LEASES = Leases()
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
 _ROUTED = 8192  # sequences that a router expects to be continued
 
@@ -32,7 +37,7 @@ class _Link:
     handle: Any
     description: Any  # reference
     welcomed: bool = False
-    requested: float = 0.0
+    requested: float = field(default_factory=time.monotonic)
 
 
 class Replicas:
@@ -60,17 +65,11 @@ class Replicas:
             self._link(replica)
 
     def handle(self, replica: int, *, timeout: float) -> Any:
-        """The actor, once it is ready.
-
-        Raises:
-            ServiceConfigError, ServiceTimeout: as :func:`welcome`.
-            ServiceClosedError: if the service was closed.
-            Exception: the error of making the model, or one of :func:`failures` if the replica is down.
-        """
+        """The actor, once it is ready; raises the error of its factory, or one of :func:`failures` if it is down."""
         link = self._link(replica)
         if not link.welcomed:
             try:
-                welcome(self.spec, replica, link.handle, link.description, timeout=timeout)
+                self._welcome(replica, link, timeout)
             except Exception as error:
                 if not isinstance(error, (ServiceTimeout, *failures())):
                     self._drop(replica, link)  # the next call starts over
@@ -108,10 +107,9 @@ class Replicas:
     def lose(self, replica: int, error: Exception) -> None:
         """Drop a replica whose call failed with one of :func:`failures`, so that the next call looks for it again.
 
-        Raises:
-            ServiceClosedError: if it was shut down on purpose.
-            ServiceError: if it fails before it makes its model, as it would the next time.
+        Raises instead if the service was shut down on purpose, or if the replica could not start.
         """
+        # It failed before it called the factory, and would fail again.
         if getattr(error, "actor_init_failed", False) and not _lost_arguments(error):
             raise ServiceError(f"replica {self.spec.replica_name(replica)} cannot start: {error}") from error
         if _was_shut_down(error):
@@ -136,19 +134,92 @@ class Replicas:
         with self._lock:
             self._join_cluster()
             if replica not in self._links:
-                self._links[replica] = _Link(*launch(self.spec, replica), requested=time.monotonic())
+                handle = self._create_or_find(replica)
+                self._links[replica] = _Link(handle, handle.describe.remote())
             return self._links[replica]
 
     def _join_cluster(self) -> None:
         """Join a cluster if this process is part of none; drop handles of another cluster."""
         if self._cluster and self._cluster == _session():
             return
-        self.spec = self.spec.here()
+        try:
+            import ray
+        except ImportError as error:
+            raise ImportError("a service needs Ray: pip install 'torchrl-llm-kl[ray]'.") from error
+
+        if not ray.is_initialized():
+            ray.init(self.spec.address, log_to_driver=False)
+        self.spec = replace(self.spec, address=ray.get_runtime_context().gcs_address)
         self._links.clear()
         self._lost.clear()
         if self._cluster:
             self.newest = 0
         self._cluster = _session()
+
+    def _create_or_find(self, replica: int) -> Any:
+        """Any number of processes may call this at once: Ray creates one actor per name."""
+        import ray
+
+        from torchrl_llm_kl.service._actor import MAX_CONCURRENCY, ScoringActor
+
+        spec, name = self.spec, self.spec.replica_name(replica)
+        if spec.make_model is None:
+            try:
+                return ray.get_actor(name, namespace=spec.namespace)
+            except ValueError:
+                raise ServiceError(
+                    f"replica {name} is gone, and its model was given by value in another process. With factory= every "
+                    "client can start it again."
+                ) from None
+        remote: Any = ray.remote(ScoringActor)
+        return remote.options(
+            name=name,
+            namespace=spec.namespace,
+            get_if_exists=True,
+            max_concurrency=MAX_CONCURRENCY,
+            lifetime="detached",  # its creator may exit before its other clients: leases decide when it ends
+            **spec.options,
+        ).remote(spec, replica)
+
+    def _welcome(self, replica: int, link: _Link, timeout: float) -> None:
+        """Wait until a replica is ready, and compare its configuration with this client's."""
+        import ray
+
+        try:
+            failure, found = ray.get(link.description, timeout=max(timeout, 0.001))
+        except ray.exceptions.GetTimeoutError:
+            raise self._not_started(replica, link, timeout) from None
+        wanted = self.spec.config(replica)
+        different = [
+            f"{key}: it has {found.get(key)!r}, requested {wanted.get(key)!r}"
+            for key in sorted({*wanted, *found})
+            if wanted.get(key) != found.get(key)
+        ]
+        if failure is not None:
+            ray.kill(link.handle, no_restart=True)  # it is of no use, and its name should be free
+            if different:
+                raise ReplicaGone(f"{wanted['name']} of another configuration failed: {failure}")
+            raise failure
+        if different:
+            raise ServiceConfigError(
+                f"the name {wanted['name']!r} is in use with another configuration: {'; '.join(different)}. Choose another "
+                "name, or shut that service down first."
+            )
+
+    def _not_started(self, replica: int, link: _Link, timeout: float) -> ServiceTimeout:
+        import ray
+
+        options = self.spec.options
+        needed = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        text = f"replica {self.spec.replica_name(replica)} did not start within {timeout:.3g} s"
+        if not any(all(node.get(name, 0) >= amount for name, amount in needed.items()) for node in nodes):
+            ray.kill(link.handle, no_restart=True)  # it would wait for ever, and keep the name
+            return ServiceTimeout(f"{text}: no node of the cluster has {needed}; they have {nodes}.")
+        return ServiceTimeout(
+            f"{text}. It needs {needed}, the cluster has {ray.available_resources()} free. If the model takes longer to "
+            "load, raise timeout=."
+        )
 
     def _is_back(self, replica: int) -> bool:
         import ray
@@ -170,7 +241,7 @@ class Replicas:
             if not hopeless and time.monotonic() - link.requested > _LONGEST_PAUSE:
                 self._drop(replica, link)
             return False
-        except Exception:  # its model cannot be made: leave the work to the others
+        except Exception:  # its model cannot be created: leave the work to the others
             return False
         return True
 
@@ -190,9 +261,93 @@ def _session() -> str:
     return f"{context.gcs_address} {context.get_node_id()} {context.get_job_id()}"
 
 
+# ------------------------------------------------------------------ leases
+
+_PROCESS = uuid.uuid4().hex[:8]
+
+
+def client_name() -> str:
+    """Name of this process among the clients."""
+    return f"{_PROCESS}-{os.getpid()}"
+
+
+class Leases:
+    """The replicas that this process uses; one thread renews the leases of all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: dict[str, Any] = {}
+        self._holders: dict[str, int] = {}
+        self._lives: dict[str, set[str]] = {}
+        # Finalizers may run anywhere, also while this thread holds the lock: only the queue tolerates that.
+        self.released: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def hold(self, replica: str, handle: Any, *, first: bool) -> None:
+        """An object of this process uses a replica, for the first time or after the replica was created anew."""
+        with self._lock:
+            if first:
+                self._holders[replica] = self._holders.get(replica, 0) + 1
+            if replica in self._holders:
+                self._handles[replica] = handle
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._beat, name="leases", daemon=True)
+                self._thread.start()
+                atexit.register(self._release_all)
+        self._renew({replica: handle})
+
+    def _release(self, replica: str, *, all_holders: bool = False) -> None:
+        """One object fewer uses a replica; the last one ends the lease."""
+        import ray
+
+        with self._lock:
+            left = self._holders.get(replica, 0) - 1
+            if left > 0 and not all_holders:
+                self._holders[replica] = left
+                return
+            self._holders.pop(replica, None)
+            handle = self._handles.pop(replica, None)
+        if handle is not None and ray.is_initialized():
+            with contextlib.suppress(Exception):  # the replica may be gone
+                handle.release.remote(client_name())
+
+    def _release_all(self) -> None:
+        for replica in list(self._holders):
+            self._release(replica, all_holders=True)
+
+    def _renew(self, handles: Mapping[str, Any]) -> None:
+        """Renew leases, and exchange the marks of lives that the replicas and this process know."""
+        import ray
+
+        end = time.monotonic() + LEASE / 4
+        answers = {}
+        with contextlib.suppress(Exception):
+            if ray.is_initialized():
+                for replica, handle in handles.items():
+                    answers[replica] = handle.hold.remote(client_name(), sorted(self._lives.get(replica, ())))
+        for replica, answer in answers.items():
+            with contextlib.suppress(Exception):  # dead or busy: the next request will find out
+                lives = ray.get(answer, timeout=max(end - time.monotonic(), 0.001))
+                self._lives.setdefault(replica, set()).update(lives)
+
+    def _beat(self) -> None:
+        next_beat = time.monotonic() + LEASE / 4
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._release(self.released.get(timeout=max(next_beat - time.monotonic(), 0.0)))
+            if time.monotonic() >= next_beat:
+                with self._lock:
+                    handles = dict(self._handles)
+                self._renew(handles)
+                next_beat = time.monotonic() + LEASE / 4
+
+
+_LEASES = Leases()
+
+
 def _release(names: list[str]) -> None:
     for name in names:
-        _LEASES.release(name)
+        _LEASES.released.put(name)
     names.clear()
 
 
@@ -248,12 +403,7 @@ class Patience:
         return max(self._end - time.monotonic(), 0.001)
 
     def rest(self, error: Exception) -> None:
-        """Pause before the next try.
-
-        Raises:
-            ServiceTimeout: if there is no time for one.
-            ServiceOverloaded: if ``error`` is one and there is no time for another try.
-        """
+        """Pause before the next try; without time for one raise :class:`ServiceTimeout`, or ``error`` for a full queue."""
         if self._pause > self.left:
             if isinstance(error, ServiceOverloaded):
                 raise error
@@ -262,7 +412,7 @@ class Patience:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def up(self) -> ServiceTimeout:
-        """The error for a missed deadline."""
+        """The error of a missed deadline."""
         return ServiceTimeout(f"{self.what} took more than {self.timeout:g} s. Raise timeout=, or add replicas.")
 
 
@@ -283,28 +433,21 @@ class Router:
         self._lengths: Counter[int] = Counter()
 
     def order(self, row: np.ndarray, first_scored: int, *, goes_on: bool = False) -> tuple[int, ...]:
-        """All replicas, the one in charge of a sequence first.
-
-        Args:
-            row: token ids ``[n]``.
-            first_scored: position of the first token to score.
-            goes_on: whether later sequences may continue this one.
-        """
+        """All replicas, the one in charge of the token ids ``row [n]`` first; ``goes_on`` if later rows may continue it."""
         if self.num_replicas == 1:
             return (0,)
         row = np.ascontiguousarray(row, dtype=np.int64)
         order = self._continued(row) if goes_on else None
         if order is None:
-            order = self._ranked((row[:first_scored] if first_scored > 1 else row).tobytes())
+            key = (row[:first_scored] if first_scored > 1 else row).tobytes()
+
+            def rank(replica: int) -> bytes:
+                return hashlib.blake2b(key, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
+
+            order = tuple(sorted(range(self.num_replicas), key=rank))
         if goes_on and len(row):
             self._remember(row, order)
         return order
-
-    def _ranked(self, key: bytes) -> tuple[int, ...]:
-        def rank(replica: int) -> bytes:
-            return hashlib.blake2b(key, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
-
-        return tuple(sorted(range(self.num_replicas), key=rank))
 
     def _continued(self, row: np.ndarray) -> tuple[int, ...] | None:
         """The order of the longest earlier sequence that ``row`` starts with."""

@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from torch import Tensor
-
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
@@ -21,7 +19,7 @@ from torchrl_llm_kl.service._wire import state_dict_of
 class ScoringService:
     """One model, or a few replicas of it, behind Ray actors that score for any number of processes.
 
-    Token ids, masks and log-probs travel, nothing else. Requests that wait together are scored in one batch. Replicas that
+    Only token ids, masks and log-probs are sent. Requests that wait together are scored in one batch. Replicas that
     die are restarted, and calls are retried until ``timeout``.
 
     Args:
@@ -32,12 +30,8 @@ class ScoringService:
         factory: returns the model, in the actor: better for large models.
         name: of the service, which processes that pass the same name (and configuration) share; unique by default.
         num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
-        num_cpus: per replica.
-        num_gpus: per replica.
-        resources: as for ``ray.remote``.
-        scheduling_strategy: as for ``ray.remote``.
-        runtime_env: as for ``ray.remote``.
-        max_restarts: per replica; -1 for no limit.
+        num_cpus: per replica, as are ``num_gpus``, ``resources``, ``scheduling_strategy``, ``runtime_env`` and
+            ``max_restarts`` (-1 for no limit); see ``ray.remote``.
         lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`. By default replicas end with their last client.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica caches for continued conversations, for each combination of
@@ -50,7 +44,7 @@ class ScoringService:
 
     Raises:
         ServiceConfigError: if the name is in use with another configuration.
-        Exception: the error of making the model.
+        Exception: the error of the factory.
 
     Example:
         >>> service = ScoringService(factory=load_reference, name="reference", num_gpus=1)  # doctest: +SKIP
@@ -79,18 +73,25 @@ class ScoringService:
         timeout: float = 120.0,
         namespace: str = NAMESPACE,
     ) -> None:
+        # Arguments are checked here rather than in the actor, whose errors come late and wrapped.
         if (model is None) == (factory is None):
             raise ValueError("pass the model, or factory=, a function that returns it: exactly one of them.")
-        _check_texts(name=name, namespace=namespace)
-        if namespace is None:
-            raise ValueError("namespace must be a string: other processes find the service by it.")
-        _check_whole(num_replicas=num_replicas, max_tokens=max_tokens, max_queue=max_queue)
-        _check_seconds(max_wait=max_wait, timeout=timeout)
+        for what, text in {"name": "default" if name is None else name, "namespace": namespace}.items():
+            if not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n"):
+                raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
+        for what, whole in {"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue}.items():
+            if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
+                raise ValueError(f"{what} must be a whole number of at least 1, got {whole!r}.")
+        for what, seconds in {"max_wait": max_wait, "timeout": timeout}.items():
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
+                raise ValueError(f"{what} must be a number of seconds, got {seconds!r}.")
         if lifetime not in (None, "detached"):
             raise ValueError(f"lifetime must be 'detached' or None, got {lifetime!r}.")
         check_range(1, tokens_per_batch=tokens_per_batch)
         if memory < 0:
             raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
+        settings: dict[str, Any] = {"tokens_per_batch": tokens_per_batch, "memory": memory}
+        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue}
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
@@ -98,13 +99,7 @@ class ScoringService:
             name or f"scorer-{uuid.uuid4().hex[:8]}",
             factory or HeldModel(model),
             describe_source(model, factory),
-            {
-                "tokens_per_batch": tokens_per_batch,
-                "memory": memory,
-                "max_tokens": max_tokens,
-                "max_wait": max_wait,
-                "max_queue": max_queue,
-            },
+            settings,
             options,
             num_replicas,
             namespace,
@@ -148,7 +143,7 @@ class ScoringService:
         replicas.start()  # joins the cluster
         spec = replicas.spec
         if not isinstance(weights, ray.ObjectRef):
-            weights = ray.put({name: _on_cpu(name, value) for name, value in state_dict_of(weights).items()})
+            weights = ray.put({name: value.detach().cpu() for name, value in state_dict_of(weights).items()})
         # One replica checks them, then the keeper stores them for replicas that restart, then all take them.
         _raise(self.model.call(replicas.choose(range(spec.num_replicas)), "check_weights", weights))
         try:
@@ -189,33 +184,6 @@ class ScoringService:
         self.close()
 
 
-def _on_cpu(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"weights travel as tensors, got {type(value).__name__} for {name!r}.")
-    return value.detach().cpu()
-
-
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-# Arguments are checked here rather than in the actor, whose errors come late and wrapped.
-
-
-def _check_texts(**named: Any) -> None:
-    for what, text in named.items():
-        if text is not None and (not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n")):
-            raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
-
-
-def _check_whole(**named: Any) -> None:
-    for what, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{what} must be a whole number of at least 1, got {value!r}.")
-
-
-def _check_seconds(**named: Any) -> None:
-    for what, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
-            raise ValueError(f"{what} must be a number of seconds, got {value!r}.")

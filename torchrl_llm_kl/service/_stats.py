@@ -1,4 +1,4 @@
-"""What a replica counts, for ``ScoringService.stats()`` and for a cluster's Prometheus."""
+"""Counters of a replica, for ``ScoringService.stats()`` and for a cluster's Prometheus."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ReplicaStats:
 
     def snapshot(self) -> dict[str, Any]:
         """All counters; times in seconds."""
-        ordered = sorted(self._latencies)
+        ordered = sorted(self._latencies) or [0.0]
 
         def quantile(share: float) -> float:
-            return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+            return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
         return {
             "uptime": time.time() - self.started,
@@ -62,13 +62,13 @@ class ReplicaStats:
 
 
 class RayMetrics:
-    """Ray metrics of one replica, whose name is the tag ``replica``."""
+    """Ray metrics of one replica, whose name is the tag ``replica``; ``again`` records a restart."""
 
-    def __init__(self, replica: str) -> None:
+    def __init__(self, replica: str, *, again: bool) -> None:
         from ray.util.metrics import Counter, Gauge, Histogram
 
-        def metric(kind: Any, name: str, what: str, *bounds: list[float]) -> Any:
-            return kind(f"torchrl_llm_kl_{name}", what, *bounds, tag_keys=("replica",))
+        def metric(kind: Any, name: str, description: str, *bounds: list[float]) -> Any:
+            return kind(f"torchrl_llm_kl_{name}", description, *bounds, tag_keys=("replica",))
 
         self._tag = {"replica": replica}
         self._queue = metric(Gauge, "queue_length", "Requests that wait")
@@ -78,27 +78,20 @@ class RayMetrics:
         self._recalled = metric(Counter, "tokens_recalled", "Tokens found in the cache and not forwarded again")
         self._latency = metric(Histogram, "latency_seconds", "From arrival to answer", _LATENCY_BOUNDS)
         self._busy = metric(Counter, "busy_seconds", "Time in the model")
-        self._restarts = metric(Counter, "restarts", "Restarts of the replica")
+        restarts = metric(Counter, "restarts", "Restarts of the replica")
         self._recalled_before = 0
-
-    def started(self, *, again: bool) -> None:
-        """Record a start, or a restart."""
         self._queue.set(0, self._tag)
         if again:
-            self._restarts.inc(1, self._tag)
+            restarts.inc(1, self._tag)
 
     def update(self, record: BatchRecord, *, waiting: int, recalled: int) -> None:
         """Record a batch, the requests still in the queue, and the tokens found in the cache since the start."""
         self._queue.set(waiting, self._tag)
         self._requests.observe(record.requests, self._tag)
         self._batch_tokens.observe(record.tokens, self._tag)
-        for counter, amount in (
-            (self._tokens, record.tokens),
-            (self._busy, record.seconds),
-            (self._recalled, recalled - self._recalled_before),
-        ):
-            if amount > 0:
-                counter.inc(amount, self._tag)
-        self._recalled_before = recalled
         for latency in record.latencies:
             self._latency.observe(latency, self._tag)
+        found, self._recalled_before = recalled - self._recalled_before, recalled
+        for counter, amount in ((self._tokens, record.tokens), (self._busy, record.seconds), (self._recalled, found)):
+            if amount > 0:
+                counter.inc(amount, self._tag)

@@ -1,4 +1,4 @@
-"""The transforms with their models behind a service. They compute what the local classes compute."""
+"""Ray variants of the transforms: the results of the local classes, with the models behind a service."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class RayRetrieveLogProb(RetrieveLogProb):
         model_factory: returns the model, in the actor.
         actor_name: of the service; processes that pass the same name share it.
         device: of the model, in the actor.
-        kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` (``num_replicas``, ``num_cpus``, ``timeout``, ...) and
-            of :class:`~torchrl_llm_kl.RetrieveLogProb`.
+        kwargs: of :class:`ScoringService` (``num_replicas``, ``timeout``, ...) and of :class:`~torchrl_llm_kl.RetrieveLogProb`.
     """
 
     def __init__(
@@ -55,15 +54,12 @@ class RayRetrieveKL(RetrieveKL):
     A policy given as a model or a factory is served too; ``"from_collector"`` (the default) is scored where the policy lives.
 
     Args:
-        gen_model: as for :class:`~torchrl_llm_kl.RetrieveKL`.
-        ref_model: as for :class:`~torchrl_llm_kl.RetrieveKL`; sent by value, or None with a factory.
+        gen_model, ref_model: as for :class:`~torchrl_llm_kl.RetrieveKL`; sent by value, or None with a factory.
 
     Keyword Args:
-        gen_model_factory: returns ``gen_model``, in its actor.
-        ref_model_factory: returns ``ref_model``, in its actor.
+        gen_model_factory, ref_model_factory: return the models, in their actors.
         actor_name: of the reference's service; the policy's is ``ACTOR_NAME-gen``.
-        device: of the models, in the actors.
-        kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` and of :class:`~torchrl_llm_kl.RetrieveKL`.
+        device, kwargs: see :class:`RayRetrieveLogProb`.
     """
 
     def __init__(
@@ -94,9 +90,7 @@ class RayKLRewardTransform(KLRewardTransform):
 
     Keyword Args:
         ref_model_factory: returns the reference, in the actor.
-        actor_name: of the service.
-        device: of the model, in the actor.
-        kwargs: of :class:`~torchrl_llm_kl.service.ScoringService` and of :class:`~torchrl_llm_kl.KLRewardTransform`.
+        actor_name, device, kwargs: see :class:`RayRetrieveLogProb`.
     """
 
     def __init__(
@@ -126,37 +120,47 @@ def _served(
 ) -> Iterator[list[Any]]:
     """The models behind services, in their order; those served already, or found later, as they are.
 
-    Moves the arguments of the services out of ``kwargs``. Closes the services if the block raises.
-
-    Args:
-        models: name of the argument -> model, factory, name of the service.
-        kwargs: of a transform's constructor.
-        actor_name: as given to the transform.
-        device: of the models, in the actors.
-        use_ray_service: as given to the transform.
-        policy: the name in ``models`` that is the policy; None if the transform takes none.
+    ``models`` maps the name of each argument, of which one may be the ``policy``, to model, factory and name of the service.
+    The arguments of the services move out of ``kwargs``. The services are closed if the block raises.
     """
     for name, (model, factory, _) in models.items():
         if factory is not None and model is not None and not isinstance(model, str):
             raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     if policy is not None:
-        _check_possible(*models[policy][:2], kwargs)
+        if kwargs.get("estimator") == "exact" or kwargs.get("reference") is not None:
+            raise ValueError(
+                "an exact KL needs the models in this process: a service sends log-probs and entropies. Use a local transform."
+            )
+        model, factory, _ = models[policy]
+        if (factory is not None or not isinstance(model, str)) and not kwargs.get("detach", True):
+            raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
     if not use_ray_service:
         raise ValueError("use_ray_service=False: use the local class, whose name does not begin with Ray.")
     options = {name: kwargs[name] if name == "memory" else kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
     options = {name: value for name, value in options.items() if value is not None}
-    if not any(_is_to_serve(model, factory) or model is None for model, factory, _ in models.values()):
-        _check_unused(
-            [model for model, _, _ in models.values()], {"actor_name": actor_name, "device": device, **options}
-        )
+
+    given = [model for model, _, _ in models.values()]
+    to_serve = [
+        factory is not None or not (model is None or isinstance(model, (str, RemoteModel)))
+        for model, factory, _ in models.values()
+    ]
+    if not any(to_serve) and all(model is not None for model in given):  # the local class refuses a missing model
+        unused = {"actor_name": actor_name, "device": device, **options}
+        idle = [name for name, value in unused.items() if value is not None and name != "memory"]
+        if idle:
+            raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
+        if not any(isinstance(model, RemoteModel) for model in given) and "base" in given:
+            raise ValueError(
+                "ref_model='base' is scored where the policy lives: there is nothing to serve, use the local class."
+            )
     with ExitStack() as undo:
         served = []
-        for model, factory, service_name in models.values():
-            if _is_to_serve(model, factory):
-                if factory is None and device is not None:
-                    model = model.to(device)
-                elif factory is not None:
+        for (model, factory, service_name), serve in zip(models.values(), to_serve, strict=True):
+            if serve:
+                if factory is not None:
                     model, factory = None, factory if device is None else partial(_on_device, factory, device)
+                elif device is not None:
+                    model = model.to(device)
                 service = ScoringService(model, factory=factory, name=service_name, **options)
                 undo.callback(service.close)
                 model = service.model
@@ -168,28 +172,3 @@ def _served(
 def _on_device(factory: Callable[[], Any], device: Any) -> Any:
     """A factory's model, moved where the service is."""
     return factory().to(device)
-
-
-def _is_to_serve(model: Any, factory: Callable[[], Any] | None) -> bool:
-    return factory is not None or not (model is None or isinstance(model, (str, RemoteModel)))
-
-
-def _check_possible(policy: Any, factory: Callable[[], Any] | None, kwargs: dict[str, Any]) -> None:
-    """Refuse at construction what needs the model in this process."""
-    if kwargs.get("estimator") == "exact" or kwargs.get("reference") is not None:
-        raise ValueError(
-            "an exact KL needs the models in this process: a service sends log-probs and entropies. Use a local transform."
-        )
-    if (factory is not None or not isinstance(policy, str)) and not kwargs.get("detach", True):
-        raise ValueError("a model behind a service gives no gradient: score the policy where it is trained.")
-
-
-def _check_unused(models: list[Any], given: dict[str, Any]) -> None:
-    """Refuse arguments of a service when no service is created; a missing model is left to the local class."""
-    idle = [name for name, value in given.items() if value is not None and name != "memory"]
-    if idle:
-        raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
-    if not any(isinstance(model, RemoteModel) for model in models) and "base" in models:
-        raise ValueError(
-            "ref_model='base' is scored where the policy lives: there is nothing to serve, use the local class."
-        )

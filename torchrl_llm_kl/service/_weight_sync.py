@@ -34,7 +34,7 @@ class ServiceWeightSyncScheme(WeightSyncScheme):
     """Pushes a policy's weights into a :class:`~torchrl_llm_kl.service.ScoringService`, each time under the next version.
 
     Args:
-        service: whose model is a copy of the policy.
+        service: its model is a copy of the policy.
 
     Example:
         >>> scheme = ServiceWeightSyncScheme(service)  # doctest: +SKIP
@@ -70,13 +70,12 @@ with warnings.catch_warnings():
         For ``LLMCollector(weight_updater=)``, which takes no :class:`WeightSyncScheme`.
 
         Args:
-            service: whose model is a copy of the policy.
+            service: its model is a copy of the policy.
             policy: pushed when ``update_policy_weights_()`` is called without weights.
 
         Example:
-            >>> collector = LLMCollector(  # doctest: +SKIP
-            ...     env, policy=policy, weight_updater=ServiceWeightUpdater(service, policy), dialog_turns_per_batch=8
-            ... )
+            >>> updater = ServiceWeightUpdater(service, policy)  # doctest: +SKIP
+            >>> collector = LLMCollector(env, policy=policy, weight_updater=updater, dialog_turns_per_batch=8)  # doctest: +SKIP
             >>> collector.update_policy_weights_()  # doctest: +SKIP
         """
 
@@ -86,8 +85,7 @@ with warnings.catch_warnings():
         def _get_server_weights(self) -> Any:
             if self.policy is None:
                 raise ValueError(
-                    "no weights were given, and there is no policy to take them from: pass "
-                    "ServiceWeightUpdater(service, policy)."
+                    "no weights were given, and there is no policy: pass ServiceWeightUpdater(service, policy)."
                 )
             return self.policy
 

@@ -1,4 +1,4 @@
-"""Weights that were pushed, kept for replicas that restart or missed them."""
+"""Pushed weights, kept for replicas that restart or missed them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class WeightKeeper:
             )
         weights = state_dict_of(weights)
         names = frozenset(weights)
-        if self._lost:
-            self._pushed = []
-        self._pushed = [push for push in self._pushed if not push[0] <= names] + [(names, ray.put(weights))]
+        earlier = [] if self._lost else [push for push in self._pushed if not push[0] <= names]
+        self._pushed = [*earlier, (names, ray.put(weights))]
         self._version, self._lost = version, False
         return None
 
@@ -90,11 +89,7 @@ def _find_keeper(spec: ServiceSpec) -> Any | None:
 
 
 def kept_weights(spec: ServiceSpec, *, timeout: float = 300.0) -> tuple[int, list[Mapping[str, Any]]] | None:
-    """Version and weights of all pushes, to be applied in order; None if there were none.
-
-    Raises:
-        WeightVersionError: if the weights are lost.
-    """
+    """Version and weights of all pushes, to be applied in order; None if there were none, an error if they are lost."""
     import ray
 
     keeper = _find_keeper(spec)
@@ -125,15 +120,10 @@ def end_keeper(spec: ServiceSpec) -> None:
 
 
 def check_version(version: Any) -> int:
-    """``version`` as an int.
-
-    Raises:
-        TypeError: if it is not a whole number.
-    """
+    """``version`` as an int; a TypeError if it is not a whole number."""
     try:
-        found = operator.index(version)
+        if not isinstance(version, bool):
+            return operator.index(version)
     except TypeError:
-        found = None
-    if found is None or isinstance(version, bool):
-        raise TypeError(f"version must be a whole number, got {version!r}.")
-    return found
+        pass
+    raise TypeError(f"version must be a whole number, got {version!r}.")

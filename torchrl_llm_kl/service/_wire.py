@@ -16,29 +16,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Settings:
-    """How to score; requests with equal settings share a batch.
+    """How to score; requests with equal settings share a batch."""
 
-    Args:
-        temperature: divides the logits.
-        adapters: False for the base model of a PEFT model.
-        dtype: of the body, by autocast: ``"bfloat16"``; None for the model's own.
-        entropy: whether to return entropies too.
-        remember: whether later requests continue these sequences, so that their keys and values are worth caching.
-    """
-
-    temperature: float = 1.0
-    adapters: bool = True
-    dtype: str | None = None
-    entropy: bool = False
-    remember: bool = False
+    temperature: float = 1.0  # divides the logits
+    adapters: bool = True  # False for the base model of a PEFT model
+    dtype: str | None = None  # of the body, by autocast: "bfloat16"; None for the model's own
+    entropy: bool = False  # whether to return entropies too
+    remember: bool = False  # whether to cache keys and values, because later requests continue these sequences
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """``dtype`` as torch's object.
-
-        Raises:
-            ValueError: if torch has no floating-point type of that name.
-        """
+        """``dtype`` as torch's object; a ValueError if torch has no floating-point type of that name."""
         if self.dtype is None:
             return None
         found = getattr(torch, self.dtype, None)
@@ -49,25 +37,15 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Sequences to score, concatenated.
+    """Sequences to score, concatenated."""
 
-    Args:
-        tokens: int32 or int64 ``[N]``.
-        lengths: int64 ``[S]``.
-        mask: the bits of a boolean ``[N]``, packed; None for all but the first token of each sequence.
-        settings: how to score.
-        version: required version of the weights; None for any.
-        caller: who sends it; batches are fair between callers.
-        newest: latest version that the caller has seen: a replica with an older one missed an update or lost its weights.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    mask: np.ndarray | None
+    tokens: np.ndarray  # int32 or int64 [N]
+    lengths: np.ndarray  # int64 [S]
+    mask: np.ndarray | None  # the bits of a boolean [N], packed; None for all but the first token of each sequence
     settings: Settings
-    version: int | None = None
-    caller: str = ""
-    newest: int = 0
+    version: int | None = None  # required version of the weights; None for any
+    caller: str = ""  # the sender; batches are fair between callers
+    newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
 
     @classmethod
     def of(
@@ -80,29 +58,19 @@ class Request:
         version: int | None,
         caller: str,
     ) -> Request:
-        """From flat tokens ``[N]``, lengths ``[S]`` and a mask ``[N]``.
-
-        Raises:
-            TypeError: if the tokens are not integers, or the mask is not boolean.
-        """
+        """From flat tokens ``[N]``, lengths ``[S]`` and a mask ``[N]``; a TypeError for other dtypes than integers and bool."""
         values = tokens.detach().cpu()
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"token ids must be whole numbers (int64), got {values.dtype}.")
         if mask is not None and mask.dtype != torch.bool:
             raise TypeError(f"the mask must be boolean, got {mask.dtype}.")
         narrow = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
-        return cls(
-            (values.int() if narrow else values.long()).numpy(),
-            lengths.cpu().numpy(),
-            None if mask is None else np.packbits(mask.detach().cpu().numpy()),
-            settings,
-            version,
-            caller,
-        )
+        ids = (values.int() if narrow else values.long()).numpy()
+        bits = None if mask is None else np.packbits(mask.detach().cpu().numpy())
+        return cls(ids, lengths.cpu().numpy(), bits, settings, version, caller)
 
     @property
     def num_tokens(self) -> int:
-        """``N``."""
         return int(self.tokens.shape[0])
 
     def rows(self) -> list[Tensor]:
@@ -119,49 +87,39 @@ class Request:
         return mask
 
     def pack(self) -> bytes:
-        """The request as bytes."""
-        width, masked = self.tokens.dtype.itemsize, self.mask is not None
-        head = (width, masked, *astuple(self.settings), self.version, self.caller, self.newest)
-        mask = () if self.mask is None else (self.mask,)
-        return _join(head, self.lengths.astype(np.int64), self.tokens, *mask)
+        masks = [] if self.mask is None else [self.mask]
+        head = (
+            self.tokens.dtype.itemsize,
+            bool(masks),
+            *astuple(self.settings),
+            self.version,
+            self.caller,
+            self.newest,
+        )
+        return _join(head, self.lengths.astype(np.int64), self.tokens, *masks)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Request:
-        """Inverse of :meth:`pack`."""
         (width, masked, *settings, version, caller, newest), parts = _split(packed)
-        return cls(
-            np.frombuffer(parts[1], np.int32 if width == 4 else np.int64),
-            np.frombuffer(parts[0], np.int64),
-            np.frombuffer(parts[2], np.uint8) if masked else None,
-            Settings(*settings),
-            version,
-            caller,
-            newest,
-        )
+        tokens = np.frombuffer(parts[1], np.int32 if width == 4 else np.int64)
+        mask = np.frombuffer(parts[2], np.uint8) if masked else None
+        return cls(tokens, np.frombuffer(parts[0], np.int64), mask, Settings(*settings), version, caller, newest)
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """Scores at the masked-in tokens of a request.
+    """Scores at the ``K`` masked-in tokens of a request, in nats."""
 
-    Args:
-        log_prob: nats, float32 or float64 ``[K]``.
-        entropy: nats, same type ``[K]``; None if not requested.
-        version: of the weights that they come from.
-    """
-
-    log_prob: np.ndarray
-    entropy: np.ndarray | None
-    version: int
+    log_prob: np.ndarray  # float32 or float64 [K]
+    entropy: np.ndarray | None  # same type, [K]; None if not requested
+    version: int  # of the weights that they come from
 
     def pack(self) -> bytes:
-        """The reply as bytes."""
-        head = (self.log_prob.dtype.itemsize, self.version)
-        return _join(head, self.log_prob, *(() if self.entropy is None else (self.entropy,)))
+        entropies = [] if self.entropy is None else [self.entropy]
+        return _join((self.log_prob.dtype.itemsize, self.version), self.log_prob, *entropies)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Reply:
-        """Inverse of :meth:`pack`."""
         (width, version), parts = _split(packed)
         numbers = [np.frombuffer(part, np.float32 if width == 4 else np.float64) for part in parts]
         return cls(numbers[0], numbers[1] if len(numbers) > 1 else None, version)
@@ -187,21 +145,22 @@ def _split(packed: bytes) -> tuple[list[Any], list[memoryview]]:
 def state_dict_of(weights: Any) -> dict[str, Tensor]:
     """Tensors under their ``state_dict()`` names.
 
-    Args:
-        weights: a module, a TensorDict of its parameters (nested, as in torchrl's collectors), or a mapping. A TorchRL
-            wrapper is replaced by its model.
-
-    Raises:
-        TypeError: if it is something else.
+    ``weights`` is a module (of a TorchRL wrapper its model is taken), a TensorDict of parameters (nested, as in torchrl's
+    collectors), or a mapping.
     """
     if isinstance(weights, nn.Module):
         inner = getattr(weights, "model", None)
         wrapped = hasattr(weights, "input_mode") and isinstance(inner, nn.Module)
-        return dict((inner if wrapped and inner is not None else weights).state_dict())
-    if isinstance(weights, TensorDictBase):
-        return {key: value.data for key, value in weights.flatten_keys(".").items()}
-    if isinstance(weights, Mapping):
-        return dict(weights)
-    raise TypeError(
-        f"weights must be a module, a TensorDict or a mapping of names to tensors, got {type(weights).__name__}."
-    )
+        found = dict((inner if wrapped and inner is not None else weights).state_dict())
+    elif isinstance(weights, TensorDictBase):
+        found = {key: value.data for key, value in weights.flatten_keys(".").items()}
+    elif isinstance(weights, Mapping):
+        found = dict(weights)
+    else:
+        raise TypeError(
+            f"weights must be a module, a TensorDict or a mapping of names to tensors, got {type(weights).__name__}."
+        )
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"weights must be tensors, got {type(value).__name__} for {name!r}.")
+    return found
