@@ -16,16 +16,13 @@ from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
 from torchrl_llm_kl.rollouts import (
     Located,
     MissingEntryError,
-    ModelInterface,
     RewardPlacement,
     Scope,
-    TokenisingOptions,
     describe_entries,
-    locate,
     read_result,
     sub_key,
 )
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
@@ -35,6 +32,7 @@ from torchrl_llm_kl.transforms._penalty import (
     place_in,
     resolve_estimator,
 )
+from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform
 
 
 def _check_estimator(estimator: Estimator) -> Estimator:
@@ -56,7 +54,7 @@ def _check_reference(model: Any) -> Any:
     return model
 
 
-class KLRewardTransform(RayVariant, KLPenalty):
+class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
     Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
@@ -107,9 +105,6 @@ class KLRewardTransform(RayVariant, KLPenalty):
     DEFAULT_IN_KEYS: tuple[NestedKey, ...] = ("reward",)
 
     checks: ClassVar[Checks] = {**KLPenalty.checks, "estimator": _check_estimator, "ref_model": _check_reference}
-    declaring = KLPenalty.declaring | {"ref_model"}
-    fixed = frozenset({"device", "padding_side", "tokenizer"})
-    coefficient = "coef"
 
     def __init__(
         self,
@@ -140,21 +135,23 @@ class KLRewardTransform(RayVariant, KLPenalty):
         written = _three_keys(read, None if out_keys is None else list(out_keys))
         estimator = _check_estimator(estimator)
         _check_reference(ref_model)
-        super().__init__(in_keys=read)
+        super().__init__(
+            tokenizer=tokenizer,
+            padding_side=padding_side,
+            assistant_only=assistant_only,
+            scope=scope,
+            temperature=temperature,
+            dtype=dtype,
+            memory=memory,
+        )
         self.ref_model = ref_model if device is None else ref_model.to(device)
+        self.in_keys = read
         self.reward_key = self.in_keys[0]
         self.log_prob_full_key = log_prob_key
         self.add_to_reward = add_to_reward
-        self.assistant_only = assistant_only
         self.coef: Any = coef
         self.estimator = estimator
         self.reward_placement = reward_placement
-        self.scope: Scope = scope
-        self.temperature = temperature
-        self.dtype = dtype
-        self.memory = memory
-        self._options = TokenisingOptions.make(tokenizer, None, padding_side)
-        self._slot = ScorerSlot()
         self.out_keys = written
         self.declare()
         self.build_scorer()
@@ -163,7 +160,7 @@ class KLRewardTransform(RayVariant, KLPenalty):
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The reward and what the reference reads; the penalised reward, the KL and the reference's log-probs."""
-        return [self.reward_key, *self._interface.in_keys], list(self.out_keys)
+        return [self.reward_key, *self._interface().in_keys], list(self.out_keys)
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
@@ -179,7 +176,7 @@ class KLRewardTransform(RayVariant, KLPenalty):
     @property
     def pad_output(self) -> bool:
         """Whether the reference pads its output."""
-        return self._interface.pad_output
+        return self._interface().pad_output
 
     @property
     def tokenizer(self) -> Any:
@@ -188,7 +185,7 @@ class KLRewardTransform(RayVariant, KLPenalty):
         Raises:
             AttributeError: if there is none.
         """
-        tokenizer = self._options.tokenizer or self._interface.tokenizer
+        tokenizer = self._options.tokenizer or self._interface().tokenizer
         if tokenizer is None:
             raise AttributeError(
                 "The ref_model does not have a tokenizer. Please pass the tokenizer to the constructor."
@@ -199,16 +196,14 @@ class KLRewardTransform(RayVariant, KLPenalty):
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Score the reference and compare."""
-        located = locate(
-            td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options
-        )
+        located = self.locate(td)
         ref = self.scorer.score(located.tokens, located.mask, remember=in_env(self))
         gen, known = self._policy_log_probs(td, next_td, located)
         kl = ref.like(self.kl(gen, ref.values, gen, located.mask & known))
         reward_key, kl_key, ref_key = self.out_keys
         outputs = {key: x.like(x.values.unsqueeze(-1)) for key, x in ((kl_key, kl), (ref_key, ref))}
         if self.add_to_reward:
-            outputs[reward_key] = self.penalised(next_td, kl, located.mask)
+            outputs[reward_key] = self.penalised(next_td, kl, located.mask, self.coef)
         return outputs
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
@@ -237,20 +232,8 @@ class KLRewardTransform(RayVariant, KLPenalty):
             return Ragged.from_slots(gen.slots(), tokens.container, tokens.keep).values
         return check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
 
-    # ------------------------------------------------------------------ the reference
-
-    def build_scorer(self) -> LogProbScorer:
-        """The engine, built again if the reference or a setting changed; one that cannot be scored raises an error."""
-        return self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
-
-    @property
-    def scorer(self) -> LogProbScorer:
-        """The engine."""
-        return self.build_scorer()
-
-    @property
-    def _interface(self) -> ModelInterface:
-        return ModelInterface.of(self.ref_model)
+    def _scored_model(self) -> Any:
+        return self.ref_model
 
 
 def _three_keys(in_keys: list[NestedKey], out_keys: list[NestedKey] | None) -> list[NestedKey]:
