@@ -70,13 +70,13 @@ def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: Reward
             f"sequence {row} has no token to hold its reward of {float(outcome[row]):g}: drop empty sequences first."
         )
     last = like.offsets[1:] - 1
-    if mask is not None:
-        # The last True of each sequence; of a sequence without any, its last token.
-        count = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[like.offsets]  # of True before each end
-        found = count[1:] > count[:-1]
-        last = last.index_put((found,), mask.nonzero().squeeze(-1)[count[1:][found] - 1])
-    used = like.lengths > 0
-    return outcome.new_zeros(like.values.shape[0]).index_put((last[used],), outcome[used])
+    if mask is not None:  # the last response token, if there is one
+        found = torch.where(mask, like.positions, -1)
+        found = torch.full_like(last, -1).scatter_reduce(0, like.sequence_ids, found, "amax")
+        last = torch.where(found < 0, last, like.offsets[:-1] + found)
+    placed = outcome.new_zeros(like.values.shape[0])
+    # An empty sequence adds its outcome, which is 0, to a token of another.
+    return placed.index_add(0, last.clamp(min=0), outcome) if placed.numel() else placed
 
 
 # ------------------------------------------------------------------ denominators

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
 
-from torchrl_llm_kl._numerics import check_finite
+from torchrl_llm_kl._numerics import all_finite, check_finite
 from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
 from torchrl_llm_kl.rollouts import RewardPlacement, token_reward
@@ -163,8 +162,7 @@ def where_scored(entries: Sequence[tuple[str, NestedKey | None, Ragged]], advice
         ValueError: if any other number is NaN or infinite, naming the entry, the sequence and the position.
     """
     values = [data.values.detach() for _, _, data in entries]
-    # A sum is finite unless a term is not, or it overflows: one pass, and one look at an accelerator, in the usual case.
-    if math.isfinite(sum(x.sum() for x in values)):
+    if all_finite(*values):
         return None
     scored = []
     for (what, key, data), x in zip(entries, values, strict=True):
