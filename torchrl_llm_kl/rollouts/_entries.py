@@ -236,13 +236,10 @@ def _sums(flat: Tensor, counts: list[int]) -> Tensor:
 def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
     """The outcome reward of each sequence, in float32 or wider, without graph; ``[S]``.
 
-    Args:
-        td: holds the tokens or their mask: how many each sequence has, and which are padding, whose rewards are ignored.
-        value: the reward: one number per sequence, or one per token, which are summed.
-        what: the entry, for messages.
+    ``value`` holds one number per sequence, or one per token, which are summed. ``td`` holds the tokens or their mask: how
+    many each sequence has, and which are padding, whose rewards are ignored.
 
     Raises:
-        TypeError: if the reward holds no tensors.
         ValueError: if a sequence has several numbers, but not one per token.
     """
     rows = td.batch_size.numel()
@@ -287,13 +284,10 @@ def sequence_integers(value: Any, rows: int, what: str) -> Tensor:
 def sequence_ids_of(value: Any, rows: int, what: str) -> Tensor:
     """A number per row, equal for rows with equal values; int64 ``[S]``.
 
-    Args:
-        value: a column of integers, one or several per row (a prompt's tokens, padded or nested), or of strings.
-        rows: ``S``.
-        what: the entry, for messages.
+    The column holds integers, one or several per row (a prompt's tokens, padded or nested), or strings.
 
     Raises:
-        TypeError: if the column holds neither integers nor strings.
+        TypeError: if it holds neither integers nor strings.
         ValueError: if it does not hold one value per row.
     """
     if isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(row, Tensor) for row in value)):

@@ -68,7 +68,6 @@ class KLComputation(KLPenalty):
             ``exact_kl_key`` with an estimator, and for ``old_log_probs_key`` without one.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> data = TensorDict({
         ...     ("next", "log_probs", "full"): torch.tensor([[0.0, -1.0, -2.0]]),
@@ -98,17 +97,13 @@ class KLComputation(KLPenalty):
         exact_kl_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
-        self.gen_log_probs_full_key = gen_log_probs_full_key
-        self.ref_log_probs_full_key = ref_log_probs_full_key
-        self.kl_key = kl_key
-        self.reward_key = reward_key
-        self.add_to_reward = add_to_reward
+        self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
+        self.kl_key, self.reward_key, self.add_to_reward = kl_key, reward_key, add_to_reward
         self.coeff = coeff
         self.padding_side: PaddingSide = padding_side  # type: ignore[assignment]  # checked on assignment
         self.reward_placement = reward_placement
         self.estimator = estimator
-        self.exact_kl_key = exact_kl_key
-        self.old_log_probs_key = old_log_probs_key
+        self.exact_kl_key, self.old_log_probs_key = exact_kl_key, old_log_probs_key
         self.declare()
 
     # ------------------------------------------------------------------ settings

@@ -33,14 +33,7 @@ def resolve_estimator(estimator: Estimator) -> Estimator:
 
 
 class KLPenalty(StepTransform):
-    """The base of the transforms that write a KL and charge it to the reward.
-
-    Attributes:
-        estimator: the function, or ``"exact"``; may be set to a name.
-        reward_placement: where an outcome reward goes.
-        add_to_reward: whether the penalised reward is written.
-        reward_key: the reward that is read.
-    """
+    """The base of the transforms that write a KL and charge it to the reward."""
 
     checks: ClassVar[Checks] = {
         **StepTransform.checks,
@@ -50,7 +43,7 @@ class KLPenalty(StepTransform):
         "reward_placement": one_of("reward_placement", RewardPlacement),
     }
 
-    estimator: Estimator
+    estimator: Estimator  # the function, or "exact"; may be set to a name
     reward_placement: RewardPlacement
     add_to_reward: bool
     reward_key: NestedKey
@@ -67,14 +60,7 @@ class KLPenalty(StepTransform):
         return values.new_zeros(scored.shape).index_put((scored,), values)
 
     def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None, coefficient: Any) -> Ragged:
-        """``reward - coefficient * KL`` per token; ``[N, 1]``.
-
-        Args:
-            next_td: holds the reward; a missing one is 0.
-            kl: nats; ``[N]``.
-            mask: the response tokens, for the place of an outcome; ``[N]``; None for all.
-            coefficient: the module.
-        """
+        """``reward - coefficient * KL`` per token, ``[N, 1]``; a missing reward is 0, and ``mask`` places an outcome."""
         placed = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
         weight = coefficient().to(kl.values.device)
         return kl.like(torch.addcmul(placed.values, weight, kl.values.unsqueeze(-1), value=-1))
@@ -97,11 +83,7 @@ _SAME_TOKENS = (
 def check_pair(
     gen: Ragged, other: Ragged, name: str = "ref_log_probs", *, padding_side: PaddingSide, advice: str = _SAME_TOKENS
 ) -> tuple[Ragged, Ragged]:
-    """Bring the policy's log-probs and ``other``, called ``name`` in errors, to one form, that of ``gen``.
-
-    Raises:
-        ValueError: if the number of sequences or a length differs.
-    """
+    """Bring the policy's log-probs and ``other``, called ``name`` in errors, to one form, that of ``gen``."""
     if gen.num_sequences == other.num_sequences:
         gen = _without_padding(gen, other, padding_side)
     return gen, match(gen, other, name, padding_side=padding_side, advice=advice)

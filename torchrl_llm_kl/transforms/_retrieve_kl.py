@@ -63,12 +63,11 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
             vocabulary at each token (both must have the same one).
         entropy_key: where to write the policy's entropy, if anywhere.
+        kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
+        assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
+            temperature: of both models; see :class:`RetrieveLogProb`.
 
-    The other arguments are those of :class:`RetrieveLogProb`, for both models (``assistant_only``, ``history_key``,
-    ``tokenizer_kwargs``, ``device``, ``tokenizer``, ``padding_side``, ``adapters``, ``dtype``, ``memory``, ``scope``,
-    ``temperature``), and of :class:`KLComputation` (``kl_key``, ``add_to_reward``, ``coeff``, ``reward_placement``,
-    ``old_log_probs_key``, ``reward_key``). They are attributes that may change at any time, except the models and what is
-    fixed in a :class:`RetrieveLogProb`.
+    All are attributes that may change at any time, except the models and what is fixed in a :class:`RetrieveLogProb`.
 
     Shapes:
         log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout of the tokens.
@@ -78,11 +77,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             :class:`RetrieveLogProb` and :class:`KLComputation`.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
-        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
         >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
         >>> data = TensorDict(tokens=tokens, next=TensorDict(reward=torch.ones(1, 1), batch_size=[1]), batch_size=[1])
         >>> data = RetrieveKL(model, model)(data)  # the KL of a model with itself is 0

@@ -50,24 +50,13 @@ class ScoringTransform(StepTransform):
 
     fixed = frozenset({"device", "padding_side", "tokenizer", "tokenizer_kwargs"})
     adapters: bool = True
-
-    def __init__(
-        self,
-        *,
-        tokenizer: Any,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        padding_side: str,
-        assistant_only: bool,
-        scope: Scope,
-        temperature: float,
-        dtype: torch.dtype | None,
-        memory: int,
-    ) -> None:
-        super().__init__()
-        self.assistant_only, self.scope = assistant_only, scope
-        self.temperature, self.dtype, self.memory = temperature, dtype, memory
-        self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
-        self._slot = ScorerSlot()
+    assistant_only: bool
+    scope: Scope
+    temperature: float
+    dtype: torch.dtype | None
+    memory: int
+    _options: TokenisingOptions
+    _slot: ScorerSlot
 
     @abstractmethod
     def _scored_model(self) -> Any:
@@ -88,17 +77,13 @@ class ScoringTransform(StepTransform):
         return dict(self._options.template_kwargs)
 
     @property
-    def _settings(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory, "adapters": self.adapters}
-
-    def build_scorer(self) -> LogProbScorer:
-        """The engine, built again if the model or a setting changed; a model that cannot be scored raises an error."""
-        return self._slot.get(self._scored_model(), **self._settings)
-
-    @property
     def scorer(self) -> LogProbScorer:
         """The engine; for ``"from_collector"`` that of the policy of the collector that runs the env now."""
-        return self.build_scorer()
+        return self._slot.get(self._scored_model(), adapters=self.adapters, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
 
     def locate(self, td: TensorDictBase) -> Located:
         """The tokens, and the mask of those that this model scores."""
@@ -132,19 +117,18 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. Without effect when the data is one whole conversation.
-        adapters: False switches the model's PEFT adapters off while it scores: the base model, without a second copy of
-            its weights. Default True.
+        adapters: False scores the base model, with the model's PEFT adapters switched off. Default True.
         history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
-        dtype: of the model's body while it scores, by autocast; see :class:`~torchrl_llm_kl.LogProbScorer`.
+        dtype: autocast dtype of the model's body; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of cached keys and values in an env, so that each turn of a conversation costs its new tokens only; 0
             caches nothing. A change of the weights clears the cache.
-        reference: another model, to which the exact KL over the whole vocabulary is written too, from the same pass.
+        reference: another model; the exact KL to it over the whole vocabulary is written too, from the same pass.
         exact_kl_key: where that goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of each distribution that a token was drawn from, if anywhere.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
-    Arguments are attributes that may change at any time, except those that set up tokenisation and devices
-    (``tokenizer``, ``tokenizer_kwargs``, ``padding_side``, ``history_key``, ``device``).
+    Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
+    ``history_key`` and ``device``.
 
     Shapes:
         float32 nats ``[*B, T]``, in the layout of the tokens, exactly 0 at padding and at tokens that are not scored.
@@ -155,11 +139,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         KeyError: if the data holds nothing to score.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
-        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
         >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
         >>> data = TensorDict(tokens=tokens, batch_size=[1])
         >>> (RetrieveLogProb(model)(data)["log_probs", "full"] != 0).tolist()
@@ -193,16 +175,11 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         entropy_key: NestedKey | None = None,
         use_ray_service: bool = False,
     ) -> None:
-        super().__init__(
-            tokenizer=tokenizer,
-            tokenizer_kwargs=tokenizer_kwargs,
-            padding_side=padding_side,
-            assistant_only=assistant_only,
-            scope=scope,
-            temperature=temperature,
-            dtype=dtype,
-            memory=memory,
-        )
+        super().__init__()
+        self.assistant_only, self.scope, self.detach = assistant_only, scope, detach
+        self.temperature, self.adapters, self.dtype, self.memory = temperature, adapters, dtype, memory
+        self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
+        self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:
             raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=.")
         if not isinstance(model, str):
@@ -216,16 +193,11 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
             warnings.warn(problem, stacklevel=2)
         self.log_probs_full_key = log_probs_full_key
-        self.detach = detach
-        self.adapters = adapters
         self.reference = reference
         self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
         self.entropy_key = entropy_key
-        self._ref_slot = ScorerSlot()
         self.declare()
-        if not isinstance(model, str):
-            self.build_scorer()
-        self.build_reference_scorer()
+        self.check_models()
 
     # ------------------------------------------------------------------ keys and specs
 
@@ -287,16 +259,17 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     # ------------------------------------------------------------------ the models
 
-    def build_reference_scorer(self) -> LogProbScorer | None:
-        """The engine of ``reference``, if there is one; a model that cannot be scored raises an error."""
-        if self.reference is None:
-            return None
-        return self._ref_slot.get(self.reference, **{**self._settings, "adapters": True})
+    def check_models(self) -> None:
+        """Build the scorers of the models that are known by now: one that cannot be scored raises an error."""
+        if hasattr(self, "model"):
+            self._slot.get(self.model, adapters=self.adapters, **self._settings)
+        if self.reference is not None:
+            self._ref_slot.get(self.reference, **self._settings)
 
     @property
     def reference_scorer(self) -> LogProbScorer | None:
         """The engine of ``reference``, if there is one."""
-        return self.build_reference_scorer()
+        return None if self.reference is None else self._ref_slot.get(self.reference, **self._settings)
 
     def _scored_model(self) -> Any:
         return self.model if hasattr(self, "model") else collector_policy(self)
