@@ -74,8 +74,8 @@ def check_clip_range(clip_low: Any, clip_high: Any) -> None:
 def all_finite(*tensors: Tensor) -> bool:
     """Whether every number is finite; one host synchronisation for all tensors if so."""
     # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
-    sums = torch.stack([x.sum(dtype=torch.float32) for x in tensors])
-    return bool(sums.isfinite().all()) or all(bool(x.isfinite().all()) for x in tensors)
+    total = sum(x.sum(dtype=torch.float32) for x in tensors)
+    return math.isfinite(total) or all(bool(x.isfinite().all()) for x in tensors)
 
 
 def check_finite(

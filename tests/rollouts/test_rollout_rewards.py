@@ -40,8 +40,8 @@ def test_token_reward(reward: Any, mask: Any, placement: Any, expected: list[flo
     ("reward", "error", "message"),
     [
         (torch.zeros(2, 3), ValueError, r"shape \(2, 3\) but the kl has \[4, 4\] tokens per sequence"),
-        (torch.zeros(3), ValueError, r"shape \(3,\): expected one or more for each of 2 sequences"),
-        ("good", TypeError, "expected the reward to be a tensor, found str"),
+        (torch.zeros(3), ValueError, r"the reward has shape \(3,\): expected as many numbers for each of 2 rows"),
+        ("good", TypeError, "the reward must be a tensor, found str"),
     ],
 )
 def test_a_reward_that_fits_nothing(reward: Any, error: type[Exception], message: str) -> None:

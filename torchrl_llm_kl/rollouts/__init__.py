@@ -1,7 +1,4 @@
-"""How a rollout's TensorDict is read and written: keys, tokens and masks, entries, rewards and denominators.
-
-``transforms``, ``advantages`` and ``losses`` build on this layer. It knows neither the inside of a model nor Ray.
-"""
+"""How a rollout's TensorDict is read and written: keys, tokens and masks, entries, rewards and denominators."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions
 from torchrl_llm_kl.rollouts._response import ResponseTokens
 from torchrl_llm_kl.rollouts._rewards import (
     RewardPlacement,
-    check_reward_placement as check_reward_placement,
     read_denominators as read_denominators,
     token_reward,
     write_denominators as write_denominators,
@@ -38,7 +34,6 @@ from torchrl_llm_kl.rollouts._tokens import (
     MaskingStrategy,
     TokenReader as TokenReader,
     assistant_mask as assistant_mask,
-    check_scope as check_scope,
     first_difference as first_difference,
     locate,
 )

@@ -1,10 +1,11 @@
-"""Reading entries of a rollout: one lookup with one fallback, and values per sequence or per token.
+"""Read entries of a rollout: one lookup with one fallback, and values per token or per sequence.
 
-**The fallback.** TorchRL writes the results of a step under ``"next"``; data that was flattened, stored or built by hand often
-holds them at the root. Every lookup here takes the key as given, and otherwise the same key on the other side of ``"next"``:
+**The fallback.** TorchRL writes the results of a step under ``"next"``; data that was flattened, stored or built by hand
+often holds them at the root. A lookup tries the key as given, then the key on the other side of ``"next"``:
 ``("next", "reward")`` falls back to ``"reward"``, and ``"query"`` to ``("next", "query")``.
 
-Shapes: ``S`` sequences, ``N`` tokens of all sequences together.
+Shapes: ``S`` sequences, ``N`` tokens of all sequences together. In the readers of a column, ``rows`` is ``S`` and ``what``
+names the entry in errors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class MissingEntryError(KeyError):
 
 
 def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
-    """``key`` if ``td`` holds it, else the key on the other side of ``"next"`` if it holds that, else None.
+    """``key`` if ``td`` holds it, else the key on the other side of ``"next"`` if ``td`` holds that, else None.
 
     Example:
         >>> from tensordict import TensorDict
@@ -51,7 +52,13 @@ def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
 
 
 def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> NestedKey:
-    """:func:`find_key`, or a :class:`MissingEntryError` that begins with ``what`` and ends with ``advice``."""
+    """:func:`find_key`, or a :class:`MissingEntryError` that begins with ``what`` and ends with ``advice``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> require_key(TensorDict(next=TensorDict(reward=torch.ones(1))), "reward", "no reward", "Add one.")
+        ('next', 'reward')
+    """
     found = find_key(td, key)
     if found is None:
         raise MissingEntryError(f"{what}: expected {key!r} in the TensorDict, found: {describe_entries(td)}. {advice}")
@@ -65,7 +72,7 @@ def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> 
 
 
 def describe_entries(td: TensorDictBase, next_td: TensorDictBase | None = None) -> str:
-    """The entries of a step and of its result, for a message: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
+    """List the entries of a step and of its result: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
     next_td = read_node(td, "next") if next_td is None else next_td
     return _names(td) + ("" if next_td is None or next_td is td else f"; in 'next': {_names(next_td)}")
 
@@ -91,14 +98,20 @@ def per_token(
         td: the data, which holds ``key``.
         key: the entry.
         tokens: all tokens.
-        responses: True at response tokens; ``[N]``; None if unknown.
+        responses: True at response tokens; bool ``[N]``; None if unknown.
 
     Keyword Args:
-        fill: for tokens that such a row does not cover.
+        fill: for tokens that a shorter row does not cover.
 
     Raises:
         ValueError: if a row is longer than its tokens, holds several numbers per token, or fits no place in its sequence.
         TypeError: if the entry is not a tensor.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> tokens = Ragged.from_list([torch.tensor([7, 8]), torch.tensor([9])])
+        >>> per_token(TensorDict(x=torch.tensor([1.0, 2.0]), batch_size=[2]), "x", tokens, None).tolist()
+        [1.0, 1.0, 2.0]
     """
     whole = per_sequence(td, key)
     if whole is not None:
@@ -119,8 +132,8 @@ def per_token(
         return values
     if not values.is_floating_point() and values.dtype != torch.bool:
         values = values.float()
-    slots_first = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
-    return _at_responses(values, widths, key, tokens, responses, fill, slots_first=slots_first)
+    both_dense = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
+    return _at_responses(values, widths, key, tokens, responses, fill, slots_first=both_dense)
 
 
 def _at_responses(
@@ -142,7 +155,9 @@ def _at_responses(
             continue
         if responses is not None:
             where = responses if keep is None else torch.zeros_like(keep).index_put((keep,), responses)
-            first = _first_true(every, where)
+            first = every.lengths  # of sequences without a response
+            at = torch.where(where, every.positions, first[every.sequence_ids])
+            first = first.scatter_reduce(0, every.sequence_ids, at, "amin")
             all_but_the_first = bool((start == 1).all())  # log-probs of every token that has a prefix
             if not all_but_the_first and not bool(((first == every.lengths) | (start == first)).all()):
                 continue
@@ -158,17 +173,17 @@ def _at_responses(
     )
 
 
-def _first_true(tokens: Ragged, mask: Tensor) -> Tensor:
-    """The position of the first True of each sequence, its length if there is none; ``[S]``."""
-    position = torch.where(mask, tokens.positions, tokens.lengths[tokens.sequence_ids])
-    return tokens.lengths.scatter_reduce(0, tokens.sequence_ids, position, "amin")
-
-
 # ------------------------------------------------------------------ one value per sequence
 
 
 def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """An entry with one number per sequence; ``[S]``, or None if it has another shape."""
+    """An entry with one number per sequence; ``[S]``, or None if it has another shape.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> per_sequence(TensorDict(x=torch.tensor([[3.0], [4.0]]), batch_size=[2]), "x")
+        tensor([3., 4.])
+    """
     column = read_column(td, key)
     if isinstance(column, list):
         if not all(isinstance(leaf, Tensor) and leaf.numel() == 1 for leaf in column):
@@ -176,66 +191,71 @@ def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
         return torch.stack([leaf.reshape(()) for leaf in column])
     if not isinstance(column, Tensor):
         raise TypeError(f"expected a tensor under {key!r}, found {type(column).__name__}.")
-    if column.is_nested or column.numel() != td.batch_size.numel():
-        return None
-    return column.reshape(-1)
+    return None if column.is_nested or column.numel() != td.batch_size.numel() else column.reshape(-1)
 
 
-def sequence_sums(value: Any, rows: int, what: str) -> Tensor:
-    """The sum of each row's numbers, in float32 or wider, without graph; ``[S]``.
-
-    Args:
-        value: a column: one number per row, or several, padded, nested or as a list of rows.
-        rows: ``S``.
-        what: the entry, for messages.
+def row_numbers(value: Any, rows: int, what: str) -> tuple[Tensor, list[int]]:
+    """All numbers of a column (dense, nested, or a list of rows) in one dimension, and how many each row has.
 
     Raises:
         TypeError: if the column holds no tensors.
-        ValueError: if its numbers do not divide evenly among the rows.
+        ValueError: if the numbers of a dense column do not divide evenly among the rows.
     """
+    for kind in set(map(type, value)) if isinstance(value, list) else {type(value)}:
+        if not issubclass(kind, Tensor):
+            raise TypeError(f"{what} must be a tensor, found {kind.__name__}.")
     if isinstance(value, list):
-        _check_tensors(value, what)
-        sizes = torch.tensor([row.numel() for row in value])
-        flat = _wide(torch.cat([row.reshape(-1) for row in value]))
-        return segment_sum(flat, sizes.to(flat.device))
-    _check_tensors([value], what)
+        try:
+            flat = torch.cat(value)
+        except RuntimeError:  # scalars
+            flat = torch.cat([row.reshape(-1) for row in value])
+        return flat.reshape(-1), [row.numel() for row in value]
     if value.is_nested:
         data = Ragged.from_nested(value)
-        value = data.like(_wide(data.values)).sum()
-    if value.numel() % rows:
+        slots = data.slots()
+        features = slots.shape[1:].numel()
+        return slots.reshape(-1), [size * features for size in data.container.row_sizes]
+    count = value.numel() // max(rows, 1)
+    if value.numel() != count * rows:
         raise ValueError(f"{what} has shape {tuple(value.shape)}: expected as many numbers for each of {rows} rows.")
-    return _wide(value).reshape(rows, -1).sum(-1)
+    return value.reshape(-1), [count] * rows
+
+
+def sequence_sums(value: Any, rows: int, what: str) -> Tensor:
+    """The sum of each row's numbers, in float32 or wider, without graph; ``[S]``."""
+    return _sums(*row_numbers(value, rows, what))
+
+
+def _sums(flat: Tensor, counts: list[int]) -> Tensor:
+    (flat,) = widen(flat.detach())
+    if len(set(counts)) == 1:
+        return flat.reshape(len(counts), counts[0]).sum(-1)
+    return segment_sum(flat, torch.tensor(counts, device=flat.device))
 
 
 def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
-    """The outcome reward of each sequence, in float32 or wider; ``[S]``.
+    """The outcome reward of each sequence, in float32 or wider, without graph; ``[S]``.
 
-    Args:
-        td: holds the tokens or their mask: how many each sequence has, and which are padding, whose rewards are ignored.
-        value: the reward: one number per sequence, or one per token, which are summed.
-        what: the entry, for messages.
+    ``value`` holds one number per sequence, or one per token, which are summed. ``td`` holds the tokens or their mask: how
+    many each sequence has, and which are padding, whose rewards are ignored.
 
     Raises:
-        TypeError: if the reward holds no tensors.
         ValueError: if a sequence has several numbers, but not one per token.
     """
-    widths = _row_widths(value, td)
-    tokens = None if widths is None or all(width == 1 for width in widths) else _padded_tokens(td)
-    if tokens is None or widths is None:
-        return sequence_sums(value, td.batch_size.numel(), what)
+    rows = td.batch_size.numel()
+    flat, counts = row_numbers(value, rows, what)
+    tokens = None if counts == [1] * rows else _padded_tokens(td)
+    if tokens is None:
+        return _sums(flat, counts)
     expected = tokens.container.row_sizes
-    if widths != expected:
-        row = next(i for i, (a, b) in enumerate(zip(widths, expected, strict=True)) if a != b)
-        shape = tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else f"rows of {widths}"
+    if counts != expected:
+        row = next(i for i, (a, b) in enumerate(zip(counts, expected, strict=True)) if a != b)
+        shape = tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else f"rows of {counts}"
         raise ValueError(
             f"{what} has shape {shape}: expected one number per sequence or one per token; sequence {row} has "
-            f"{widths[row]} numbers and {expected[row]} tokens. Add up several rewards, with their weights, first."
+            f"{counts[row]} numbers and {expected[row]} tokens. Add up several rewards, with their weights, first."
         )
-    rows = value if isinstance(value, list) else value.unbind() if value.is_nested else [value]
-    flat = torch.cat([row.reshape(-1) for row in rows])
-    if tokens.keep is not None:
-        flat = torch.where(tokens.keep.to(flat.device), flat, 0)
-    return sequence_sums(list(flat.split(expected)), len(expected), what)
+    return _sums(flat if tokens.keep is None else torch.where(tokens.keep.to(flat.device), flat, 0), counts)
 
 
 def _padded_tokens(td: TensorDictBase) -> Ragged | None:
@@ -246,18 +266,6 @@ def _padded_tokens(td: TensorDictBase) -> Ragged | None:
     return None if mask is None else Ragged.from_slots(mask.slots(), mask.container, mask.slots().bool())
 
 
-def _row_widths(value: Any, td: TensorDictBase) -> list[int] | None:
-    """How many numbers each sequence has; None unless tensors that divide evenly among them."""
-    if isinstance(value, list):
-        return [row.numel() for row in value] if all(isinstance(row, Tensor) for row in value) else None
-    if not isinstance(value, Tensor):
-        return None
-    if value.is_nested:
-        return [row.numel() for row in value.unbind()]
-    rows = td.batch_size.numel()
-    return None if value.numel() % rows else [value.numel() // rows] * rows
-
-
 def sequence_integers(value: Any, rows: int, what: str) -> Tensor:
     """One integer per row; int64 ``[S]``.
 
@@ -265,12 +273,10 @@ def sequence_integers(value: Any, rows: int, what: str) -> Tensor:
         TypeError: if the column holds no integer tensors.
         ValueError: if it does not hold one integer per row.
     """
-    values = value if isinstance(value, list) else [value]
-    _check_tensors(values, what)
-    flat = torch.cat([x.reshape(-1) for x in values])
+    flat, counts = row_numbers(value, rows, what)
     if flat.is_floating_point() or flat.dtype == torch.bool:
         raise TypeError(f"{what} must be of an integer dtype, found {flat.dtype}.")
-    if flat.numel() != rows:
+    if counts != [1] * rows:
         raise ValueError(f"{what} must have one number for each of {rows} rows, found {flat.numel()} numbers.")
     return flat.long()
 
@@ -278,19 +284,21 @@ def sequence_integers(value: Any, rows: int, what: str) -> Tensor:
 def sequence_ids_of(value: Any, rows: int, what: str) -> Tensor:
     """A number per row, equal for rows with equal values; int64 ``[S]``.
 
-    Args:
-        value: a column of integers, one or several per row (a prompt's tokens, padded or nested), or of strings.
-        rows: ``S``.
-        what: the entry, for messages.
+    The column holds integers, one or several per row (a prompt's tokens, padded or nested), or strings.
 
     Raises:
-        TypeError: if the column holds neither integers nor strings.
+        TypeError: if it holds neither integers nor strings.
         ValueError: if it does not hold one value per row.
     """
-    data = _as_rows(value, rows)
-    if data is not None:
-        if data.values.is_floating_point() or data.values.dtype == torch.bool:
-            raise TypeError(f"{what} must be integers or strings, found {data.values.dtype}.")
+    if isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(row, Tensor) for row in value)):
+        if isinstance(value, Tensor) and value.is_nested:
+            value = Ragged.from_nested(value).to_list()  # without the gaps of a jagged tensor
+        flat, counts = row_numbers(value, rows, what)
+        if flat.is_floating_point() or flat.dtype == torch.bool:
+            raise TypeError(f"{what} must be integers or strings, found {flat.dtype}.")
+        if not flat.numel():
+            raise ValueError(f"{what} must have one value for each of {rows} rows, found none.")
+        data = Ragged.from_list(list(flat.split(counts)))
         table = torch.cat([data.lengths.unsqueeze(1), data.to_padded()], 1)  # the length separates padding from token 0
         return torch.unique(table, dim=0, return_inverse=True)[1]
     names = list(leaves(value))
@@ -306,18 +314,6 @@ def sequence_ids_of(value: Any, rows: int, what: str) -> Tensor:
     return torch.tensor([number[name] for name in names])
 
 
-def _as_rows(value: Any, rows: int) -> Ragged | None:
-    """The numbers of each row in one dimension; None unless tensors."""
-    if isinstance(value, Tensor):
-        if value.is_nested:
-            data = Ragged.from_nested(value)
-            return data.like(data.values.reshape(data.values.shape[0])) if data.values.ndim > 1 else data
-        return Ragged.from_padded(value.reshape(rows, -1)) if value.numel() else None
-    if isinstance(value, list) and all(isinstance(row, Tensor) for row in value):
-        return Ragged.from_list([row.reshape(-1) for row in value])
-    return None
-
-
 def leaves(value: Any) -> Iterator[Any]:
     """The leaves of non-tensor data, however TensorDict holds it: plain, wrapped or stacked."""
     if is_non_tensor(value):
@@ -327,13 +323,3 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield value
-
-
-def _check_tensors(values: list[Any], what: str) -> None:
-    for value in values:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{what} must be a tensor, found {type(value).__name__}.")
-
-
-def _wide(x: Tensor) -> Tensor:
-    return widen(x.detach())[0]

@@ -99,6 +99,8 @@ class ModelInterface:
         return sub_key(self.masks_key, "all_assistant_mask")
 
     def with_history_key(self, key: NestedKey) -> ModelInterface:
-        """A copy that reads conversations from ``(key, "full")``, unless the model has an input key of its own."""
+        """This interface with conversations under ``(key, "full")``, unless the model has an input key of its own."""
+        if key == self.history_key:
+            return self
         own = self.input_mode == "history" and self.input_key == sub_key(self.history_key, "full")
         return replace(self, history_key=key, input_key=sub_key(key, "full") if own else self.input_key)

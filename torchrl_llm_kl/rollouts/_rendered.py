@@ -16,6 +16,7 @@ from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, read_
 from torchrl_llm_kl.rollouts._entries import leaves
 from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
 
+#: ``"turn"``: the response of each step; ``"full"``: the assistant's earlier turns too.
 Scope = Literal["turn", "full"]
 
 # torchrl's defaults for `tokenizer_kwargs`: accepted, since rendering does this anyway.
@@ -30,12 +31,16 @@ _IMPLIED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class TokenisingOptions:
-    """How text becomes tokens: the transforms' arguments of these names. See :meth:`make`.
+    """How text becomes tokens: the transforms' arguments of these names, checked by :meth:`make`.
 
     Args:
         tokenizer: instead of the model's own; None for that.
         padding_side: for a model with ``pad_output=True``.
         template_kwargs: the chat template's arguments, over the model's own.
+
+    Example:
+        >>> TokenisingOptions.make(None, {"padding": True, "chat_template": "..."}, "left").template_kwargs
+        {'chat_template': '...'}
     """
 
     tokenizer: Any = None
@@ -55,7 +60,7 @@ class TokenisingOptions:
                 raise ValueError(
                     f"tokenizer_kwargs[{name!r}]={value!r} cannot be honoured: the transform needs "
                     f"{' or '.join(map(repr, allowed))}. Leave it out; padding of the output follows the data and the "
-                    f"model's `pad_output`."
+                    "model's `pad_output`."
                 )
         return cls(tokenizer, check_padding_side(padding_side), kwargs)
 
@@ -78,20 +83,14 @@ class TokenisingOptions:
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
-            kwargs["chat_template"] = _named_template(tokenizer, name)
+            from torchrl.data.llm import history
+
+            own = getattr(tokenizer, "chat_template", None)
+            known = {**history._CHAT_TEMPLATES, **(own if isinstance(own, Mapping) else {})}
+            if name not in known:
+                raise ValueError(f"no chat template is called {name!r}; known: {sorted(known)}.")
+            kwargs["chat_template"] = known[name]
         return tokenizer, kwargs
-
-
-def _named_template(tokenizer: Any, name: str) -> str:
-    own = getattr(tokenizer, "chat_template", None)
-    if isinstance(own, Mapping) and name in own:
-        return own[name]
-    from torchrl.data.llm import history
-
-    known = history._CHAT_TEMPLATES
-    if name not in known:
-        raise ValueError(f"no chat template is called {name!r}; torchrl knows {sorted(known)}.")
-    return known[name]
 
 
 # ------------------------------------------------------------------ conversations
@@ -118,11 +117,7 @@ def render_history(
     conversations = _conversations(td, key)
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
     rendered = render_conversations(
-        tokenizer,
-        conversations,
-        add_generation_prompt=add_generation_prompt,
-        assistant_mask=assistant_only,
-        **kwargs,
+        tokenizer, conversations, add_generation_prompt=add_generation_prompt, assistant_mask=assistant_only, **kwargs
     )
     masks = [r.assistant_mask if assistant_only else torch.ones_like(r.assistant_mask) for r in rendered]
     prompt_key = sub_key(interface.history_key, "prompt")
@@ -140,7 +135,7 @@ def _response_masks(
     prompts: list[Any],
     kwargs: dict[str, Any],
 ) -> list[Tensor]:
-    """Masks of the turns after the prompt: a conversation begins with the spans of its prompt."""
+    """Masks of the turns after the prompt, whose spans come first in a conversation."""
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
         if conversation[: len(prompt)] != prompt:
             raise ValueError(
@@ -154,7 +149,7 @@ def _response_masks(
         if not mask.any() and any(message["role"] == "assistant" for message in conversation[len(prompt) :]):
             raise ValueError(
                 f"sequence {row}: the chat template renders nothing of the response {conversation[-1].get('content')!r}, which "
-                f"leaves no token to score. Use a template that renders it, or store sampled tokens."
+                "leaves no token to score. Use a template that renders it, or store sampled tokens."
             )
     return masks
 
@@ -193,16 +188,12 @@ def render_text(
     scope: Scope,
     assistant_only: bool = True,
 ) -> tuple[Ragged, Tensor]:
-    """Tokenise the texts under ``key``; the assistant's part follows the prompt's text.
-
-    Returns:
-        Token ids and the mask of the assistant's tokens; both ``[N]``.
-    """
+    """Tokenise the texts under ``key``; the assistant's part follows the prompt's text. Returns as :func:`render_history`."""
     tokenizer, _ = options.resolve(interface)
     if options.template_kwargs:
         raise ValueError(
             f"tokenizer_kwargs {sorted(options.template_kwargs)} belong to a chat template, and input_mode='text' renders "
-            f"none: leave them out, or use input_mode='history'."
+            "none: leave them out, or use input_mode='history'."
         )
     texts = _texts(read_column(td, key), td, key)
     starts = [0] * len(texts)

@@ -51,7 +51,7 @@ class ResponseTokens:
         return self.elements.numel() == 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """Values per token ``[N]`` at the masked-in ones; ``[S, T]``, 0 elsewhere."""
+        """Values per token ``[N]`` at the masked-in tokens; ``[S, T]``, 0 elsewhere."""
         return values.new_zeros(self.mask.shape).index_put((self.rows, self.columns), values[self.elements])
 
     def scatter(self, values: Tensor) -> Tensor:
@@ -82,25 +82,14 @@ class ResponseTokens:
         """Store ``values [N]`` as ``[*B, T, 1]`` in the layout of the tokens; returns what takes the place of ``td``."""
         return write_ragged(td, key, self.tokens.like(values.unsqueeze(-1)).slots(), self.tokens.container)
 
-    def check_finite(
-        self,
-        named: Mapping[str, Tensor],
-        *,
-        ignore: Tensor | None = None,
-        advice: str = "Mask the token, or fix the entry.",
-    ) -> None:
+    def check_finite(self, named: Mapping[str, Tensor]) -> None:
         """Raise a ValueError that names the first NaN or infinite masked-in number, its sequence and its position.
 
         Args:
-            named: ``[S, T]`` each; the keys name them in the message. Integers pass.
-
-        Keyword Args:
-            ignore: bool ``[S, T]``: True at tokens whose numbers are not used.
-            advice: ends the message.
+            named: ``[S, T]`` each; the keys name them in the message. Integers and other shapes pass.
         """
         floats = {name: x for name, x in named.items() if x.is_floating_point() and x.shape == self.mask.shape}
-        read = self.mask if ignore is None else self.mask & ~ignore
-        check_finite(floats, read=read, place=self._place, advice=advice)
+        check_finite(floats, read=self.mask, place=self._place, advice="Mask the token, or fix the entry.")
 
     def _place(self, at: int) -> str:
         row, column = divmod(at, self.mask.shape[1])

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._numerics import wide_dtype
 from torchrl_llm_kl.ragged import Ragged, read_column, read_node
+from torchrl_llm_kl.rollouts._entries import row_numbers
 from torchrl_llm_kl.rollouts._keys import sub_key
 
 # ------------------------------------------------------------------ rewards
 
 #: Where an outcome reward goes: on the last response token, or on every token.
 RewardPlacement = Literal["last", "broadcast"]
-
-
-def check_reward_placement(value: str) -> RewardPlacement:
-    """Return ``value`` if it is a placement, else raise a ValueError."""
-    if value not in get_args(RewardPlacement):
-        raise ValueError(f"reward_placement must be one of {get_args(RewardPlacement)}, got {value!r}.")
-    return value  # type: ignore[return-value]
 
 
 def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Ragged:
@@ -50,9 +44,9 @@ def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placemen
     """
     if reward is None:
         return like.like(like.values.new_zeros(like.values.shape[0], 1))
-    flat, counts = _flatten(reward, like)
     sizes = like.container.row_sizes
-    flat = widen(flat.to(like.values.device))[0]
+    flat, counts = row_numbers(reward, len(sizes), "the reward")
+    flat = flat.to(like.values.device, wide_dtype(flat.dtype))
     if counts == [1] * len(sizes):
         values = _place(flat, like, mask, placement)
     elif counts == sizes:
@@ -60,34 +54,10 @@ def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placemen
     else:
         found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
         raise ValueError(
-            f"The rewards have shape {found} but the kl has {sizes} tokens per sequence. The rewards should have "
-            f"one number per sequence, or one more dimension than the KL: [*B, T, 1], one number per token."
+            f"The rewards have shape {found} but the kl has {sizes} tokens per sequence. The rewards should have one number "
+            "per sequence, or one more dimension than the KL: [*B, T, 1], one number per token."
         )
     return like.like(values.unsqueeze(-1))
-
-
-def _flatten(reward: Any, like: Ragged) -> tuple[Tensor, list[int]]:
-    """All numbers of a reward, and how many each sequence has."""
-    if isinstance(reward, list):
-        try:
-            flat = torch.cat(reward)
-        except RuntimeError:  # scalars
-            flat = torch.cat([row.reshape(-1) for row in reward])
-        return flat.reshape(-1), [row.numel() for row in reward]
-    if not isinstance(reward, Tensor):
-        raise TypeError(f"expected the reward to be a tensor, found {type(reward).__name__}.")
-    if reward.is_nested:
-        data = Ragged.from_nested(reward)
-        slots = data.slots()
-        features = slots.shape[1:].numel()
-        return slots.reshape(-1), [size * features for size in data.container.row_sizes]
-    sequences = like.num_sequences
-    per_sequence = reward.numel() // max(sequences, 1)
-    if reward.numel() != per_sequence * sequences:
-        raise ValueError(
-            f"The rewards have shape {tuple(reward.shape)}: expected one or more for each of {sequences} sequences."
-        )
-    return reward.reshape(-1), [per_sequence] * sequences
 
 
 def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Tensor:
@@ -100,42 +70,32 @@ def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: Reward
             f"sequence {row} has no token to hold its reward of {float(outcome[row]):g}: drop empty sequences first."
         )
     last = like.offsets[1:] - 1
-    if mask is not None:
-        last = _last_true(like, mask, last)
-    used = like.lengths > 0
-    return outcome.new_zeros(like.values.shape[0]).index_put((last[used],), outcome[used])
-
-
-def _last_true(like: Ragged, mask: Tensor, otherwise: Tensor) -> Tensor:
-    """The last element of each sequence where the mask is True, ``otherwise`` where it is nowhere; ``[S]``."""
-    count = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[like.offsets]  # of True before each end
-    found = count[1:] > count[:-1]
-    where = mask.nonzero().squeeze(-1)
-    return otherwise.index_put((found,), where[count[1:][found] - 1])
+    if mask is not None:  # the last response token, if there is one
+        found = torch.where(mask, like.positions, -1)
+        found = torch.full_like(last, -1).scatter_reduce(0, like.sequence_ids, found, "amax")
+        last = torch.where(found < 0, last, like.offsets[:-1] + found)
+    placed = outcome.new_zeros(like.values.shape[0])
+    # An empty sequence adds its outcome, which is 0, to a token of another.
+    return placed.index_add(0, last.clamp(min=0), outcome) if placed.numel() else placed
 
 
 # ------------------------------------------------------------------ denominators
 
 
 def write_denominators(td: TensorDictBase, key: NestedKey, counts: Mapping[tuple[str, str], Tensor]) -> None:
-    """Store the counts of a whole batch beside each of its rows, so that every part of the batch has them.
+    """Store the counts of a whole batch (0-dim, by name of the term and aggregation mode) beside each of its rows.
 
-    Args:
-        td: the batch.
-        key: parent of the entries ``<name>/<mode>``.
-        counts: 0-dim, by name of the term and aggregation mode.
+    Every part of the batch then holds them, under ``key`` as ``<name>/<mode>``.
     """
     for (name, mode), value in counts.items():
         td.set(sub_key(key, f"{name}/{mode}"), value.expand(td.batch_size).clone())
 
 
 def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[str, str]]) -> dict[str, Tensor] | None:
-    """The counts that :func:`write_denominators` stored, by name of the term; None if there are none.
+    """Read what :func:`write_denominators` stored for ``terms`` (name, aggregation mode) from any rows of the batch.
 
-    Args:
-        td: any rows of the batch.
-        key: parent of the entries.
-        terms: name and aggregation mode of each term.
+    Returns:
+        By name of the term; None if nothing is stored.
 
     Raises:
         ValueError: if the rows come from batches that were counted apart, or were counted for another loss.
@@ -157,7 +117,7 @@ def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[
         if values.device.type == "cpu" and values.numel() and bool((values != values[0]).any()):
             raise ValueError(
                 f"rows of batches that were counted apart: found denominators {values.unique().tolist()} of {name}. "
-                f"Concatenate the batch of one optimiser step first, then count it."
+                "Concatenate the batch of one optimiser step first, then count it."
             )
         out[name] = values[0]
     return out

@@ -24,13 +24,6 @@ from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_h
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 
 
-def check_scope(scope: str) -> Scope:
-    """Return ``scope`` if it is ``"turn"`` or ``"full"``, else raise a ValueError."""
-    if scope not in get_args(Scope):
-        raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}.")
-    return scope  # type: ignore[return-value]
-
-
 @dataclass(frozen=True, eq=False)
 class Located:
     """Token ids in the layout of the data, and which of them are scored.
@@ -80,44 +73,29 @@ def locate(
     interface = ModelInterface() if interface is None else interface
     options = TokenisingOptions() if options is None else options
     key = interface.tokens_full
-    tokens = _read_tokens(td, key, interface)
-    if tokens is not None:
-        mask = _mask_of_sampled(td, tokens, interface, scope, options) if assistant_only else None
-        after_first = tokens.positions > 0
-        return Located(tokens, after_first if mask is None else mask & after_first, key, sampled=True)
-    source = _text_source(td, interface, options)
-    if source is None:
-        expected = sorted({str(key), str(interface.input_key)})
-        raise MissingEntryError(
-            f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found: {describe_entries(td)}. Run the "
-            f"policy first, or give the model the `input_key` that holds the data."
-        )
-    kind, key = source
-    render = render_history if kind == "history" else render_text
-    tokens, mask = render(td, interface, options, key=key, scope=scope, assistant_only=assistant_only)
-    return Located(tokens, mask & (tokens.positions > 0), key, sampled=False)
-
-
-def _read_tokens(td: TensorDictBase, key: NestedKey, interface: ModelInterface) -> Ragged | None:
     attention = sub_key(interface.masks_key, "all_attention_mask")
-    mask_key = attention if has_entry(td, attention) else interface.attention_mask_key
-    tokens = read_ragged(td, key, mask_key)
-    if tokens is not None and tokens.values.is_floating_point():
-        raise TypeError(f"expected integer token ids under {key!r}, found {tokens.values.dtype}.")
-    return tokens
-
-
-def _text_source(
-    td: TensorDictBase, interface: ModelInterface, options: TokenisingOptions
-) -> tuple[str, NestedKey] | None:
-    """The model's own input if it is text or a history; with a tokenizer, any the data has."""
-    candidates = [(interface.input_mode, interface.input_key)]
+    tokens = read_ragged(td, key, attention if has_entry(td, attention) else interface.attention_mask_key)
+    if tokens is not None:
+        if tokens.values.is_floating_point():
+            raise TypeError(f"expected integer token ids under {key!r}, found {tokens.values.dtype}.")
+        mask = tokens.positions > 0
+        if assistant_only:
+            mask = mask & _mask_of_sampled(td, tokens, interface, scope, options)
+        return Located(tokens, mask, key, sampled=True)
+    # The model's own input if it is text or a history; with a tokenizer, any that the data has.
+    sources = [(interface.input_mode, interface.input_key)]
     if options.can_tokenise(interface):
-        candidates += [
-            ("history", sub_key(interface.history_key, "full")),
-            ("text", sub_key(interface.text_key, "full")),
-        ]
-    return next(((kind, key) for kind, key in candidates if kind != "tokens" and has_entry(td, key)), None)
+        sources += [("history", sub_key(interface.history_key, "full")), ("text", sub_key(interface.text_key, "full"))]
+    for kind, key in sources:
+        if kind != "tokens" and has_entry(td, key):
+            render = render_history if kind == "history" else render_text
+            tokens, mask = render(td, interface, options, key=key, scope=scope, assistant_only=assistant_only)
+            return Located(tokens, mask & (tokens.positions > 0), key, sampled=False)
+    expected = sorted({str(interface.tokens_full), str(interface.input_key)})
+    raise MissingEntryError(
+        f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found: {describe_entries(td)}. Run the "
+        "policy first, or give the model the `input_key` that holds the data."
+    )
 
 
 # ------------------------------------------------------------------ the assistant's tokens
@@ -135,14 +113,16 @@ def _mask_of_sampled(
         return mask
     if response is not None:
         return response if scope == "turn" else _with_earlier_turns(td, tokens, response, interface, options)
-    rendered = _mask_of_history(td, tokens, interface, options)
-    if rendered is None:
-        raise ValueError(
-            f"cannot tell which tokens the assistant produced: found {interface.tokens_full!r}, but neither "
-            f"{interface.prompt_tokens!r} nor {interface.assistant_mask!r} nor a history that renders to these tokens. Add "
-            f"one of them, or set assistant_only=False."
-        )
-    return rendered
+    key = sub_key(interface.history_key, "full")
+    if options.can_tokenise(interface) and has_entry(td, key):
+        rendered, mask = render_history(td, interface, options, scope="full", key=key)
+        if first_difference(rendered, tokens) is None:
+            return mask
+    raise ValueError(
+        f"cannot tell which tokens the assistant produced: found {interface.tokens_full!r}, but neither "
+        f"{interface.prompt_tokens!r} nor {interface.assistant_mask!r} nor a history that renders to these tokens. Add one "
+        "of them, or set assistant_only=False."
+    )
 
 
 def assistant_mask(
@@ -150,13 +130,7 @@ def assistant_mask(
 ) -> Tensor | None:
     """The assistant's tokens of a step by its mask and its prompt's length; ``[N]``, or None if the data has neither.
 
-    Args:
-        td: the step.
-        tokens: the sequences, without padding.
-        interface: where mask and prompt are.
-
-    Keyword Args:
-        every: see :func:`response_mask`.
+    Arguments: see :func:`response_mask`.
     """
     given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface, every=every)
     if given is None or response is None:
@@ -178,7 +152,7 @@ def response_mask(
         interface: where the prompt is.
 
     Keyword Args:
-        every: the sequences with the ids of their padding, which a padded prompt has too; read from ``td`` if None.
+        every: the sequences with the ids of their padding, which a padded prompt has too; by default read from ``td``.
 
     Raises:
         ValueError: if a sampled sequence does not start with its prompt.
@@ -188,14 +162,15 @@ def response_mask(
     if prompt is None or prompt.num_sequences != tokens.num_sequences:
         return None
     widths = prompt.container.row_lengths
-    every = read_ragged(td, interface.tokens_full) if every is None else every
+    if every is None:
+        every = tokens if tokens.keep is None else read_ragged(td, interface.tokens_full)
     assert every is not None
     too_long = widths > every.lengths
     if bool(too_long.any()):
         row = int(too_long.nonzero()[0])
         raise ValueError(
             f"sequence {row}: {key!r} has {int(widths[row])} tokens, more than the {int(every.lengths[row])} of the "
-            f"whole sequence. A rollout's full tokens are prompt + response: pass both from the same step."
+            "whole sequence. A rollout's full tokens are prompt + response: pass both from the same step."
         )
     in_prompt = every.first(widths)
     if torch.equal(prompt.slots(), every.values[in_prompt]):
@@ -210,8 +185,8 @@ def response_mask(
     row, position = int(every.sequence_ids[at]), int(every.positions[at])
     raise ValueError(
         f"sequence {row}, position {position}: the sampled sequence does not start with {key!r}. Pad both the same way, "
-        f"or neither; and if pad_token == eos_token, give the tokenizer a pad token of its own: torchrl drops end tokens "
-        f"from unpadded sequences."
+        "or neither; if pad_token == eos_token, give the tokenizer another pad token: torchrl drops end tokens from "
+        "unpadded sequences."
     )
 
 
@@ -241,20 +216,9 @@ def _check_given(mask: Tensor, response: Tensor | None, tokens: Ragged, interfac
             f"sequence {int(empty.nonzero()[0])}: {interface.assistant_mask!r} is False everywhere"
             f"{'' if response is None else ' in its response'}: the template "
             f"{repr(str(template)[:60]) if template else '(unknown)'} marked no assistant turn. Remove the mask entry to use "
-            f"the rollout's own bookkeeping, or mask with this package's render_conversations; a conversation without "
-            f"assistant turns needs assistant_only=False."
+            "the prompt's length instead, or mask with this package's render_conversations; a conversation without "
+            "assistant turns needs assistant_only=False."
         )
-
-
-def _mask_of_history(
-    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, options: TokenisingOptions
-) -> Tensor | None:
-    """The template's mask of ``history.full``, if that renders to exactly these tokens."""
-    key = sub_key(interface.history_key, "full")
-    if not options.can_tokenise(interface) or not has_entry(td, key):
-        return None
-    rendered, mask = render_history(td, interface, options, scope="full", key=key)
-    return mask if first_difference(rendered, tokens) is None else None
 
 
 def _with_earlier_turns(
@@ -299,12 +263,7 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class TokenReader:
-    """Reads the tokens and the mask of a masking strategy from rollouts.
-
-    Args:
-        interface: keys and tokenisation of the model.
-        strategy: which tokens are masked in.
-    """
+    """Reads the tokens and the mask of a masking strategy from rollouts; ``interface`` has the keys of the model."""
 
     interface: ModelInterface
     strategy: MaskingStrategy
@@ -329,8 +288,8 @@ class TokenReader:
     @property
     def in_keys(self) -> list[NestedKey]:
         """The entry that the strategy needs beside the tokens."""
-        mask = {"sft": [self.interface.prompt_tokens], "rlhf": [self.interface.assistant_mask], "generic": []}
-        return list(mask[self.strategy])
+        keys = {"sft": self.interface.prompt_tokens, "rlhf": self.interface.assistant_mask}
+        return [keys[self.strategy]] if self.strategy in keys else []
 
     def with_batch_dims(self, td: TensorDictBase) -> TensorDictBase:
         """``td`` with the tokens' own dimension outside its batch size.
@@ -346,12 +305,8 @@ class TokenReader:
 
     def locate(self, td: TensorDictBase) -> Located:
         """The tokens, and the mask of the strategy."""
-        return locate(
-            td,
-            self.interface,
-            assistant_only=self.strategy != "generic",
-            scope="full" if self.strategy == "rlhf" else "turn",
-        )
+        scope: Scope = "full" if self.strategy == "rlhf" else "turn"
+        return locate(td, self.interface, assistant_only=self.strategy != "generic", scope=scope)
 
     def without_unscored(self, mask: Tensor, old: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
         """Drop first generated tokens whose log-prob the sampler never computed; ``[N]``.

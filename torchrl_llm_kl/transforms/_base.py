@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -13,10 +13,22 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
-from torchrl_llm_kl.rollouts import check_scope
+from torchrl_llm_kl.rollouts import Scope
 
 #: Setting -> a function that checks a new value and returns it in the form that is kept.
 Checks = Mapping[str, Callable[[Any], Any]]
+
+
+def one_of(name: str, choices: Any) -> Callable[[Any], Any]:
+    """A check that the setting ``name`` is one of the values of a Literal."""
+
+    def check(value: Any) -> Any:
+        if value not in get_args(choices):
+            raise ValueError(f"{name} must be {' or '.join(map(repr, get_args(choices)))}, got {value!r}.")
+        return value
+
+    return check
+
 
 # ------------------------------------------------------------------ where a transform runs
 
@@ -24,13 +36,22 @@ Checks = Mapping[str, Callable[[Any], Any]]
 class StepMixin(ABC):
     """Runs :meth:`outputs` wherever TorchRL runs a transform; a mixin for transforms and compositions of them.
 
-    All outputs are computed before the first is written, so that bad input leaves the data unchanged.
+    All outputs are computed before the first is written, so that bad input leaves the data unchanged. The names in
+    :attr:`fixed` are used by the constructor alone: setting one raises an AttributeError.
     """
+
+    fixed: ClassVar[frozenset[str]] = frozenset()
 
     if TYPE_CHECKING:
 
         def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
             """See :meth:`forward`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.fixed:
+            owner = type(self).__name__
+            raise AttributeError(f"{owner}.{name} is fixed at construction: build a new {owner}({name}=...).")
+        super().__setattr__(name, value)
 
     @abstractmethod
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
@@ -48,10 +69,8 @@ class StepMixin(ABC):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to data that was collected before: on a direct call, or when a replay buffer is sampled."""
         if tensordict.batch_size.numel() == 0:
-            raise ValueError(
-                f"the batch is empty: a TensorDict of batch size {tuple(tensordict.batch_size)} holds nothing to score, "
-                "drop it."
-            )
+            shape = tuple(tensordict.batch_size)
+            raise ValueError(f"the batch is empty: a TensorDict of batch size {shape} holds nothing to score, drop it.")
         if tensordict.is_locked:
             raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
         next_td = read_node(tensordict, "next")
@@ -73,13 +92,10 @@ class StepMixin(ABC):
 class StepTransform(StepMixin, Transform):
     """A transform of one step that behaves the same in an env, in a replay buffer and called directly.
 
-    Settings are attributes. They may change at any time: :attr:`checks` apply to each new value, and keys and specs follow
-    those in :attr:`declaring`. The names in :attr:`fixed` are used by the constructor alone.
+    Settings are attributes, which may change at any time: :attr:`checks` apply to each new value, and keys and specs follow.
     """
 
-    checks: ClassVar[Checks] = {"scope": check_scope}
-    declaring: ClassVar[frozenset[str]] = frozenset()
-    fixed: ClassVar[frozenset[str]] = frozenset()
+    checks: ClassVar[Checks] = {"scope": one_of("scope", Scope)}
 
     @abstractmethod
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
@@ -91,10 +107,9 @@ class StepTransform(StepMixin, Transform):
         """Per-token entries written beside the observations: key -> feature shape after the token dimension."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_fixed(self, name)
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(value))
-        if name in self.declaring and "_out_keys" in self.__dict__:
+        if name[0] != "_" and name not in ("in_keys", "out_keys", "training") and "_out_keys" in self.__dict__:
             self.declare()
 
     def declare(self) -> None:
@@ -117,13 +132,6 @@ class StepTransform(StepMixin, Transform):
             empty = torch.zeros((0, *features), device=tensordict_reset.device)
             tensordict_reset = write_ragged(tensordict_reset, key, empty, Rows(lengths, tensordict_reset.batch_size))
         return tensordict_reset
-
-
-def refuse_fixed(transform: Any, name: str) -> None:
-    """Raise an AttributeError if the transform uses ``name`` in its constructor alone."""
-    if name in transform.fixed:
-        owner = next(cls.__name__ for cls in type(transform).__mro__ if "fixed" in vars(cls))
-        raise AttributeError(f"{owner}.{name} is fixed at construction: build a new {owner}({name}=...).")
 
 
 def declare_entry(spec: Composite, key: NestedKey, features: tuple[int, ...]) -> None:
@@ -162,11 +170,7 @@ class NoCollectorError(ValueError):
 
 
 def collector_policy(transform: Transform) -> Any:
-    """The policy of the collector whose env holds ``transform``.
-
-    Raises:
-        NoCollectorError: if there is no env or no collector, with advice.
-    """
+    """The policy of the collector whose env holds ``transform``; a :class:`NoCollectorError` without one."""
     missing = "container"
     for container in containers(transform):
         missing = "collector"
@@ -184,10 +188,10 @@ def collector_policy(transform: Transform) -> Any:
 
 
 def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *, default: Any) -> Any:
-    """The model, built by the factory if there is one.
+    """The model, built by the factory if there is one; ``default`` is the model of a caller who passes none.
 
     Raises:
-        ValueError: if both are given; a model that is still the argument's ``default`` was not given.
+        ValueError: if both are given.
     """
     if factory is None:
         return model

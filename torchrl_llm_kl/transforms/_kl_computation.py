@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_llm_kl.ragged import Ragged, check_padding_side, read_ragged, same_rows
+from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
     TOKENS_FULL,
@@ -21,6 +23,8 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.transforms._base import Checks
 from torchrl_llm_kl.transforms._penalty import LOG_PROB_ADVICE, Estimator, KLPenalty, check_pair, match, where_scored
 
+_Entry = tuple[str, NestedKey | None, Ragged]
+_DEFAULTS = ModelInterface()
 _OTHER_TOKENS = "only one of them has tokens: RetrieveLogProb(policy, reference=reference) writes both on the same data"
 _EXACT_KL_ADVICE = (
     "It is infinite where the reference excludes a token that the policy allows; check both models' weights and dtypes. "
@@ -64,7 +68,6 @@ class KLComputation(KLPenalty):
             ``exact_kl_key`` with an estimator, and for ``old_log_probs_key`` without one.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> data = TensorDict({
         ...     ("next", "log_probs", "full"): torch.tensor([[0.0, -1.0, -2.0]]),
@@ -77,13 +80,6 @@ class KLComputation(KLPenalty):
     """
 
     checks: ClassVar[Checks] = {**KLPenalty.checks, "padding_side": check_padding_side}
-    declaring = KLPenalty.declaring | {
-        "gen_log_probs_full_key",
-        "ref_log_probs_full_key",
-        "kl_key",
-        "estimator",
-        "exact_kl_key",
-    }
 
     def __init__(
         self,
@@ -101,26 +97,26 @@ class KLComputation(KLPenalty):
         exact_kl_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
-        self.gen_log_probs_full_key = gen_log_probs_full_key
-        self.ref_log_probs_full_key = ref_log_probs_full_key
-        self.kl_key = kl_key
-        self.reward_key = reward_key
-        self.add_to_reward = add_to_reward
+        self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
+        self.kl_key, self.reward_key, self.add_to_reward = kl_key, reward_key, add_to_reward
         self.coeff = coeff
-        self.padding_side = check_padding_side(padding_side)
+        self.padding_side: PaddingSide = padding_side  # type: ignore[assignment]  # checked on assignment
         self.reward_placement = reward_placement
         self.estimator = estimator
-        self.exact_kl_key = exact_kl_key
-        self.old_log_probs_key = old_log_probs_key
+        self.exact_kl_key, self.old_log_probs_key = exact_kl_key, old_log_probs_key
         self.declare()
 
     # ------------------------------------------------------------------ settings
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "estimator":
-            _check_old(value, getattr(self, "old_log_probs_key", None))
-        elif name == "old_log_probs_key":
-            _check_old(self.estimator, value)
+        if name in ("estimator", "old_log_probs_key"):
+            estimator = value if name == "estimator" else self.estimator
+            old_key = value if name == "old_log_probs_key" else getattr(self, "old_log_probs_key", None)
+            if old_key is not None and estimator == "exact":
+                raise ValueError(
+                    f"old_log_probs_key={old_key!r} corrects an estimate from sampled tokens, and estimator='exact' reads the "
+                    "KL: leave one of them out."
+                )
         super().__setattr__(name, value)
 
     @property
@@ -167,14 +163,19 @@ class KLComputation(KLPenalty):
             if gen is None or ref is None:
                 self._missing(td, next_td, self.gen_log_probs_full_key if gen is None else self.ref_log_probs_full_key)
             gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
-            kl = self.estimate(gen, ref, self.read_old(td, next_td, gen))
+            read = [
+                ("the log-prob of the policy", self.gen_log_probs_full_key, gen),
+                ("the log-prob of the reference", self.ref_log_probs_full_key, ref),
+            ]
+            kl = self.estimate(gen, ref, self.read_old(td, next_td, gen), read)
         # The assistant's tokens matter to the place of an outcome alone.
         return self.charged(next_td, kl, _response(td, kl) if self.add_to_reward else None)
 
     def charged(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> dict[NestedKey, Ragged]:
         """The entries to write for a KL; see :meth:`KLPenalty.penalised`."""
-        reward = {self.reward_key: self.penalised(next_td, kl, mask)} if self.add_to_reward else {}
-        return {self.kl_key: kl, **reward}
+        if not self.add_to_reward:
+            return {self.kl_key: kl}
+        return {self.kl_key: kl, self.reward_key: self.penalised(next_td, kl, mask, self.coeff)}
 
     def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:
         """Log-probs at sampling time, in the layout of ``gen``; None without a key."""
@@ -185,21 +186,20 @@ class KLComputation(KLPenalty):
             self._missing(td, next_td, self.old_log_probs_key)
         return match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
 
-    def estimate(self, gen: Ragged, ref: Ragged, old: Ragged | None) -> Ragged:
-        """The KL of matching log-probs of the policy, the reference and, if given, the policy at sampling time."""
-        named = {
-            f"the log-prob of the policy under {self.gen_log_probs_full_key!r}": gen,
-            f"the log-prob of the reference under {self.ref_log_probs_full_key!r}": ref,
-        }
+    def estimate(self, gen: Ragged, ref: Ragged, old: Ragged | None, read: Sequence[_Entry] = ()) -> Ragged:
+        """The KL of matching log-probs of the policy, the reference and, if given, the policy at sampling time.
+
+        ``read`` lists those that come from the data, which may hold NaN; a scorer returns none.
+        """
         if old is not None:
-            named[f"the log-prob of the policy at sampling time under {self.old_log_probs_key!r}"] = old
-        scored = where_scored(named, LOG_PROB_ADVICE)
+            read = [*read, ("the log-prob of the policy at sampling time", self.old_log_probs_key, old)]
+        scored = where_scored(read, LOG_PROB_ADVICE) if read else None
         return gen.like(self.kl(gen.values, ref.values, gen.values.detach() if old is None else old.values, scored))
 
     def checked_exact(self, exact: Ragged, like: Ragged) -> Ragged:
         """A copy of the exact KL, in float32 or wider, in the layout of ``like``."""
-        scored = where_scored({f"the exact KL under {self.exact_kl_key!r}": exact}, _EXACT_KL_ADVICE)
-        values = exact.values.to(torch.promote_types(exact.values.dtype, torch.float32), copy=True)
+        scored = where_scored([("the exact KL", self.exact_kl_key, exact)], _EXACT_KL_ADVICE)
+        values = exact.values.to(wide_dtype(exact.values.dtype), copy=True)
         return like.like(values if scored is None else torch.where(scored, values, 0))
 
     def _missing(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> NoReturn:
@@ -207,19 +207,11 @@ class KLComputation(KLPenalty):
         if key == self.exact_kl_key:
             raise ValueError(
                 f"Exact KL not found. Expected key: {key!r}. Found: {found}. Put RetrieveLogProb(policy, "
-                f"reference=reference) before, which writes it, or give the key that holds it."
+                "reference=reference) before, which writes it, or give the key that holds it."
             )
         raise ValueError(
             f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, {self.ref_log_probs_full_key}. "
             f"Missing: {key!r}. Found: {found}. Put RetrieveLogProb before, or give the keys that hold them."
-        )
-
-
-def _check_old(estimator: Estimator, old_log_probs_key: NestedKey | None) -> None:
-    if old_log_probs_key is not None and estimator == "exact":
-        raise ValueError(
-            f"old_log_probs_key={old_log_probs_key!r} corrects an estimate from sampled tokens, and estimator='exact' reads "
-            "the KL: leave one of them out."
         )
 
 
@@ -237,4 +229,4 @@ def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
     if tokens is None or not same_rows(tokens.container, kl.container):
         return None
     kept = Ragged.from_slots(tokens.slots(), kl.container, kl.keep)
-    return assistant_mask(td, kept, ModelInterface(), every=tokens)
+    return assistant_mask(td, kept, _DEFAULTS, every=tokens)

@@ -16,16 +16,14 @@ from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
 from torchrl_llm_kl.rollouts import (
     Located,
     MissingEntryError,
-    ModelInterface,
     RewardPlacement,
     Scope,
     TokenisingOptions,
     describe_entries,
-    locate,
     read_result,
     sub_key,
 )
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScorerSlot
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
@@ -35,6 +33,7 @@ from torchrl_llm_kl.transforms._penalty import (
     place_in,
     resolve_estimator,
 )
+from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform
 
 
 def _check_estimator(estimator: Estimator) -> Estimator:
@@ -56,7 +55,7 @@ def _check_reference(model: Any) -> Any:
     return model
 
 
-class KLRewardTransform(RayVariant, KLPenalty):
+class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
     Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
@@ -73,14 +72,11 @@ class KLRewardTransform(RayVariant, KLPenalty):
             ``["reward", "kl_penalty", "ref_log_probs"]``.
         log_prob_key: the policy's log-probs, of the whole sequence. Default ``("log_probs", "full")``; where that is
             missing, the ``"response"`` entry beside it is used.
-        add_to_reward: write the penalised reward. Default True.
-        padding_side: the side of the padding where the data is padded in one entry and nested in another.
-        estimator: see :class:`KLComputation`; so is ``reward_placement``. ``"exact"`` is impossible: the policy is not
-            run here.
+        add_to_reward, padding_side, estimator, reward_placement: see :class:`KLComputation`. ``"exact"`` is impossible: the
+            policy is not run here.
+        device, tokenizer, assistant_only, temperature, scope, dtype, memory: see :class:`RetrieveLogProb`; of the reference.
 
-    ``device``, ``tokenizer``, ``assistant_only``, ``temperature``, ``scope``, ``dtype`` and ``memory`` are those of
-    :class:`RetrieveLogProb`, for the reference. All but ``device``, ``tokenizer`` and ``padding_side`` are attributes that
-    may change at any time.
+    All but ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
 
     Shapes:
         KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout of the tokens.
@@ -90,26 +86,19 @@ class KLRewardTransform(RayVariant, KLPenalty):
         KeyError: if the data has no log-probs of the policy.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
-        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
         >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
         >>> log_probs = TensorDict(full=torch.zeros(1, 4), batch_size=[1])
-        >>> data = TensorDict(tokens=tokens, log_probs=log_probs, next=TensorDict(reward=torch.ones(1, 1), batch_size=[1]),
-        ...     batch_size=[1])
-        >>> data = KLRewardTransform(model)(data)
-        >>> (data["next", "kl_penalty"] + data["next", "ref_log_probs"]).abs().sum().item()
+        >>> data = KLRewardTransform(model)(TensorDict(tokens=tokens, log_probs=log_probs, batch_size=[1]))
+        >>> (data["kl_penalty"] + data["ref_log_probs"]).abs().sum().item()
         0.0
     """
 
     DEFAULT_IN_KEYS: tuple[NestedKey, ...] = ("reward",)
 
     checks: ClassVar[Checks] = {**KLPenalty.checks, "estimator": _check_estimator, "ref_model": _check_reference}
-    declaring = KLPenalty.declaring | {"ref_model"}
-    fixed = frozenset({"device", "padding_side", "tokenizer"})
-    coefficient = "coef"
 
     def __init__(
         self,
@@ -140,30 +129,25 @@ class KLRewardTransform(RayVariant, KLPenalty):
         written = _three_keys(read, None if out_keys is None else list(out_keys))
         estimator = _check_estimator(estimator)
         _check_reference(ref_model)
-        super().__init__(in_keys=read)
+        super().__init__()
         self.ref_model = ref_model if device is None else ref_model.to(device)
-        self.reward_key = self.in_keys[0]
-        self.log_prob_full_key = log_prob_key
-        self.add_to_reward = add_to_reward
-        self.assistant_only = assistant_only
+        self.in_keys = read
+        self.reward_key, self.log_prob_full_key, self.add_to_reward = self.in_keys[0], log_prob_key, add_to_reward
         self.coef: Any = coef
-        self.estimator = estimator
-        self.reward_placement = reward_placement
-        self.scope: Scope = scope
-        self.temperature = temperature
-        self.dtype = dtype
-        self.memory = memory
+        self.estimator, self.reward_placement = estimator, reward_placement
+        self.assistant_only, self.scope = assistant_only, scope
+        self.temperature, self.dtype, self.memory = temperature, dtype, memory
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written
         self.declare()
-        self.build_scorer()
+        self._slot.get(self.ref_model, adapters=self.adapters, **self._settings)  # a model that cannot be scored raises
 
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """The reward and what the reference reads; the penalised reward, the KL and the reference's log-probs."""
-        return [self.reward_key, *self._interface.in_keys], list(self.out_keys)
+        return [self.reward_key, *self._interface().in_keys], list(self.out_keys)
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
@@ -179,16 +163,12 @@ class KLRewardTransform(RayVariant, KLPenalty):
     @property
     def pad_output(self) -> bool:
         """Whether the reference pads its output."""
-        return self._interface.pad_output
+        return self._interface().pad_output
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer given, else the reference's.
-
-        Raises:
-            AttributeError: if there is none.
-        """
-        tokenizer = self._options.tokenizer or self._interface.tokenizer
+        """The tokenizer given, else the reference's; an AttributeError if there is none."""
+        tokenizer = self._options.tokenizer or self._interface().tokenizer
         if tokenizer is None:
             raise AttributeError(
                 "The ref_model does not have a tokenizer. Please pass the tokenizer to the constructor."
@@ -199,16 +179,14 @@ class KLRewardTransform(RayVariant, KLPenalty):
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Score the reference and compare."""
-        located = locate(
-            td, self._interface, assistant_only=self.assistant_only, scope=self.scope, options=self._options
-        )
+        located = self.locate(td)
         ref = self.scorer.score(located.tokens, located.mask, remember=in_env(self))
         gen, known = self._policy_log_probs(td, next_td, located)
         kl = ref.like(self.kl(gen, ref.values, gen, located.mask & known))
         reward_key, kl_key, ref_key = self.out_keys
         outputs = {key: x.like(x.values.unsqueeze(-1)) for key, x in ((kl_key, kl), (ref_key, ref))}
         if self.add_to_reward:
-            outputs[reward_key] = self.penalised(next_td, kl, located.mask)
+            outputs[reward_key] = self.penalised(next_td, kl, located.mask, self.coef)
         return outputs
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
@@ -216,7 +194,11 @@ class KLRewardTransform(RayVariant, KLPenalty):
         key = self.log_prob_full_key
         gen = read_result(td, next_td, key)
         if gen is not None:
-            values, known = self._align(gen, located), torch.ones_like(located.mask)
+            tokens, known = located.tokens, torch.ones_like(located.mask)
+            if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
+                values = Ragged.from_slots(gen.slots(), tokens.container, tokens.keep).values
+            else:
+                values = check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
         else:
             key = sub_key(key[:-1], "response") if isinstance(key, tuple) and len(key) > 1 else None
             if key is None or not has_entry(td, key):
@@ -231,53 +213,32 @@ class KLRewardTransform(RayVariant, KLPenalty):
         check_finite({name: values}, place=place_in(located.tokens), advice=LOG_PROB_ADVICE)
         return values, known
 
-    def _align(self, gen: Ragged, located: Located) -> Tensor:
-        tokens = located.tokens
-        if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
-            return Ragged.from_slots(gen.slots(), tokens.container, tokens.keep).values
-        return check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
-
-    # ------------------------------------------------------------------ the reference
-
-    def build_scorer(self) -> LogProbScorer:
-        """The engine, built again if the reference or a setting changed; one that cannot be scored raises an error."""
-        return self._slot.get(self.ref_model, temperature=self.temperature, dtype=self.dtype, memory=self.memory)
-
-    @property
-    def scorer(self) -> LogProbScorer:
-        """The engine."""
-        return self.build_scorer()
-
-    @property
-    def _interface(self) -> ModelInterface:
-        return ModelInterface.of(self.ref_model)
+    def _scored_model(self) -> Any:
+        return self.ref_model
 
 
 def _three_keys(in_keys: list[NestedKey], out_keys: list[NestedKey] | None) -> list[NestedKey]:
     """The keys of reward, KL and reference log-probs."""
-    out = list(in_keys) if out_keys is None else out_keys
+    out = in_keys if out_keys is None else out_keys
     if len(out) == len(in_keys):
         out = [*out, "kl_penalty", "ref_log_probs"]
-    elif len(out) != len(in_keys) + 2:
+    if len(out) != len(in_keys) + 2:
         raise ValueError(
             "The out_keys must have the same length as the in_keys (plus two additional optional kl entries for logging)."
         )
-    if len(in_keys) != 1 or len(out) != 3:
+    if len(in_keys) != 1:
         raise ValueError(f"Only one in_key/out_key is allowed, got in_keys={in_keys}, out_keys={out}.")
     return out
 
 
 def _sampled_log_probs(td: TensorDictBase, key: NestedKey, located: Located) -> tuple[Tensor, Tensor]:
-    """Put log-probs that the policy stored for its response at the response's place in the whole sequence.
+    """Align log-probs that the policy stored for its response with the whole sequence.
 
     torchrl's wrappers store exactly 0 for the first token they generate, whatever its probability. Such a token is left
     out, with a warning: a KL of ``0 - ref_log_prob`` would charge it for the reference's whole log-prob.
 
     Returns:
         The log-probs, 0 where there is none, and where they are known; both ``[N]``.
-
-    Raises:
-        ValueError: if a sequence has more log-probs than tokens.
     """
     response = read_ragged(td, key)
     assert response is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ from torchrl.data import Composite
 from torchrl_llm_kl._numerics import all_finite, check_finite
 from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
-from torchrl_llm_kl.rollouts import RewardPlacement, check_reward_placement, token_reward
-from torchrl_llm_kl.transforms._base import Checks, StepTransform, declare_entry
+from torchrl_llm_kl.rollouts import RewardPlacement, token_reward
+from torchrl_llm_kl.transforms._base import Checks, StepTransform, declare_entry, one_of
 
 #: A name of :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
 Estimator = EstimatorName | Callable[..., Tensor]
@@ -24,12 +24,7 @@ Estimator = EstimatorName | Callable[..., Tensor]
 
 
 def resolve_estimator(estimator: Estimator) -> Estimator:
-    """The function of a name; ``"exact"`` stays a name: that KL is read, not estimated.
-
-    Raises:
-        ValueError: if the name is unknown.
-        TypeError: if it is neither a name nor a function.
-    """
+    """The function of a name; ``"exact"`` stays a name: that KL is read, not estimated."""
     if isinstance(estimator, str):
         return estimator if estimator == "exact" else get_estimator(estimator)
     if not callable(estimator):
@@ -38,29 +33,17 @@ def resolve_estimator(estimator: Estimator) -> Estimator:
 
 
 class KLPenalty(StepTransform):
-    """The base of the transforms that write a KL and charge it to the reward.
-
-    Attributes:
-        estimator: the function, or ``"exact"``; may be set to a name.
-        coeff: the coefficient module (of :class:`KLRewardTransform`: ``coef``); may be set to a number.
-        reward_placement: where an outcome reward goes.
-        add_to_reward: whether the penalised reward is written.
-        reward_key: the reward that is read.
-    """
+    """The base of the transforms that write a KL and charge it to the reward."""
 
     checks: ClassVar[Checks] = {
         **StepTransform.checks,
         "estimator": resolve_estimator,
         "coeff": as_coefficient,
-        "coef": as_coefficient,
-        "reward_placement": check_reward_placement,
+        "coef": as_coefficient,  # the name in KLRewardTransform
+        "reward_placement": one_of("reward_placement", RewardPlacement),
     }
-    declaring = frozenset({"add_to_reward", "reward_key"})
-    #: The attribute that holds the coefficient.
-    coefficient: ClassVar[str] = "coeff"
 
-    estimator: Estimator
-    coeff: Any
+    estimator: Estimator  # the function, or "exact"; may be set to a name
     reward_placement: RewardPlacement
     add_to_reward: bool
     reward_key: NestedKey
@@ -76,16 +59,10 @@ class KLPenalty(StepTransform):
         values = self.estimator(gen[scored], ref[scored], old[scored])
         return values.new_zeros(scored.shape).index_put((scored,), values)
 
-    def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> Ragged:
-        """``reward - coeff * KL`` per token; ``[N, 1]``.
-
-        Args:
-            next_td: holds the reward; a missing one is 0.
-            kl: nats; ``[N]``.
-            mask: the response tokens, for the place of an outcome; ``[N]``; None for all.
-        """
+    def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None, coefficient: Any) -> Ragged:
+        """``reward - coefficient * KL`` per token, ``[N, 1]``; a missing reward is 0, and ``mask`` places an outcome."""
         placed = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
-        weight = getattr(self, self.coefficient)().to(kl.values.device)
+        weight = coefficient().to(kl.values.device)
         return kl.like(torch.addcmul(placed.values, weight, kl.values.unsqueeze(-1), value=-1))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -104,18 +81,9 @@ _SAME_TOKENS = (
 
 
 def check_pair(
-    gen: Ragged,
-    other: Ragged,
-    name: str = "ref_log_probs",
-    *,
-    padding_side: PaddingSide,
-    advice: str = _SAME_TOKENS,
+    gen: Ragged, other: Ragged, name: str = "ref_log_probs", *, padding_side: PaddingSide, advice: str = _SAME_TOKENS
 ) -> tuple[Ragged, Ragged]:
-    """Bring the policy's log-probs and ``other``, called ``name`` in errors, to one form, that of ``gen``.
-
-    Raises:
-        ValueError: if the number of sequences or a length differs.
-    """
+    """Bring the policy's log-probs and ``other``, called ``name`` in errors, to one form, that of ``gen``."""
     if gen.num_sequences == other.num_sequences:
         gen = _without_padding(gen, other, padding_side)
     return gen, match(gen, other, name, padding_side=padding_side, advice=advice)
@@ -167,23 +135,23 @@ LOG_PROB_ADVICE = (
 )
 
 
-def where_scored(named: Mapping[str, Ragged], advice: str) -> Tensor | None:
-    """True where every one of ``named`` holds a score; ``[N]``, None for everywhere.
+def where_scored(entries: Sequence[tuple[str, NestedKey | None, Ragged]], advice: str) -> Tensor | None:
+    """True where each of the entries (description, key, values) holds a score; ``[N]``, None for everywhere.
 
     A leading run of NaN is torchrl's marker for tokens that were not scored.
 
     Raises:
         ValueError: if any other number is NaN or infinite, naming the entry, the sequence and the position.
     """
-    if all_finite(*(data.values.detach() for data in named.values())):
+    values = [data.values.detach() for _, _, data in entries]
+    if all_finite(*values):
         return None
     scored = []
-    for name, data in named.items():
-        values = data.values.detach()
-        numbers = (~values.isnan()).long().cumsum(0)
+    for (what, key, data), x in zip(entries, values, strict=True):
+        numbers = (~x.isnan()).long().cumsum(0)
         before = torch.nn.functional.pad(numbers, (1, 0))[data.offsets[:-1]]
         scored.append(numbers > before[data.sequence_ids])
-        check_finite({name: values}, read=scored[-1], place=place_in(data), advice=advice)
+        check_finite({f"{what} under {key!r}": x}, read=scored[-1], place=place_in(data), advice=advice)
     return reduce(torch.logical_and, scored)
 
 

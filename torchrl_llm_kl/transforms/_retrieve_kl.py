@@ -13,7 +13,7 @@ from torchrl.envs import Compose, Transform
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
-from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, refuse_fixed, resolve_factory
+from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
 from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb, check_scored_model, full_key_problem
@@ -25,13 +25,10 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "dtype", "memory", "scope", "temperature")
     },
-    "detach": ((_POLICY, "detach"),),
-    "entropy_key": ((_POLICY, "entropy_key"),),
-    "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
-    "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
+    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key")},
     **{
         name: ((_KL, name),)
-        for name in (
+        for name in [
             "add_to_reward",
             "coeff",
             "estimator",
@@ -39,8 +36,10 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
             "old_log_probs_key",
             "reward_key",
             "reward_placement",
-        )
+        ]
     },
+    "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
+    "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
 }
 
 
@@ -64,12 +63,11 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
             vocabulary at each token (both must have the same one).
         entropy_key: where to write the policy's entropy, if anywhere.
+        kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
+        assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
+            temperature: of both models; see :class:`RetrieveLogProb`.
 
-    The other arguments are those of :class:`RetrieveLogProb`, for both models (``assistant_only``, ``history_key``,
-    ``tokenizer_kwargs``, ``device``, ``tokenizer``, ``padding_side``, ``adapters``, ``dtype``, ``memory``, ``scope``,
-    ``temperature``), and of :class:`KLComputation` (``kl_key``, ``add_to_reward``, ``coeff``, ``reward_placement``,
-    ``old_log_probs_key``, ``reward_key``). They are attributes that may change at any time, except the models and what is
-    fixed in a :class:`RetrieveLogProb`.
+    All are attributes that may change at any time, except the models and what is fixed in a :class:`RetrieveLogProb`.
 
     Shapes:
         log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout of the tokens.
@@ -79,11 +77,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             :class:`RetrieveLogProb` and :class:`KLComputation`.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
-        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
         >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
         >>> data = TensorDict(tokens=tokens, next=TensorDict(reward=torch.ones(1, 1), batch_size=[1]), batch_size=[1])
         >>> data = RetrieveKL(model, model)(data)  # the KL of a model with itself is 0
@@ -177,14 +173,12 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     # ------------------------------------------------------------------ settings
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_fixed(self, name)
-        for part, attribute in _SETTINGS.get(name, ()):
-            if not (
-                name == "adapters" and part == _REFERENCE and self._reference_is_base
-            ):  # off, whatever the policy's
-                setattr(self[part], attribute, value)
         if name not in _SETTINGS:
             super().__setattr__(name, value)
+        for part, attribute in _SETTINGS.get(name, ()):
+            stays_off = name == "adapters" and part == _REFERENCE and self._reference_is_base
+            if not stays_off:
+                setattr(self[part], attribute, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
@@ -204,7 +198,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
-        gen, ref, kl = self[_POLICY], self[_REFERENCE], self[_KL]
+        gen, ref, kl = self.transforms
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
@@ -234,19 +228,24 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
         raise ValueError("ref_model cannot be None")
     if gen_model is None:
         raise ValueError("gen_model cannot be None when not using 'from_collector'")
-    both = not isinstance(gen_model, str) and not isinstance(ref_model, str)
-    paddings = [model.pad_output for model in (gen_model, ref_model) if hasattr(model, "pad_output")]
+    known = [
+        (name, model)
+        for name, model in (("generation model", gen_model), ("reference model", ref_model))
+        if not isinstance(model, str)
+    ]
+    paddings = [model.pad_output for _, model in known if hasattr(model, "pad_output")]
     if len(set(paddings)) > 1:
         raise ValueError(
             f"pad_output mismatch: gen_model.pad_output={paddings[0]}, ref_model.pad_output={paddings[1]}. "
             "Both models must use the same padding strategy for KL computation."
         )
-    for name, model in (("generation model", gen_model), ("reference model", ref_model)):
-        if not isinstance(model, str):
-            check_scored_model(model, name, "RetrieveKL")
-    if both and getattr(gen_model, "log_probs_key", "gen_log_probs") == getattr(
-        ref_model, "log_probs_key", "log_probs"
-    ):
+    for name, model in known:
+        check_scored_model(model, name, "RetrieveKL")
+    gen_key, ref_key = (
+        getattr(gen_model, "log_probs_key", "gen_log_probs"),
+        getattr(ref_model, "log_probs_key", "log_probs"),
+    )
+    if len(known) == 2 and gen_key == ref_key:
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -26,11 +27,7 @@ from torchrl_llm_kl.transforms._base import (
 
 
 def check_scored_model(model: Any, name: str = "model", transform: str = "RetrieveLogProb") -> Any:
-    """Return ``model`` unless its settings say that it returns no log-probs of given tokens.
-
-    Raises:
-        ValueError: with torchrl's texts.
-    """
+    """Return ``model`` unless its settings show that it returns no log-probs of given tokens; torchrl's errors."""
     if not getattr(model, "return_log_probs", True):
         raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
     if getattr(model, "generate", False) is True:
@@ -48,7 +45,54 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
     )
 
 
-class RetrieveLogProb(RayVariant, StepTransform):
+class ScoringTransform(StepTransform):
+    """The base of the transforms that locate the tokens of a step and score them under one model."""
+
+    fixed = frozenset({"device", "padding_side", "tokenizer", "tokenizer_kwargs"})
+    adapters: bool = True
+    assistant_only: bool
+    scope: Scope
+    temperature: float
+    dtype: torch.dtype | None
+    memory: int
+    _options: TokenisingOptions
+    _slot: ScorerSlot
+
+    @abstractmethod
+    def _scored_model(self) -> Any:
+        """The model as it is now."""
+
+    def _interface(self) -> ModelInterface:
+        """Keys and tokenisation of the model as it is now."""
+        return ModelInterface.of(self._scored_model())
+
+    @property
+    def padding_side(self) -> str:
+        """The side of padding where text is tokenised for a model that pads its output."""
+        return self._options.padding_side
+
+    @property
+    def tokenizer_kwargs(self) -> dict[str, Any]:
+        """A copy of the chat template's arguments."""
+        return dict(self._options.template_kwargs)
+
+    @property
+    def scorer(self) -> LogProbScorer:
+        """The engine; for ``"from_collector"`` that of the policy of the collector that runs the env now."""
+        return self._slot.get(self._scored_model(), adapters=self.adapters, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
+
+    def locate(self, td: TensorDictBase) -> Located:
+        """The tokens, and the mask of those that this model scores."""
+        return locate(
+            td, self._interface(), assistant_only=self.assistant_only, scope=self.scope, options=self._options
+        )
+
+
+class RetrieveLogProb(RayVariant, ScoringTransform):
     r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss to use.
 
     It scores the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise it renders
@@ -73,19 +117,18 @@ class RetrieveLogProb(RayVariant, StepTransform):
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. Without effect when the data is one whole conversation.
-        adapters: False switches the model's PEFT adapters off while it scores: the base model, without a second copy of
-            its weights. Default True.
+        adapters: False scores the base model, with the model's PEFT adapters switched off. Default True.
         history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
-        dtype: of the model's body while it scores, by autocast; see :class:`~torchrl_llm_kl.LogProbScorer`.
+        dtype: autocast dtype of the model's body; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of cached keys and values in an env, so that each turn of a conversation costs its new tokens only; 0
             caches nothing. A change of the weights clears the cache.
-        reference: another model, to which the exact KL over the whole vocabulary is written too, from the same pass.
+        reference: another model; the exact KL to it over the whole vocabulary is written too, from the same pass.
         exact_kl_key: where that goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of each distribution that a token was drawn from, if anywhere.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
-    Arguments are attributes that may change at any time, except those that set up tokenisation and devices
-    (``tokenizer``, ``tokenizer_kwargs``, ``padding_side``, ``history_key``, ``device``).
+    Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
+    ``history_key`` and ``device``.
 
     Shapes:
         float32 nats ``[*B, T]``, in the layout of the tokens, exactly 0 at padding and at tokens that are not scored.
@@ -96,11 +139,9 @@ class RetrieveLogProb(RayVariant, StepTransform):
         KeyError: if the data holds nothing to score.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
-        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+        >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
         >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
         >>> data = TensorDict(tokens=tokens, batch_size=[1])
         >>> (RetrieveLogProb(model)(data)["log_probs", "full"] != 0).tolist()
@@ -110,8 +151,7 @@ class RetrieveLogProb(RayVariant, StepTransform):
     """
 
     checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model}
-    declaring = frozenset({"model", "log_probs_full_key", "reference", "exact_kl_key", "entropy_key"})
-    fixed = frozenset({"device", "history_key", "padding_side", "tokenizer", "tokenizer_kwargs"})
+    fixed = ScoringTransform.fixed | {"history_key"}
 
     def __init__(
         self,
@@ -136,32 +176,26 @@ class RetrieveLogProb(RayVariant, StepTransform):
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
-        self.scope: Scope = scope
+        self.assistant_only, self.scope, self.detach = assistant_only, scope, detach
+        self.temperature, self.adapters, self.dtype, self.memory = temperature, adapters, dtype, memory
+        self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
+        self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:
             raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=.")
-        if isinstance(model, str):
-            if model != "from_collector":
-                raise ValueError(f"model must be a model or 'from_collector', got {model!r}.")
-        else:
+        if not isinstance(model, str):
             check_scored_model(model)
             self.model = model if device is None else model.to(device)
+        elif model != "from_collector":
+            raise ValueError(f"model must be a model or 'from_collector', got {model!r}.")
         self._history_key = history_key
         if log_probs_full_key is None:
             log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
         elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
             warnings.warn(problem, stacklevel=2)
         self.log_probs_full_key = log_probs_full_key
-        self.assistant_only = assistant_only
-        self.detach = detach
-        self.temperature = temperature
-        self.adapters = adapters
-        self.dtype = dtype
-        self.memory = memory
         self.reference = reference
         self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
         self.entropy_key = entropy_key
-        self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
-        self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         self.declare()
         self.check_models()
 
@@ -179,23 +213,13 @@ class RetrieveLogProb(RayVariant, StepTransform):
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
         """Everything that is written."""
-        return {key: () for key in self.out_keys}
+        return dict.fromkeys(self.out_keys, ())
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer where text must be tokenised: the one given, else the model's."""
         own = self._options.tokenizer
         return self._known_interface().tokenizer if own is None else own
-
-    @property
-    def tokenizer_kwargs(self) -> dict[str, Any]:
-        """A copy of the chat template's arguments."""
-        return dict(self._options.template_kwargs)
-
-    @property
-    def padding_side(self) -> str:
-        """The side of padding where text is tokenised for a model that pads its output."""
-        return self._options.padding_side
 
     # ------------------------------------------------------------------ computation
 
@@ -209,12 +233,6 @@ class RetrieveLogProb(RayVariant, StepTransform):
         }
         return {key: values for key, values in found.items() if key is not None and values is not None}
 
-    def locate(self, td: TensorDictBase) -> Located:
-        """The tokens, and the mask of those that this model scores."""
-        return locate(
-            td, self._interface(), assistant_only=self.assistant_only, scope=self.scope, options=self._options
-        )
-
     def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
         """Log-probs of the located tokens ``[N]``, and whatever else is requested, in one pass."""
         return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested)
@@ -222,10 +240,9 @@ class RetrieveLogProb(RayVariant, StepTransform):
     def begin(self, located: Located) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a model in another process starts now, any other when the scores are read."""
         begin = getattr(self.scorer, "begin", None)
-        if begin is None:
-            return partial(self.evaluate, located)
-        started: Callable[[], Scores] = begin(located.tokens, located.mask, **self._requested)
-        return started
+        return (
+            partial(self.evaluate, located) if begin is None else begin(located.tokens, located.mask, **self._requested)
+        )
 
     @property
     def _requested(self) -> dict[str, Any]:
@@ -250,25 +267,15 @@ class RetrieveLogProb(RayVariant, StepTransform):
             self._ref_slot.get(self.reference, **self._settings)
 
     @property
-    def scorer(self) -> LogProbScorer:
-        """The engine; for ``"from_collector"`` that of the policy of the collector that runs the env now."""
-        return self._slot.get(self._scored_model(), adapters=self.adapters, **self._settings)
-
-    @property
     def reference_scorer(self) -> LogProbScorer | None:
         """The engine of ``reference``, if there is one."""
         return None if self.reference is None else self._ref_slot.get(self.reference, **self._settings)
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
 
     def _scored_model(self) -> Any:
         return self.model if hasattr(self, "model") else collector_policy(self)
 
     def _interface(self) -> ModelInterface:
-        """Keys and tokenisation of the model as it is now."""
-        return ModelInterface.of(self._scored_model()).with_history_key(self._history_key)
+        return super()._interface().with_history_key(self._history_key)
 
     def _known_interface(self) -> ModelInterface:
         """:meth:`_interface`, or TorchRL's defaults while no collector runs the env."""
@@ -281,9 +288,8 @@ class RetrieveLogProb(RayVariant, StepTransform):
 class RetrieveValue(StepTransform):
     """Write the value of each response token's prefix, for advantages and for a clipped value loss.
 
-    A critic that is a module is evaluated without dropout, and its mode restored.
-
-    Works wherever :class:`~torchrl_llm_kl.RetrieveLogProb` does.
+    Works wherever :class:`RetrieveLogProb` does. A critic that is a module is evaluated without dropout, and its mode
+    restored.
 
     Args:
         critic: a :class:`~torchrl_llm_kl.scoring.TokenCritic`, or any function ``(tokens, mask) -> values`` of
@@ -291,8 +297,7 @@ class RetrieveValue(StepTransform):
 
     Keyword Args:
         value_key: where to write. Default ``"state_value"``, torchrl's name.
-        scope: as for :class:`~torchrl_llm_kl.RetrieveLogProb`.
-        assistant_only: as for :class:`~torchrl_llm_kl.RetrieveLogProb`.
+        scope, assistant_only: see :class:`RetrieveLogProb`.
 
     Shapes:
         float32 ``[*B, T]``, in the layout of the tokens and the unit of the reward; 0 at all other tokens. Without graph.
@@ -305,15 +310,8 @@ class RetrieveValue(StepTransform):
         [[0.0, 0.0, 2.0, 3.0]]
     """
 
-    declaring = frozenset({"value_key"})
-
     def __init__(
-        self,
-        critic: Any,
-        *,
-        value_key: NestedKey = "state_value",
-        scope: Scope = "turn",
-        assistant_only: bool = True,
+        self, critic: Any, *, value_key: NestedKey = "state_value", scope: Scope = "turn", assistant_only: bool = True
     ) -> None:
         super().__init__()
         self.critic = critic
