@@ -53,6 +53,11 @@ def summary(layer: str, name: str, thing: Any) -> str:
         text = inspect.getdoc(thing) or ""
     else:
         text = _comment(layer, name)
+    return _first_paragraph(text)
+
+
+def _first_paragraph(text: str) -> str:
+    """The first paragraph on one line, with Sphinx roles as code."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     paragraph = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", paragraph.replace("``", "`"))
     return re.sub(r":math:`([^`]*)`", r"`\1`", paragraph).replace("|", "\\|")
@@ -77,7 +82,7 @@ def render() -> str:
     parts = [INTRO]
     for layer in ORDER:
         module = importlib.import_module(f"torchrl_llm_kl.{layer}")
-        first = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+        first = _first_paragraph(module.__doc__ or "")
         rows = [
             f"| {f'**`{name}`**' if name in torchrl_llm_kl.__all__ else f'`{name}`'} | {summary(layer, name, thing)} |"
             for name, thing in public_names(layer).items()

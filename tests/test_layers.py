@@ -17,8 +17,6 @@ _spec.loader.exec_module(layers)
 
 ROW = {layer: row for row, names in enumerate(layers.LAYERS) for layer in names}
 BASE = layers.LAYERS[0]
-#: ``use_ray_service=True`` looks the Ray variant up by name, when it is asked for.
-BY_NAME = {("transforms", "service")}
 MODULES = layers.modules()
 
 
@@ -33,9 +31,7 @@ def test_imports_go_down_and_through_the_package(module: str) -> None:
         other = layers.layer_of(target)
         if other in (own, "") or own == "":
             continue
-        if by_name:
-            assert (own, other) in BY_NAME, f"{module} loads {target} by name"
-            continue
+        assert not by_name, f"{module} loads {target} by name: only the root package does"
         assert ROW[other] < ROW[own], f"{module} imports {target}: up or across"
         assert other in BASE or target == f"{layers.PACKAGE}.{other}", f"{module} reaches into {target}"
 

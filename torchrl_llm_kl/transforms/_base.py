@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
@@ -12,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
+import torchrl_llm_kl
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope
 
@@ -206,7 +206,7 @@ class RayVariant:
     def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
         """An object of this class, or of its Ray variant."""
         if use_ray_service:
-            service = import_module("torchrl_llm_kl.service")
+            service = torchrl_llm_kl.service  # the root package loads a layer on first use
             variants = (service.RayKLRewardTransform, service.RayRetrieveKL, service.RayRetrieveLogProb)
             if not issubclass(cls, variants):
                 found = [variant for variant in variants if cls in variant.__bases__]
