@@ -86,7 +86,9 @@ def test_an_empty_mask() -> None:
 def test_the_first_number_that_is_not_finite_is_named() -> None:
     response = ResponseTokens(layout("padded"), MASK)
     values = torch.tensor([[1.0, torch.nan], [2.0, torch.inf], [torch.nan, torch.nan]])
-    response.check_finite({"x": torch.where(response.mask & ~values.isfinite(), 0, values)})  # only padding is not finite
+    response.check_finite(
+        {"x": torch.where(response.mask & ~values.isfinite(), 0, values)}
+    )  # only padding is not finite
     with pytest.raises(ValueError, match=r"x is nan at sequence 0, position 2: expected a finite number\. Mask"):
         response.check_finite({"x": values})
     response.check_finite({"ids": torch.ones(3, 2, dtype=torch.long), "per sequence": torch.tensor([[torch.nan]] * 3)})
