@@ -70,7 +70,7 @@ def test_history_on_the_models_own_template(template: str, padded: bool, ref_mod
 def test_history_with_a_prompt_beside_it(
     scope: Any, said: list[Any], tokenizer: Any, ref_model: Any, padded: bool
 ) -> None:
-    """A step of an env whose policy stores no tokens: the response is what the full history has beyond the prompt."""
+    """A step of an env whose policy stores no tokens: the response follows the prompt in the full history."""
     data = histories(full=CHATS, prompt=[chat[:-1] for chat in CHATS])
     for chat, want, found in zip(CHATS, said, run(data, ref_model, tokenizer, padded=padded, scope=scope), strict=True):
         ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
@@ -92,7 +92,7 @@ def texts(**fields: list[str]) -> TensorDictBase:
     return TensorDict(text=text, batch_size=[2])
 
 
-def test_text_behind_its_prompt(tokenizer: Any, ref_model: Any, padded: bool) -> None:
+def test_text_after_its_prompt(tokenizer: Any, ref_model: Any, padded: bool) -> None:
     full, prompt = ["ask: yes", "a longer question: no!"], ["ask: ", "a longer question: "]
     rows = run(texts(full=full, prompt=prompt), ref_model, tokenizer, padded=padded, mode="text")
     for text, want, found in zip(full, ["yes", "no!"], rows, strict=True):

@@ -1,4 +1,4 @@
-"""Rollouts with what torchrl's losses read, and the same numbers from one plain forward for each sequence."""
+"""Rollouts with the entries of torchrl's losses, and the same numbers from one plain forward per sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths and tokens that do not belong together: the error says where they part, and the data is left as it was."""
+"""Lengths and tokens that do not belong together: the error names the first difference, and the data is unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_lengths_differ_between_the_models(side: str, form: str) -> None:
 
 
 def test_lengths_differ_between_padded_and_nested() -> None:
-    """The mask of the padded entry says that sequence 1 has 6 tokens; the nested one has 5."""
+    """By the mask of the padded entry sequence 1 has 6 tokens; the nested one has 5."""
     columns = columns_of("padded")
     columns["next", "ref_log_probs", "full"] = [torch.zeros(5), torch.zeros(5)]
     data = build("padded", columns)
@@ -149,7 +149,7 @@ def test_reward_of_another_length(models: Models, name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["nested", "lazy"])
-def test_an_outcome_without_a_token_to_carry_it(form: str) -> None:
+def test_an_outcome_without_a_token_to_hold_it(form: str) -> None:
     rows = [torch.tensor([-1.0]), torch.zeros(0)]
     columns = {("log_probs", "full"): rows, ("ref_log_probs", "full"): rows}
     data = build(form, {**columns, "reward": torch.tensor([1.0, -2.5])})

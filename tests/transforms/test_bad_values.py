@@ -1,4 +1,4 @@
-"""Numbers, masks, models and tokenizers that cannot be used: the error says what to change, and the data is left as it was."""
+"""Numbers, masks, models and tokenizers that cannot be used: the error names the change to make, and the data is unchanged."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_defect_37_padding_may_hold_anything(models: Models, name: str, bad: flo
     assert kl[1, 0] == 0
 
 
-# ------------------------------------------------------------------ masks that count nothing
+# ------------------------------------------------------------------ empty masks
 
 
 @pytest.mark.parametrize("name", SCORING)

@@ -311,7 +311,7 @@ def test_defect_32_the_first_generated_token_has_a_log_prob(tokenizer: Any, gen:
 
 
 def test_defect_32_a_stored_zero_is_not_charged(tokenizer: Any, ref: Any, policy: Any) -> None:
-    """The legacy class on what torchrl's generation stored: the first token is left out, and a warning says so."""
+    """The legacy class on log-probs stored by torchrl's generation: it leaves the first token out, with a warning."""
     data = collect(tokenizer, policy)
     with pytest.warns(UserWarning, match=r"exactly 0 for the first generated token of 2 sequences.*RetrieveKL"):
         result = KLRewardTransform(ref)(data)
@@ -324,7 +324,7 @@ def test_defect_32_a_stored_zero_is_not_charged(tokenizer: Any, ref: Any, policy
 
 
 def test_defect_34_a_padding_token_that_ends_turns_is_scored(tokenizer: Any, ref_model: Any) -> None:
-    """pad == eos: the mask says that the end token was sampled, whatever its id."""
+    """pad == eos: the mask marks the end token as sampled, whatever its id."""
     eos = tokenizer.eos_token_id
     tokens = torch.tensor([[eos, 5, 6, 7, eos], [4, 5, 6, eos, eos]])
     attention = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool)
@@ -355,7 +355,7 @@ def test_defect_known_dense_reward_with_nested_kl() -> None:
 
 
 def test_rows_of_a_lazy_stack_of_lazy_stacks(tokenizer: Any, gen: Any, ref: Any, policy: Any) -> None:
-    """What ``lazy_stack`` of collector batches gives: three batch dimensions."""
+    """``lazy_stack`` of collector batches: three batch dimensions."""
     data = lazy_stack([collect(tokenizer, policy, envs=2, turns=2, seed=seed) for seed in (0, 1)])
     assert data.shape == (2, 2, 2)
     for step in steps(RetrieveKL(gen, ref)(data)):

@@ -43,7 +43,7 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_argument_of_torchrl_has_its_kind_and_default(name: str) -> None:
-    """But for ``**kwargs``: the arguments that it stands for are explicit here."""
+    """Except ``**kwargs``, whose arguments are explicit here."""
     theirs, here = parameters(getattr(torchrl_kl, name)), parameters(getattr(ours, name))
     theirs.pop("kwargs", None)
     assert {n: (p.kind, p.default) for n, p in theirs.items()} == {
@@ -186,7 +186,7 @@ def stub(**attributes: Any) -> Any:
 
 
 def stub_module(**attributes: Any) -> Any:
-    """The same as a module: torchrl registers it before it looks."""
+    """A module as the attribute: torchrl registers it before the check."""
     module = torch.nn.Identity()
     vars(module).update(vars(stub(**attributes)))
     return module
@@ -371,7 +371,7 @@ def test_nan_before_the_scored_tokens_counts_as_no_kl_in_both() -> None:
 
 
 def test_broadcast_is_the_outcome_on_every_token_as_in_klrewardtransform() -> None:
-    """``reward_placement="broadcast"`` is what torchrl makes of an outcome."""
+    """``reward_placement="broadcast"`` places an outcome as torchrl does."""
     data = kl_data("dense")
     data["next", "reward"] = torch.tensor([[2.0], [-1.0]])
     here = ours.KLComputation(coeff=0.5, reward_placement="broadcast")(data)["next", "reward"]

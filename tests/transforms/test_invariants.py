@@ -39,7 +39,7 @@ def test_each_assistant_token_is_charged_once_in_an_episode(
 def test_scope_full_charges_earlier_turns_again(
     tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool
 ) -> None:
-    """By hand: turn 2 of an episode charges the content and the end token of turn 1 as it stands in its own prompt."""
+    """By hand: turn 2 of an episode charges the content and the end token of turn 1 as in its own prompt."""
     policy = make_policy(policy_model, tokenizer, pad_output=padded)
     rollout = collect(
         tokenizer, policy, retrieve_kl(tokenizer, policy_model, ref_model, padded, scope="full"), envs=2, turns=2
@@ -77,7 +77,7 @@ def test_kl_of_a_model_with_itself_is_exactly_zero(tokenizer: Any, policy_model:
 
 
 def test_padded_and_nested_agree(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
-    """The same samples, once padded and once cut to their lengths."""
+    """One set of samples, padded and cut to their lengths."""
     padded = collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=True), envs=3)
     nested = collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False), envs=3)
     for data, is_padded in ((padded, True), (nested, False)):

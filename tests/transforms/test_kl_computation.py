@@ -116,7 +116,7 @@ def test_corrected_k3_with_the_log_probs_of_the_sampler() -> None:
 
 
 def test_log_probs_of_the_sampler_come_from_outside_next_too() -> None:
-    """A rollout has what the policy stored while sampling at the root, what transforms add in ``"next"``."""
+    """A rollout holds the policy's own entries at the root, those of transforms in ``"next"``."""
     data = one()
     data["log_probs", "sampled"] = torch.tensor([OLD])
     transform = KLComputation(estimator="corrected_k3", old_log_probs_key=("log_probs", "sampled"))
@@ -373,7 +373,7 @@ def element(i: int) -> TensorDictBase:
 
 
 def four(layout: str) -> TensorDictBase:
-    """The same four sequences; dense ones carry the mask of their padding."""
+    """Four sequences in each layout; dense ones with the mask of their padding."""
     reward = torch.tensor(FOUR_OUTCOMES)[:, None]
     if layout == "lazy":
         return lazy_stack([element(i) for i in range(4)])
@@ -439,7 +439,7 @@ def test_no_batch_dimension(i: int, reward_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("padded", ["gen", "ref"])
 def test_one_padded_and_one_nested(padded: str, side: Any) -> None:
-    """Without a mask the argument says where the padding is; the KL has the form of the policy's log-probs."""
+    """Without a mask the argument places the padding; the KL has the form of the policy's log-probs."""
     gen, ref = (
         pad_sequence(rows, batch_first=True, padding_side=side, padding_value=-88.0) if name == padded else nest(rows)
         for name, rows in (("gen", FOUR_GEN), ("ref", FOUR_REF))
@@ -456,7 +456,7 @@ def test_one_padded_and_one_nested(padded: str, side: Any) -> None:
 
 
 def test_one_padded_on_both_sides_and_one_nested() -> None:
-    """A rollout's mask says more than a side."""
+    """A rollout's mask wins over a side."""
     data = rollout([])
     data["next", REF] = nest([torch.tensor([0.0, -3.0, -1.0]), torch.tensor([0.0, -2.0, -1.0])])
     out = KLComputation(coeff=0.5, padding_side="left")(data)["next"]

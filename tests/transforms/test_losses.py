@@ -1,4 +1,4 @@
-"""``GRPOLoss`` on what the transforms wrote, against one plain forward for each sequence.
+"""``GRPOLoss`` on entries written by the transforms, against one plain forward per sequence.
 
 The recipe (``padded``: whether the rollouts are):
 

@@ -1,4 +1,4 @@
-"""``SFTLoss`` and ``DistillationLoss`` on what the transforms wrote, against one plain forward for each sequence.
+"""``SFTLoss`` and ``DistillationLoss`` on entries written by the transforms, against one plain forward per sequence.
 
 Both losses read the masks ``("masks", "all_assistant_mask")`` and ``("masks", "all_attention_mask")`` from the data. Write
 them, always: without the first both tokenise the conversation again, and torchrl's chat templates leave the end-of-turn
@@ -98,7 +98,7 @@ def mean_of_means(rows: list[Tensor]) -> Tensor:
 
 
 def check_sft(lab: Lab, data: TensorDictBase) -> None:
-    """The KL's denominator is every position again: what torchrl makes of well aligned log-probs, and not their mean."""
+    """The KL's denominator is every position again: torchrl divides by it instead of taking the mean."""
     log_probs, ref = lab.plain(sequences(data))
     kl = torch.cat(k3_values(log_probs, ref)).sum() / slot_count(data, common_width=False)
 
@@ -132,7 +132,7 @@ def check_reverse_distillation(lab: Lab, data: TensorDictBase) -> None:
 
 
 def check_forward_distillation(lab: Lab, data: TensorDictBase) -> None:
-    """The same with the roles exchanged, as if the teacher had sampled."""
+    """The roles exchanged, as if the teacher had sampled."""
     log_probs, ref = lab.plain(sequences(data))
     want = mean_of_means(k3_values(ref, log_probs))
 
@@ -210,7 +210,7 @@ def written_out(tokenizer: Any) -> list[Tokens]:
 
 
 def history_slots(padded: bool) -> int:
-    # A character is a token; so are two start markers, two end markers and the two newlines behind those.
+    # A character is a token; so are two start markers, two end markers and the two newlines after those.
     widths = [len("user\n") + len("assistant\n") + 6 + len(question) + len(answer) for question, answer in CHATS]
     return len(widths) * max(widths) if padded else sum(widths)
 

@@ -43,7 +43,7 @@ NAMES = list(WRITTEN)
 
 
 class Lab:
-    """The models, the transforms under test, and what they need to find in the data."""
+    """The models, the transforms under test, and the entries they read."""
 
     def __init__(self, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
         self.tokenizer, self.policy_model, self.ref_model, self.padded = tokenizer, policy_model, ref_model, padded

@@ -1,4 +1,4 @@
-"""What the transforms declare is what they produce."""
+"""The transforms produce the entries that they declare."""
 
 from __future__ import annotations
 

@@ -125,34 +125,19 @@ def _mask_of_sampled(
     )
 
 
-def assistant_mask(
-    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, *, every: Ragged | None = None
-) -> Tensor | None:
-    """The assistant's tokens of a step by its mask and its prompt's length; ``[N]``, or None if the data has neither.
-
-    Arguments: see :func:`response_mask`.
-    """
-    given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface, every=every)
+def assistant_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
+    """The assistant's tokens of a step by its mask and its prompt's length; ``[N]``, or None if the data has neither."""
+    given, response = _given_mask(td, tokens, interface), response_mask(td, tokens, interface)
     if given is None or response is None:
         return response if given is None else given
     return given & response
 
 
-def response_mask(
-    td: TensorDictBase, tokens: Ragged, interface: ModelInterface, *, every: Ragged | None = None
-) -> Tensor | None:
+def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
     """True after the prompt; ``[N]``, or None if the data has no prompt tokens.
 
     The prompt may be padded as the whole sequence is (its slots are then the first ones of the sequence), or hold its own
     tokens alone.
-
-    Args:
-        td: the step.
-        tokens: the sequences, without padding.
-        interface: where the prompt is.
-
-    Keyword Args:
-        every: the sequences with the ids of their padding, which a padded prompt has too; by default read from ``td``.
 
     Raises:
         ValueError: if a sampled sequence does not start with its prompt.
@@ -162,8 +147,8 @@ def response_mask(
     if prompt is None or prompt.num_sequences != tokens.num_sequences:
         return None
     widths = prompt.container.row_lengths
-    if every is None:
-        every = tokens if tokens.keep is None else read_ragged(td, interface.tokens_full)
+    # A padded prompt has the ids of its padding, which `tokens` lack.
+    every = tokens if tokens.keep is None else read_ragged(td, interface.tokens_full)
     assert every is not None
     too_long = widths > every.lengths
     if bool(too_long.any()):

@@ -1,4 +1,4 @@
-"""The base of every transform here: where it runs, what it declares, which of its settings may change, which env holds it."""
+"""The base of every transform: the places where it runs, its keys and specs, its settings, and the env that holds it."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def collector_policy(transform: Transform) -> Any:
     )
 
 
-# ------------------------------------------------------------------ models from factories, models behind a service
+# ------------------------------------------------------------------ models from factories and of a service
 
 
 def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *, default: Any) -> Any:

@@ -228,5 +228,4 @@ def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
     tokens = read_ragged(td, TOKENS_FULL)
     if tokens is None or not same_rows(tokens.container, kl.container):
         return None
-    kept = Ragged.from_slots(tokens.slots(), kl.container, kl.keep)
-    return assistant_mask(td, kept, _DEFAULTS, every=tokens)
+    return assistant_mask(td, Ragged.from_slots(tokens.slots(), kl.container, kl.keep), _DEFAULTS)

@@ -146,7 +146,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The reward and what the reference reads; the penalised reward, the KL and the reference's log-probs."""
+        """The reward and the reference's input; the penalised reward, the KL and the reference's log-probs."""
         return [self.reward_key, *self._interface().in_keys], list(self.out_keys)
 
     @property

@@ -1,4 +1,4 @@
-"""What a KL penalty is: which estimate, weighed how, charged where; and two sets of log-probs of the same tokens."""
+"""The KL penalty (estimate, coefficient, placement), and two sets of log-probs of the same tokens."""
 
 from __future__ import annotations
 

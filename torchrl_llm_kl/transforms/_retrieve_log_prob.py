@@ -202,7 +202,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """What the model reads; the log-probs, and the exact KL and the entropy if requested."""
+        """The model's input; the log-probs, and the exact KL and the entropy if requested."""
         out = [self.log_probs_full_key]
         if self.reference is not None:
             out.append(self.exact_kl_key)
