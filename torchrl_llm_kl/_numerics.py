@@ -74,7 +74,7 @@ def check_clip_range(clip_low: Any, clip_high: Any) -> None:
 def all_finite(*tensors: Tensor) -> bool:
     """Whether every number is finite; one host synchronisation for all tensors if so."""
     # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
-    total = sum(x.sum(dtype=torch.float32) for x in tensors)
+    total = functools.reduce(torch.add, (x.sum(dtype=torch.float32) for x in tensors))
     return math.isfinite(total) or all(bool(x.isfinite().all()) for x in tensors)
 
 

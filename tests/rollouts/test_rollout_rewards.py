@@ -52,6 +52,11 @@ def test_a_reward_that_fits_nothing(reward: Any, error: type[Exception], message
 def test_an_empty_sequence_cannot_hold_its_outcome() -> None:
     like = Ragged.from_list([torch.zeros(2), torch.zeros(0)])
     assert token_reward(torch.tensor([1.0, 0.0]), like, None, "last").values.flatten().tolist() == [0.0, 1.0]
+    none = Ragged.from_list([torch.zeros(0), torch.zeros(0)])
+    assert token_reward(torch.zeros(2), none, torch.zeros(0, dtype=torch.bool), "last").values.shape == (0, 1)
+    middle = Ragged.from_list([torch.zeros(1), torch.zeros(0), torch.zeros(2)])
+    placed = token_reward(torch.tensor([1.0, 0.0, 2.0]), middle, torch.tensor([False, True, False]), "last")
+    assert placed.values.flatten().tolist() == [1.0, 2.0, 0.0]
     with pytest.raises(ValueError, match="sequence 1 has no token to hold its reward of 3"):
         token_reward(torch.tensor([1.0, 3.0]), like, None, "last")
 

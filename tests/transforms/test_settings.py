@@ -57,7 +57,7 @@ def test_to_the_exact_kl_and_back() -> None:
         ("estimator", "k9", "unknown KL estimator 'k9'"),
         ("estimator", "exact", "old_log_probs_key=.*'old'.* estimator='exact'"),
         ("exact_kl_key", "x", "exact_kl_key='x' is read with estimator='exact' only"),
-        ("reward_placement", "first", "reward_placement must be 'last' or 'broadcast', got 'first'"),
+        ("reward_placement", "first", "reward_placement must be one of 'last', 'broadcast', got 'first'"),
         ("padding_side", "middle", "'left' or 'right'"),
         ("coeff", float("nan"), "must be finite"),
     ],

@@ -19,15 +19,11 @@ from torchrl_llm_kl.rollouts import Scope
 Checks = Mapping[str, Callable[[Any], Any]]
 
 
-def one_of(name: str, choices: Any) -> Callable[[Any], Any]:
-    """A check that the setting ``name`` is one of the values of a Literal."""
-
-    def check(value: Any) -> Any:
-        if value not in get_args(choices):
-            raise ValueError(f"{name} must be {' or '.join(map(repr, get_args(choices)))}, got {value!r}.")
-        return value
-
-    return check
+def check_scope(scope: str) -> str:
+    """Return ``scope`` if it is ``"turn"`` or ``"full"``, else raise a ValueError."""
+    if scope not in get_args(Scope):
+        raise ValueError(f"scope must be 'turn' or 'full', got {scope!r}.")
+    return scope
 
 
 # ------------------------------------------------------------------ where a transform runs
@@ -95,7 +91,7 @@ class StepTransform(StepMixin, Transform):
     Settings are attributes, which may change at any time: :attr:`checks` apply to each new value, and keys and specs follow.
     """
 
-    checks: ClassVar[Checks] = {"scope": one_of("scope", Scope)}
+    checks: ClassVar[Checks] = {"scope": check_scope}
 
     @abstractmethod
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite
 
-from torchrl_llm_kl._numerics import all_finite, check_finite
+from torchrl_llm_kl._numerics import all_finite, check_choice, check_finite
 from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
 from torchrl_llm_kl.rollouts import RewardPlacement, token_reward
-from torchrl_llm_kl.transforms._base import Checks, StepTransform, declare_entry, one_of
+from torchrl_llm_kl.transforms._base import Checks, StepTransform, declare_entry
 
 #: A name of :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
 Estimator = EstimatorName | Callable[..., Tensor]
@@ -32,6 +32,11 @@ def resolve_estimator(estimator: Estimator) -> Estimator:
     return estimator
 
 
+def _check_placement(placement: str) -> str:
+    check_choice(get_args(RewardPlacement), reward_placement=placement)
+    return placement
+
+
 class KLPenalty(StepTransform):
     """The base of the transforms that write a KL and charge it to the reward."""
 
@@ -40,7 +45,7 @@ class KLPenalty(StepTransform):
         "estimator": resolve_estimator,
         "coeff": as_coefficient,
         "coef": as_coefficient,  # the name in KLRewardTransform
-        "reward_placement": one_of("reward_placement", RewardPlacement),
+        "reward_placement": _check_placement,
     }
 
     estimator: Estimator  # the function, or "exact"; may be set to a name
