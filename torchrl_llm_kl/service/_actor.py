@@ -207,7 +207,7 @@ class ScoringActor:
     # ------------------------------------------------------------------ leases
 
     async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
-        """Renew a client's lease. A restart loses the marks of this replica's earlier incarnations: clients send those they know."""
+        """Renew a client's lease; clients send the marks of earlier incarnations that they know, which a restart loses."""
         self._clients[client] = time.monotonic()
         self._clients.pop(_CREATOR, None)
         self._lives.update(lives)

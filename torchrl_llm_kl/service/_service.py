@@ -32,7 +32,7 @@ class ScoringService:
         num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
         num_cpus: per replica, as are ``num_gpus``, ``resources``, ``scheduling_strategy``, ``runtime_env`` and
             ``max_restarts`` (-1 for no limit); see ``ray.remote``.
-        lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`. By default replicas exit with their last client.
+        lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`; by default replicas end with their last client.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica caches for continued conversations, per requested combination
             of temperature, dtype and adapters.
