@@ -221,7 +221,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
 
 
 def _check_models(gen_model: Any, ref_model: Any) -> None:
-    """torchrl's checks, with its error texts, on the models known at construction."""
+    """Apply torchrl's checks, with its error texts, to the models known at construction."""
     if isinstance(ref_model, str) and ref_model != "base":
         raise ValueError(f"ref_model must be a model or 'base', got {ref_model!r}.")
     if ref_model is None:

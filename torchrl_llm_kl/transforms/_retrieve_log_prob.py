@@ -36,7 +36,7 @@ def check_scored_model(model: Any, name: str = "model", transform: str = "Retrie
 
 
 def full_key_problem(name: str, key: NestedKey) -> str | None:
-    """torchrl's message about a key that does not end with ``"full"``; None for one that does."""
+    """The message of torchrl about a key that does not end with ``"full"``; None for one that does."""
     if isinstance(key, tuple) and key[-1] == "full":
         return None
     return (
