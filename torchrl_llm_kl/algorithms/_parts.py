@@ -182,7 +182,7 @@ def mix_buffers(
 
     Returns:
         A :class:`~torchrl.data.ReplayBufferEnsemble`; for a share of ``m / n`` its ``sample()`` returns a lazy stack
-        ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The losses of this package accept it as it is.
+        ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The losses of this package accept it directly.
 
     Raises:
         ValueError: if the batch does not divide in that proportion.
