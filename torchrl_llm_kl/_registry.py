@@ -130,7 +130,7 @@ class Hyperparameters:
             if key in self.refused:
                 harmless, advice = self.refused[key]
                 if value != harmless:
-                    raise ValueError(f"{self.owner}: {key}={value!r} cannot be honoured: {advice}.")
+                    raise ValueError(f"{self.owner}: {key}={value!r} is not supported: {advice}.")
             elif key in self.obsolete:
                 if value is not None:
                     text = f"{self.owner}: {key} has no effect here: {self.obsolete[key]}."

@@ -103,7 +103,7 @@ def markdown(run: RayRun) -> str:
             for o in run.overheads
         ]
         parts.append(
-            f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, in turns. "
+            f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, interleaved. "
             "The bare actor holds a scorer and nothing else: Ray's own share.\n"
         )
         columns = ["tokens of each", "local scorer, ms", "bare Ray actor, ms", "service, ms", "service over local, ms"]

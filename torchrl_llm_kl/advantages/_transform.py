@@ -149,7 +149,7 @@ class Advantage(Transform):
         if "group" not in self.inputs:
             if key is not None or size is not None:
                 raise ValueError(
-                    f"{self.spec.name} compares nothing within groups: leave out group_key and group_size."
+                    f"{self.spec.name} does not compare within groups: leave out group_key and group_size."
                 )
             return None, None
         if key is not None and size is not None:

@@ -228,7 +228,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
 
     Raises:
         TypeError: for an unknown setting, one that objective and advantage both have, or one given under two names.
-        ValueError: if a value of Trinity's cannot be honoured.
+        ValueError: for an unsupported value of a Trinity setting.
     """
     changes: dict[str, Any] = {}
     args: dict[str, dict[str, Any]] = {"objective_args": {}, "advantage_args": {}}

@@ -41,7 +41,7 @@ def make_algorithm(
     """Bind an algorithm to its models, ready to train an actor.
 
     Args:
-        algorithm: a name in :data:`ALGORITHMS`, or a preset of your own.
+        algorithm: a name in :data:`ALGORITHMS`, or your own preset.
         actor: see :class:`~torchrl_llm_kl.PolicyLoss`. Temperature and ``dtype`` of a scorer apply to the reference too.
 
     Keyword Args:
@@ -95,7 +95,7 @@ def make_algorithm(
     if preset.keep_best or (spec is not None and "group" in spec.needs):
         grouping = {"group_key": group_key, "group_size": group_size}
     elif group_key is not None or group_size is not None:
-        raise ValueError(f"{preset.name} compares nothing within groups: leave out group_key and group_size.")
+        raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
     if critic is not None and masking_strategy == "generic":
         raise ValueError(
             "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
@@ -194,7 +194,7 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         )
     if reference is not None and not preset.needs_reference:
         raise ValueError(
-            f"{name} has no use for a reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
+            f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
             "(kl_loss='k2' or kl_reward='k1')."
         )
     if isinstance(reference, str) and reference not in ("base", "data"):
@@ -215,7 +215,7 @@ _SET_HERE = {
     "actor": "it is the second argument of make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
     "loss_agg_mode": "pass aggregation= to make_algorithm",
-    "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with terms of your own",
+    "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
     **{
         name: f"pass {name}= to make_algorithm"
         for name in ("objective", "aggregation", "reference", "masking_strategy", "max_len")

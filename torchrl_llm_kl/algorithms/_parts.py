@@ -71,7 +71,7 @@ class AlgorithmParts:
 
         Keyword Args:
             count: write denominators, so that the losses of micro-batches (any rows of the result) add up to the loss of the
-                batch. False if each minibatch is an optimiser step of its own, with its own mean.
+                batch. False if each minibatch is a separate optimiser step, with its own mean.
 
         Returns:
             The batch, ready for :attr:`loss` and :attr:`critic_loss`.

@@ -189,7 +189,7 @@ class PolicyLoss(TokenLoss):
         if self._given_scorer is not None:
             changed = [name for name, value in settings.items() if value != (1.0 if name == "temperature" else None)]
             if changed or functional:
-                raise ValueError(f"actor is a scorer with settings of its own: set {changed or 'functional'} there.")
+                raise ValueError(f"actor is a scorer with its own settings: set {changed or 'functional'} there.")
             actor, temperature = self._given_scorer.model, self._given_scorer.temperature
         if functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)

@@ -142,7 +142,7 @@ class Renderings:
                 texts = prompted.text, self.plain(len(self.messages), False)
                 with_prompt, without = (text[prompted.messages_end :] for text in texts)
             yield with_prompt[common_prefix_length(with_prompt, without) :]
-        except Exception:  # the template rejects the shortened conversation with an error of its own
+        except Exception:  # the template rejects the shortened conversation
             return
 
 

@@ -198,7 +198,7 @@ def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | Non
     shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]
     try:
         trace = Renderings(chat.renderer, shortened, False).trace(turn + 1, False)
-    except Exception:  # the template rejects the shortened conversation with an error of its own
+    except Exception:  # the template rejects the shortened conversation
         return None
     written = _written(trace, turn) if trace is not None else None
     if trace is None or written is None or _FILLER not in trace.text[slice(*written)]:

@@ -99,7 +99,7 @@ class ModelInterface:
         return sub_key(self.masks_key, "all_assistant_mask")
 
     def with_history_key(self, key: NestedKey) -> ModelInterface:
-        """This interface with conversations under ``(key, "full")``, unless the model has an input key of its own."""
+        """This interface with conversations under ``(key, "full")``, unless the model has its own input key."""
         if key == self.history_key:
             return self
         own = self.input_mode == "history" and self.input_key == sub_key(self.history_key, "full")

@@ -52,13 +52,13 @@ class TokenisingOptions:
         """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed.
 
         Raises:
-            ValueError: for an argument that cannot be honoured.
+            ValueError: for an unsupported argument.
         """
         kwargs = dict(tokenizer_kwargs or {})
         for name, allowed in _IMPLIED.items():
             if name in kwargs and (value := kwargs.pop(name)) not in allowed:
                 raise ValueError(
-                    f"tokenizer_kwargs[{name!r}]={value!r} cannot be honoured: the transform needs "
+                    f"tokenizer_kwargs[{name!r}]={value!r} is not supported: the transform needs "
                     f"{' or '.join(map(repr, allowed))}. Leave it out; padding of the output follows the data and the "
                     "model's `pad_output`."
                 )

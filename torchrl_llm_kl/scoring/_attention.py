@@ -103,7 +103,7 @@ def _attention(
             "after the other, or give the scorer a copy of the model."
         )
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__} has an attention mask of its own.")
+        raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
     call, layout.calls = layout.calls, layout.calls + 1
     layout.has_window |= sliding_window is not None
     for piece in layout.pieces:

@@ -208,7 +208,7 @@ def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
 
     Args:
         lengths: tokens to forward per sequence; ``[S]``, int64. A sequence of 0 tokens is in no micro-batch.
-        tokens_per_batch: the budget. A longer sequence gets a micro-batch of its own.
+        tokens_per_batch: the budget. A longer sequence gets a separate micro-batch.
 
     Returns:
         Sequence indices, int64 on the CPU, one tensor per micro-batch.

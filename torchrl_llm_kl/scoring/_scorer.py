@@ -131,7 +131,7 @@ class LogProbScorer:
             if not adapters:
                 raise ValueError(
                     f"adapters=False, but the adapters of {name} are not in this process: build the scorer on the "
-                    "transformers model, or give the backend a reference model of its own."
+                    "transformers model, or give the backend a separate reference model."
                 )
             return
         if not isinstance(self.model, nn.Module):
@@ -337,7 +337,7 @@ def _run(
         for scorer in scorers:
             scorer.tokens_per_batch = budget
         warnings.warn(
-            f"out of memory: LogProbScorer goes on with tokens_per_batch={budget}. Pass that or less to avoid the retry.",
+            f"out of memory: LogProbScorer continues with tokens_per_batch={budget}. Pass that or less to avoid the retry.",
             stacklevel=4,
         )
         if torch.cuda.is_available():

@@ -91,7 +91,7 @@ class Batcher:
             self._admit()  # this caller may have been admitted just now: pass its place on
             if isinstance(error, asyncio.TimeoutError):
                 raise ServiceOverloaded(
-                    f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
+                    f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was accepted within "
                     f"{timeout:g} s: add replicas, send smaller requests, or raise timeout=."
                 ) from None
             raise

@@ -122,7 +122,7 @@ class ScoringCore:
         """Copy ``weights`` into the model, in place, under a new version. An error leaves the model unchanged."""
         if version < self.version:
             raise WeightVersionError(
-                f"version {version} of the weights came after version {self.version}: versions must grow."
+                f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
         own, checked = self._module().state_dict(keep_vars=True), self.check_weights(weights)
         with torch.no_grad():

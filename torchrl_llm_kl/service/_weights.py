@@ -37,7 +37,7 @@ class WeightKeeper:
 
         if self._version is not None and version < self._version:
             return WeightVersionError(
-                f"version {version} of the weights came after version {self._version}: versions must grow."
+                f"version {version} of the weights was pushed after version {self._version}: versions must increase."
             )
         weights = state_dict_of(weights)
         names = frozenset(weights)

@@ -265,6 +265,6 @@ def _check_same_tokens(gen: Located, ref: Located) -> None:
         at = int((gen.mask != ref.mask).nonzero()[0])
         row, position = int(gen.tokens.sequence_ids[at]), int(gen.tokens.positions[at])
         raise ValueError(
-            f"the two models mask in different assistant tokens, first at sequence {row}, position {position}: give both "
+            f"the two models disagree on the assistant tokens, first at sequence {row}, position {position}: give both "
             "the same chat template."
         )
