@@ -1,6 +1,6 @@
 """Draw ``docs/architecture.png`` and write the table of ``docs/architecture.md`` from the package's own imports.
 
-Run ``make docs`` after a change to the layers. ``tests/test_layers.py`` holds the code against :data:`LAYERS`.
+Run ``make docs`` after a change to the layers. ``tests/test_layers.py`` checks the code against :data:`LAYERS`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HOLDS = {
     "_registry": "one registry: names, aliases, did-you-mean; hyper-parameter names",
     "_numerics": "checks of shapes, ranges and finiteness; float32 promotion; masked means",
-    "ragged": "one form for variable-length data, and its conversions",
+    "ragged": "variable-length data in one form, and its conversions",
     "masks": "which tokens the assistant produced",
     "head": "the linear head in tiles: log-prob, entropy, KL, top-k",
     "estimators": "KL estimators, exact KL, coefficients",
     "scoring": "the engine: token ids in, log-probs out",
-    "rollouts": "how a rollout's TensorDict is read and written",
+    "rollouts": "reading and writing a rollout's TensorDict",
     "transforms": "TorchRL transforms: retrieve log-probs, compute the KL",
     "advantages": "advantages of groups, tokens and trajectories",
     "losses": "objectives, terms, aggregation, PolicyLoss",

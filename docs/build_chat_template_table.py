@@ -17,15 +17,15 @@ import template_pairs  # noqa: E402
 HEAD = """# The assistant mask on real chat templates
 
 TRL {version} ships the chat templates of many models and, for most, a second version with `{{% generation %}}` blocks. The
-table compares two masks: the one that `render_conversation` finds on a model's own, unmarked template, and the one
-that the blocks mark. Tokens are byte-level. Conversations: {conversations}.
+table compares two masks: that of `render_conversation` on a model's own, unmarked template, and that of the blocks.
+Tokens are byte-level. Conversations: {conversations}.
 
 A mask covers everything the model emits after the generation prompt, including the end-of-turn token. The marked
-templates do not agree among themselves on headers and white space, so the column "only TRL marks" lists everything that
-TRL marks and this library does not. It shows a thinking tag if the model's generation prompt ends with one, and `<EOS>`
-if a template closes the whole conversation with a second end token, which belongs to no turn. The reverse occurs once,
-on diffusion_gemma: its blocks end after the last character of the answer, and if that character takes several tokens
-(an emoji), transformers masks only the first of them.
+templates disagree on headers and white space; the column "only TRL marks" lists everything that TRL marks and this
+library does not. It shows a thinking tag if the model's generation prompt ends with one, and `<EOS>` if a template
+closes the whole conversation with a second end token, which belongs to no turn. The reverse occurs once, on
+diffusion_gemma: its blocks end after the last character of the answer, and if that character takes several tokens (an
+emoji), transformers masks only the first of them.
 
 "Texts differ": TRL's version renders another text (it keeps the reasoning of earlier turns, for example), so the masks
 cannot be compared. "Refused": the model's template does not accept such a conversation.

@@ -25,7 +25,7 @@ and the policy gradient multiplies it by the gradient of the log-prob. Each "gra
 given its prefix. A test verifies every entry by summing over a whole vocabulary.
 
 Per token is not per answer. A KL in the loss takes each prefix as given, and ignores that a token may lead to prefixes
-where the KL is large; a KL in the reward is credited to all tokens before it. Only the latter has the optimum
+with a large KL; a KL in the reward is credited to all tokens before it. Only the latter has the optimum
 `pi_ref exp(r / beta)` over whole answers ([algorithms](algorithms.md)).
 
 In short: `k1` in the reward, or `k2` / `k3+` / `exact` in the loss; `k3` for logging; `corrected_k3` in the loss when

@@ -1,7 +1,6 @@
 """KL-regularised post-training of language models on TorchRL.
 
-Everything public loads on first use: ``import torchrl_llm_kl`` costs next to nothing and imports neither transformers nor
-ray.
+Public names load on first use: ``import torchrl_llm_kl`` is nearly free and imports neither transformers nor ray.
 """
 
 from __future__ import annotations

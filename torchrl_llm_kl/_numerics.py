@@ -22,7 +22,7 @@ Scalar = float | Tensor
 def check_same_shape(**named_tensors: Tensor | None) -> None:
     """Raise a ValueError with both shapes unless every given tensor has the shape of the first; None is skipped.
 
-    Broadcasting would silently turn ``[B, T]`` against ``[B, 1]`` into a wrong number, so nothing here broadcasts.
+    Broadcasting ``[B, T]`` against ``[B, 1]`` would silently produce a wrong number, so nothing here broadcasts.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ def check_is_mask(**named: Tensor | None) -> None:
 def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: Any) -> None:
     """Raise a ValueError unless each named number lies in ``[low, high]`` and is greater than ``above``.
 
-    Tensors and None pass: reading a tensor would stall an accelerator.
+    Tensors and None pass: reading a tensor would be a host sync.
     """
     for name, value in named.items():
         if isinstance(value, (int, float)) and not (low <= value <= high and value > above):

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class UnknownNameError(KeyError, ValueError):
-    """A name that is not registered; the message lists the known names and suggests the nearest one."""
+    """Unknown name; the message lists the known names and suggests the nearest one."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would quote it and escape the quotes inside
@@ -94,7 +94,7 @@ class Hyperparameters:
         names: its own hyper-parameters.
         aliases: other names: alias -> one name, or several that it sets at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
-        refused: those that cannot be honoured -> (the one harmless value, the alternative).
+        refused: unsupported ones -> (the one harmless value, the alternative).
 
     Example:
         >>> ppo = Hyperparameters("ppo", ("clip_low", "clip_high"), {"clip_range": ("clip_low", "clip_high")})
@@ -118,19 +118,19 @@ class Hyperparameters:
 
         Raises:
             TypeError: for an unknown hyper-parameter, or one given under two names.
-            ValueError: for a value that cannot be honoured.
+            ValueError: for an unsupported value.
 
         Warns:
             UserWarning: for one that has no effect here.
         """
         out: dict[str, Any] = {}
-        # A name for one side wins over one for both: `clip_high=0.28` beside `clip_range=0.2`.
+        # A name for one side overrides one for both: `clip_high=0.28` and `clip_range=0.2`.
         for key in sorted(given, key=lambda key: -len(self._targets(key))):
             value = given[key]
             if key in self.refused:
                 harmless, advice = self.refused[key]
                 if value != harmless:
-                    raise ValueError(f"{self.owner}: {key}={value!r} cannot be honoured: {advice}.")
+                    raise ValueError(f"{self.owner}: {key}={value!r} is not supported: {advice}.")
             elif key in self.obsolete:
                 if value is not None:
                     text = f"{self.owner}: {key} has no effect here: {self.obsolete[key]}."

@@ -110,7 +110,7 @@ def capacity(
     print_answer(answer, console)
     if answer.replicas is None:
         console.print(
-            "No number of replicas keeps within the limits: a service of its own is too slow for a collector."
+            "No number of replicas keeps within the limits: even a dedicated service is too slow for a collector."
         )
         raise typer.Exit(1)
 

@@ -109,7 +109,7 @@ QUICK_PLAN = Plan(clients=(1, 2), sequences=(1, 4), length=16, thinks=(0.02,), s
 def calibrate(
     callers: Callers, size: ModelSize, plan: Plan, *, on_window: Callable[[str], None]
 ) -> tuple[Calibration, list[Check]]:
-    """Fit on callers without pauses and on one that pauses; check on other windows. Starts a service of its own."""
+    """Fit on callers without pauses and on one that pauses; check on other windows. Starts a separate service."""
     service = ScoringService(factory=partial(reference, size), name="calibration")
     batches: list[Batches] = []
     checked: list[tuple[int, float, Window]] = []

@@ -52,7 +52,7 @@ class Limits:
     """Limits that a large enough service keeps.
 
     Args:
-        lost: maximal share of a collector's time spent waiting, beyond the wait with a service of its own: replicas
+        lost: maximal share of a collector's time spent waiting, beyond the wait with a dedicated service: replicas
             shorten the queue, not the work.
         p99: maximal seconds for 99 of 100 requests; None for no limit.
     """
@@ -70,7 +70,7 @@ class Answer:
         tokens_per_second: per collector.
         replicas: the fewest within the limits; None if no number is.
         lost: share of a collector's time spent waiting.
-        lost_alone: that share with a service of its own.
+        lost_alone: that share with a dedicated service.
         latency_p50: seconds.
         latency_p99: seconds.
         busy: share of a replica's time in the model.

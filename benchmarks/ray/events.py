@@ -28,7 +28,7 @@ class Replica:
         rate: tokens per second on top.
         max_wait: seconds that the oldest request waits for all recent callers.
         lately: seconds for which a caller is recent.
-        max_tokens: per batch; a larger request is a batch of its own.
+        max_tokens: per batch; a larger request gets a separate batch.
     """
 
     fixed: float

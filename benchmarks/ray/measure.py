@@ -1,4 +1,4 @@
-"""The parts of a run, on a Ray cluster of its own."""
+"""The parts of a run, on a separate Ray cluster."""
 
 from __future__ import annotations
 

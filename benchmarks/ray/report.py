@@ -21,23 +21,23 @@ _INTRO = """# Benchmark of the Ray service
 Written by `{command}`; do not edit.
 
 Client processes apply torchrl {torchrl}'s Ray transforms and those of this library to TensorDicts of {sequences} sequences,
-which also hold an unrelated entry of {unrelated} MiB; in turns, so that a noisy machine is noisy for both. All clients of a
-library share its actors. Model: {model}; one thread for each actor. On the same data both compute the same
+which also hold an unrelated entry of {unrelated} MiB. Runs are interleaved, so that load on the machine affects both. All
+clients of a library share its actors. Model: {model}; one thread for each actor. On the same data both compute the same
 numbers{difference}.
 
-*Both models served*: `RayRetrieveKL`, with the policy and the reference in actors. torchrl's works when it is given None for
-both models and a factory for each; other ways of construction fail, or fail at the first call. *Reference served*: the
-log-probs of the reference alone, for a policy whose own came with the samples. torchrl has no transform for that which works:
-here its `RayTransform` is put around its `RetrieveLogProb`, as its other Ray transforms are made.
+*Both models served*: `RayRetrieveKL`, with the policy and the reference in actors. torchrl's requires None for both models
+and a factory for each; other arguments fail at construction or at the first call. *Reference served*: only the log-probs of
+the reference, for a policy whose log-probs came with the samples. torchrl has no working transform for this: here its
+`RayTransform` wraps its `RetrieveLogProb`, as in its other Ray transforms.
 """
 
 _CAPACITY = """## How many replicas
 
 A discrete-event simulation (`benchmarks/ray/events.py`): each collector generates {sequences} answers of {response} tokens to a
-prompt of {prompt}, asks for the scores of all {tokens:,} tokens, and waits. A prompt goes to one of the replicas, which gather
-requests as the service does. The answer is the least number of replicas at which a collector loses at most {lost:.0%} more
-of its time than with a service of its own. `python -m benchmarks.ray capacity --collectors N --tokens-per-second L` answers for
-others, and for a model of another speed.
+prompt of {prompt}, requests the scores of all {tokens:,} tokens, and waits. Each prompt goes to one of the replicas, which
+batch requests as the service does. The result is the smallest number of replicas at which a collector loses at most {lost:.0%}
+more of its time than with a dedicated service. `python -m benchmarks.ray capacity --collectors N --tokens-per-second L` covers
+other settings, and models of another speed.
 
 ![Replicas for up to 10,000 collectors, and predictions beside real runs](../docs/ray_capacity.png)
 """
@@ -103,7 +103,7 @@ def markdown(run: RayRun) -> str:
             for o in run.overheads
         ]
         parts.append(
-            f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, in turns. "
+            f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, interleaved. "
             "The bare actor holds a scorer and nothing else: Ray's own share.\n"
         )
         columns = ["tokens of each", "local scorer, ms", "bare Ray actor, ms", "service, ms", "service over local, ms"]

@@ -87,7 +87,7 @@ def test_at_the_ends_the_divergence_is_0(beta: float) -> None:
 def test_a_temperature_is_refused_and_a_chunk_size_warns() -> None:
     x = -torch.ones(1, 1)
     translate = advantage_spec(jsd).hyperparameters.translate
-    with pytest.raises(ValueError, match=r"temperature=2.0 cannot be honoured.*scored with at that temperature"):
+    with pytest.raises(ValueError, match=r"temperature=2.0 is not supported.*scored with at that temperature"):
         translate({"temperature": 2.0})
     with pytest.warns(UserWarning, match="chunk_size has no effect here"):
         assert jsd(x, x, x < 0, **translate({"chunk_size": 64})) == 0

@@ -20,8 +20,8 @@ NAN = float("nan")
     [
         (lambda: Advantage("grop"), ValueError, "unknown advantage 'grop'.*Did you mean 'grpo'"),
         (lambda: Advantage("grpo", epsilonn=1), TypeError, "no hyper-parameter 'epsilonn'.*Did you mean 'epsilon'"),
-        (lambda: Advantage("reinforce", group_size=2), ValueError, "reinforce compares nothing within groups"),
-        (lambda: Advantage("gae", group_key="query"), ValueError, "gae compares nothing within groups"),
+        (lambda: Advantage("reinforce", group_size=2), ValueError, "reinforce does not compare within groups"),
+        (lambda: Advantage("gae", group_key="query"), ValueError, "gae does not compare within groups"),
         (lambda: Advantage("grpo", group_key="a", group_size=2), ValueError, "got both group_key='a' and group_size=2"),
         (lambda: Advantage("grpo", group_size=0), ValueError, "group_size must be at least 1, got 0"),
         (lambda: Advantage("grpo", layout="tokens"), ValueError, "layout must be one of .*got 'tokens'"),
@@ -37,7 +37,7 @@ NAN = float("nan")
         ),
         (lambda: Advantage("grpo", keys={"mask": "m"}), ValueError, "grpo has no key 'mask'"),
         (lambda: Advantage("grpo", keys={"group": "g"}), ValueError, "no key 'group'; it has .*; pass group_key="),
-        (lambda: Advantage("jsd", temperature=0.5), ValueError, "cannot be honoured"),
+        (lambda: Advantage("jsd", temperature=0.5), ValueError, "is not supported"),
     ],
 )
 def test_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:

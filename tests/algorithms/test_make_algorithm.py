@@ -224,14 +224,14 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
     [
         ("grpo", {"reference": None}, r"grpo compares with a reference model: pass reference=.*kl_loss='none'"),
         ("jsd", {"reference": None}, r"jsd compares with a teacher: pass reference=, or reference='data'"),
-        ("dapo", {}, r"dapo has no use for a reference model: leave it out, pass use_reference=True"),
+        ("dapo", {}, r"dapo uses no reference model: leave it out, pass use_reference=True"),
         ("grpo", {"reference": "actor"}, r"reference must be a model, 'base' or 'data', got 'actor'"),
         ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),
         ("ppo", {}, r"ppo trains a critic: pass critic=TokenCritic\(model\)"),
         ("grpo", {"critic": TabularCritic(TASK)}, r"grpo has no critic: leave critic= out"),
         ("grpo", {"algorithm_type": "ppo"}, r"algorithm_type='ppo' is another algorithm than 'grpo'"),
         ("grpo", {"use_reference": False}, r"grpo compares with a reference \(kl_loss='k2'.*set use_reference=True"),
-        ("grpo", {"kl_loss": "none"}, r"grpo has no use for a reference model"),
+        ("grpo", {"kl_loss": "none"}, r"grpo uses no reference model"),
         ("grpo", {"sample_strategy": "mix"}, r"sample_strategy='mix' cannot be set: it is 'default' for grpo"),
         ("dpo", {"can_balance_batch": True}, r"can_balance_batch=True cannot be set: it is False for dpo"),
         ("grpo", {"group_key": "query", "group_size": 2}, r"got both group_key='query' and group_size=2"),
@@ -321,7 +321,7 @@ def test_estimators_in_their_place_do_not() -> None:
 
 
 def test_groups_where_nothing_is_compared_are_refused() -> None:
-    with pytest.raises(ValueError, match="topr compares nothing within groups: leave out group_key and group_size"):
+    with pytest.raises(ValueError, match="topr does not compare within groups: leave out group_key and group_size"):
         make_algorithm("topr", TASK.policy(), reference=TASK.policy(), group_size=2)
 
 

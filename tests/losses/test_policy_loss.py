@@ -158,7 +158,7 @@ def test_temperature_divides_the_logits(model: nn.Module) -> None:
     assert_close(PolicyLoss(model, temperature=0.7, **hyper)(data)["loss_objective"], expected, **CLOSE)
     scorer = LogProbScorer(model, temperature=0.7)
     assert_close(PolicyLoss(scorer, **hyper)(data)["loss_objective"], expected, **CLOSE)
-    with pytest.raises(ValueError, match=r"settings of its own: set \['temperature'\] there"):
+    with pytest.raises(ValueError, match=r"its own settings: set \['temperature'\] there"):
         PolicyLoss(scorer, temperature=0.5)
 
 

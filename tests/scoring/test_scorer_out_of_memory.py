@@ -33,7 +33,7 @@ def test_the_budget_is_halved_until_it_fits_and_stays(share: bool, grad: bool) -
     prompt = torch.randint(VOCAB_SIZE, (20,), generator=generator)
     rows = [torch.cat([prompt, torch.randint(VOCAB_SIZE, (n,), generator=generator)]) for n in (3, 9, 6, 4, 7, 2)]
     scorer = scorer_with_room_for(40, tokens_per_batch=256, share_prefixes=share)
-    with pytest.warns(UserWarning, match="out of memory: LogProbScorer goes on with tokens_per_batch="):
+    with pytest.warns(UserWarning, match="out of memory: LogProbScorer continues with tokens_per_batch="):
         found = scorer.score(Ragged.from_list(rows), grad=grad)
     assert scorer.tokens_per_batch == 32
     plain = tiny_model("qwen2")

@@ -54,7 +54,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
         core.update_weights({**good, "nowhere": torch.zeros(1)}, 1)
     assert core.version == 0
     core.update_weights(before, 3)
-    with pytest.raises(WeightVersionError, match="version 2 of the weights came after version 3"):
+    with pytest.raises(WeightVersionError, match="version 2 of the weights was pushed after version 3"):
         core.update_weights(good, 2)
     assert core.version == 3
     assert all(torch.equal(core.model.state_dict()[key], value) for key, value in before.items())

@@ -52,7 +52,9 @@ def test_weights_reach_every_replica_under_their_version(service: ScoringService
     mixed = model(seed=2)
     mixed.load_state_dict(half, strict=False)
     assert_holds(service, mixed, start + 6)
-    with pytest.raises(WeightVersionError, match=rf"version {start + 2} of the weights came after version {start + 6}"):
+    with pytest.raises(
+        WeightVersionError, match=rf"version {start + 2} of the weights was pushed after version {start + 6}"
+    ):
         service.update_weights(model(), start + 2)
     with pytest.raises(TypeError, match="version must be a whole number, got '7'"):
         service.update_weights(model(), "7")  # type: ignore[arg-type]

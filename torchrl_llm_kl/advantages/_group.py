@@ -1,4 +1,4 @@
-"""Advantages of outcomes: one number per sequence, most of them relative to the other answers to the same prompt.
+"""Advantages of outcomes: one number per sequence, mostly relative to the other answers to the same prompt.
 
 The functions share their inputs, positional in the order of each signature:
 
@@ -10,11 +10,11 @@ Args:
     mean_log_prob: mean log-prob per response token of each sequence under the policy that sampled it, nats; ``[B]``.
 
 Returns:
-    ``[B]``, float32 or wider, without graph. NaN in one group does not reach another.
+    ``[B]``, float32 or wider, without graph. NaN in one group does not affect another.
 
 Raises:
     ValueError: if an input is missing or not ``[B]``, shapes differ, or a hyper-parameter is out of range.
-    TypeError: if ``group`` is not of an integer dtype, or there is no such hyper-parameter.
+    TypeError: if ``group`` is not of an integer dtype, or for an unknown hyper-parameter.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def grpo(
 
 @advantage("dr_grpo", "outcome", source="Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), section 3.2")
 def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
-    r"""``r - mu``: GRPO without ``sigma``, which overweights prompts that are nearly always solved, or nearly always failed.
+    r"""``r - mu``: GRPO without ``sigma``, which overweights prompts that are nearly always solved or nearly always failed.
 
     The other half of the paper is the aggregation ``seq-mean-token-sum-norm``.
 
@@ -154,13 +154,13 @@ def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: flo
 def asymre(reward: Tensor, group: Tensor, *, baseline_shift: float = -0.1) -> Tensor:
     r"""``r - (mu + baseline_shift)``: off-policy REINFORCE that weights successes more than failures.
 
-    On samples of an older policy, a baseline above the mean collapses the policy; one a little below it is stable.
+    On samples of an older policy, a baseline above the mean makes the policy collapse; one slightly below it is stable.
 
     Hyper-parameters:
         baseline_shift: in units of reward; negative for a baseline below the mean.
 
     Returns:
-        ``[B]``; ``-baseline_shift`` for a group of equal rewards, 0 for a group of one, which has no baseline.
+        ``[B]``; ``-baseline_shift`` in a group of equal rewards, 0 for a group of one, which has no baseline.
 
     Example:
         >>> asymre(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
@@ -190,8 +190,8 @@ def rec(
     Hyper-parameters:
         epsilon: added to ``sigma``.
         std_normalize: divide by the biased standard deviation (``n``) of the group, of the rewards that are kept.
-        drop: ``"balance"``: where rewards below the group's mean are the majority, drop the surplus at random. Dropped rows
-            get 0; mean and ``sigma`` are those of the others. None keeps all.
+        drop: ``"balance"``: in groups where most rewards are below the mean, drop the surplus at random. Dropped rows get 0;
+            mean and ``sigma`` are those of the others. None keeps all.
         generator: of the random choice; torch's own by default.
 
     Returns:
@@ -267,11 +267,11 @@ def remax(reward: Tensor, baseline: Tensor) -> Tensor:
 def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
     """Rejection sampling: 1 for the best answers of each group, 0 for all others.
 
-    Written under ``loss_mask`` it removes all but the best from a loss. As an advantage of the plain policy gradient it has the
+    Written to ``loss_mask`` it removes all but the best from a loss. As an advantage of the plain policy gradient it has the
     same direction, divided by the tokens of all answers.
 
     Returns:
-        ``[B]`` of 0 and 1. Ties are all best; so is a group of one.
+        ``[B]`` of 0 and 1. Ties are all 1; so is a group of one.
 
     Example:
         >>> best_of_group(torch.tensor([1.0, 2.0, 2.0, -1.0]), torch.tensor([5, 5, 5, 8]))
@@ -359,7 +359,7 @@ class Groups:
 
     def centred(self, x: Tensor) -> Tensor:
         """The difference from the group's mean: exactly 0 in a group of one or of equal numbers."""
-        # Measured from the least, equal values are 0 each, and so is their mean: there is nothing to round.
+        # Subtract the minimum first: equal values and their mean are then exactly 0.
         above = x - self.min(x)
         return above - self.mean(above)
 
@@ -382,5 +382,5 @@ class Groups:
 
 
 def normalised(centred: Tensor, std: Tensor, epsilon: float) -> Tensor:
-    """``centred / (std + epsilon)``, and 0 where there is no spread, also for ``epsilon = 0``."""
+    """``centred / (std + epsilon)``, and 0 where the spread is 0, also for ``epsilon = 0``."""
     return centred / torch.where(std == 0, 1, std + epsilon)

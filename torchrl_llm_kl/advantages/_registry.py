@@ -1,4 +1,4 @@
-"""Which advantages there are: the decorator that registers one and cleans its inputs, its spec, and all names with types."""
+"""The registry of advantages: the decorator that registers one and cleans its inputs, the spec, and the typed names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TrinityName = Literal["ppo", "reinforceplusplus", "multi_step_grpo"]
 class AdvantageArgs(TypedDict, total=False):
     """Every hyper-parameter of every advantage, under each name that :class:`~torchrl_llm_kl.advantages.Advantage` accepts.
 
-    The functions document them. Names of Trinity-RFT that an advantage refuses are left out.
+    Each function documents its own. Names of Trinity-RFT that an advantage rejects are left out.
     """
 
     # groups
@@ -91,7 +91,7 @@ class AdvantageSpec:
         hyper: names of its hyper-parameters.
         aliases: hyper-parameters of other libraries -> own name.
         obsolete: those that have no effect here -> the reason.
-        refused: those that cannot be honoured -> (the one harmless value, the alternative).
+        refused: unsupported ones -> (the one harmless value, the alternative).
         source: publication and equation.
     """
 
@@ -117,7 +117,7 @@ class AdvantageSpec:
 
 
 class UnknownAdvantageError(UnknownNameError):
-    """No advantage has this name; the message lists those that exist and suggests the nearest one."""
+    """Unknown advantage; the message lists the registered names and suggests the nearest one."""
 
 
 _REGISTRY = Registry[Callable[..., Any]](
@@ -138,11 +138,11 @@ def advantage(
     refused: Mapping[str, tuple[Any, str]] | None = None,
     source: str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Turn pure maths into a registered advantage; see :class:`AdvantageSpec` for the arguments.
+    """Turn a pure function into a registered advantage; see :class:`AdvantageSpec` for the arguments.
 
     The decorated function receives clean inputs: all required ones, of equal shapes. Amounts are float32 or wider, without
-    graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities are
-    int64. Its docstring ends with the source.
+    graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities
+    are int64. The source is appended to its docstring.
 
     A direct call accepts the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
     names of other libraries.

@@ -7,7 +7,7 @@ Args:
     value: the critic's estimate of the sum of rewards from this token on; ``[*B, T]``.
     old_log_prob: nats, under the policy that sampled the tokens, which is the student; ``[*B, T]``.
     teacher_log_prob: of the same tokens under the teacher; ``[*B, T]``. Trinity: ``teacher_logprobs``.
-    mask: True at response tokens; bool ``[*B, T]``. Whatever other tokens hold (NaN too) has no effect, and discounting skips
+    mask: True at response tokens; bool ``[*B, T]``. Values at other tokens (even NaN) have no effect, and discounting skips
         them.
 
 Returns:
@@ -15,7 +15,7 @@ Returns:
 
 Raises:
     ValueError: if an input is missing, shapes differ, or a hyper-parameter is out of range.
-    TypeError: if the mask is not boolean, or there is no such hyper-parameter.
+    TypeError: if the mask is not boolean, or for an unknown hyper-parameter.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     r"""``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, by torchrl's own function.
 
-    The next step of a response token is the next response token, however many prompt, tool or user tokens lie between. After
-    the last one both ``V`` and ``A`` are 0. Trinity: ``ppo``.
+    The successor of a response token is the next response token, whatever prompt, tool or user tokens lie between. After the
+    last one both ``V`` and ``A`` are 0. Trinity: ``ppo``.
 
     Hyper-parameters:
         gamma: discount per response token.
         lam: weight of later temporal differences: 1 for the whole return, 0 for one step. torchrl: ``lmbda``.
-        whiten: bring the advantages (not the targets) of the whole batch to mean 0 and variance 1, as Trinity-RFT and verl
-            always do.
+        whiten: normalise the advantages (not the targets) of the whole batch to mean 0 and variance 1, as Trinity-RFT and
+            verl always do.
 
     Returns:
         ``advantage``, and the critic's ``value_target``: the advantage before whitening plus ``value``.
@@ -70,7 +70,7 @@ def gae(
 def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     r"""The discounted sum of the rewards from each token on, whitened over the whole batch: no critic, no groups.
 
-    Put the KL into the reward (``KLRewardTransform``): each token is then charged for the penalties after it. Trinity:
+    Put the KL into the reward (``KLRewardTransform``): the return of each token then includes all later penalties. Trinity:
     ``reinforceplusplus``.
 
     Hyper-parameters:
@@ -91,7 +91,7 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
 def estimate(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """GAE and value targets of clean inputs. With ``value = 0`` and ``lam = 1``, the discounted return."""
-    # Response tokens first, in order, so that the successor of each is its neighbour.
+    # Response tokens first, in order, so that successors are adjacent.
     order = (~mask).byte().argsort(dim=-1, stable=True)
     last = torch.arange(mask.shape[-1], device=mask.device) >= mask.sum(-1, keepdim=True) - 1
     dtype = torch.promote_types(reward.dtype, value.dtype)
@@ -110,7 +110,7 @@ def whitened(value: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and unbiased variance 1 over the masked-in tokens, 0 elsewhere; exactly 0 if they are equal or fewer than two."""
     if value.numel() == 0:
         return value
-    # Measured from the least, equal values leave nothing to round.
+    # Subtract the minimum first: equal values then have no rounding error.
     above = value - torch.where(mask, value, torch.inf).amin()
     centred = torch.where(mask, above - masked_mean(above, mask), 0)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)

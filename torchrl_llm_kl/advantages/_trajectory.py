@@ -15,7 +15,7 @@ Returns:
 Raises:
     ValueError: if an input is missing or not ``[B]``, shapes differ, a trajectory has two rows of the same step, or a
         hyper-parameter is out of range.
-    TypeError: if ``group``, ``run``, ``step`` or ``state`` is not of an integer dtype, or there is no such hyper-parameter.
+    TypeError: if ``group``, ``run``, ``step`` or ``state`` is not of an integer dtype, or for an unknown hyper-parameter.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def step_wise_grpo(
 ) -> Tensor:
     r"""The GRPO advantage of a trajectory's last reward within its group, on each of its steps.
 
-    Rewards of earlier steps are not read.
+    Rewards of earlier steps are ignored.
 
     Hyper-parameters:
         epsilon: added to ``sigma``.
@@ -93,7 +93,7 @@ def gigpo(
     fnorm: str = "none",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    r"""``A_E + omega * A_S``: the trajectory among those of its task, and the step among steps from the same state.
+    r"""``A_E + omega * A_S``: advantages of the trajectory within its task, and of the step among steps from the same state.
 
     ``A_E`` compares the summed rewards of trajectories. ``A_S`` compares the discounted return from a step on with those of
     all steps of the task's trajectories that began in the same state.
@@ -105,7 +105,7 @@ def gigpo(
         epsilon: only for ``fnorm="std"``.
 
     Returns:
-        ``[B]``. ``A_S`` is 0 for a state that only one step began in, ``A_E`` for a task with one trajectory.
+        ``[B]``. ``A_S`` is 0 for a state with a single step, ``A_E`` for a task with a single trajectory.
 
     Example:
         >>> run, step, state = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.tensor([5, 6, 5, 7])
@@ -148,7 +148,7 @@ class Trajectories:
         self.last = self.place == self.rows.size - 1
 
     def broadcast(self, per_run: Tensor) -> Tensor:
-        """The trajectory's number on each of its steps; ``[R]``, in the order of ``last``, to ``[B]``."""
+        """Repeat a number per trajectory on each of its steps; ``[R]``, in the order of ``last``, to ``[B]``."""
         at_id = torch.empty_like(per_run).index_put((self.rows.ids[self.last],), per_run)
         return at_id[self.rows.ids]
 
@@ -163,5 +163,5 @@ class Trajectories:
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:
-    """One number for each pair of numbers; int64 ``[B]``."""
+    """A unique number for each distinct pair of numbers; int64 ``[B]``."""
     return torch.unique(torch.stack([a, b], 1), dim=0, return_inverse=True)[1]

@@ -64,9 +64,9 @@ _ADVICE: dict[str, str] = {
 class Advantage(Transform):
     r"""Write the advantage of every sequence, or of every token, of a batch.
 
-    Groups and statistics are those of the batch, so use the transform on whole groups: in a replay buffer on extend
-    (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or called on a batch. An env
-    raises an error.
+    Groups and statistics are those of the batch, so apply the transform to whole groups: in a replay buffer on extend
+    (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or in a direct call. In an env
+    it raises an error.
 
     Args:
         name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`, or Trinity-RFT's name of one.
@@ -74,20 +74,20 @@ class Advantage(Transform):
     Keyword Args:
         group_key: for advantages that compare within groups: an entry that is equal for the sequences of a group (integers,
             strings, or the tokens of the prompt). Default ``"query"``, as for torchrl's ``MCAdvantage``.
-        group_size: instead of ``group_key``: so many consecutive sequences of the flattened batch are a group, as when each
-            prompt is repeated; for trajectories, so many consecutive envs of a rollout ``[*envs, steps]``.
+        group_size: instead of ``group_key``: the number of consecutive sequences of the flattened batch that form a group,
+            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``.
         layout: ``"sequence"``: one number per sequence, in the shape of the reward if that is one number too (``[*B, 1]`` or
             ``[*B, 1, 1]``), else ``[*B, 1]``. ``"token"``: that number on each response token and 0 elsewhere, ``[*B, T, 1]``
             in the layout of the tokens. Advantages of tokens have no other layout.
-        keys: changes of :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. An entry that is not found
-            under its key is looked up on the other side of ``"next"``.
+        keys: overrides of :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. A missing entry is looked
+            up on the other side of ``"next"``.
         hyper: hyper-parameters of the advantage, also under the names of torchrl and Trinity-RFT; see its function.
 
     Shapes:
-        A reward is one number per sequence, or one per token (as ``KLRewardTransform`` writes it): then the outcome is its sum
-        without padding (``("masks", "all_attention_mask")``). For advantages of tokens, an outcome is placed on the last
+        A reward is one number per sequence, or one per token (as ``KLRewardTransform`` writes it), whose sum without padding
+        (``("masks", "all_attention_mask")``) is the outcome. For advantages of tokens, an outcome is placed on the last
         response token.
-        Other inputs of tokens hold one number per token, or rows of the response alone, as for the losses. Response tokens
+        Other per-token inputs hold one number per token, or rows of the response alone, as for the losses. Response tokens
         are those of ``keys={"mask": ...}`` if given; else the response of each step, as for
         ``PolicyLoss(masking_strategy="sft")`` and ``RetrieveValue``.
         Trajectories lie along the last dimension of the batch and end at ``("next", "done")``, unless
@@ -95,9 +95,9 @@ class Advantage(Transform):
 
     Raises:
         TypeError: for an unknown hyper-parameter.
-        ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, an input
-            of tokens holds one number per sequence, or arguments contradict the advantage or each other.
-        KeyError: if an entry is missing (names it, lists the entries found, and advises).
+        ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, a
+            per-token input holds one number per sequence, or arguments contradict the advantage or each other.
+        KeyError: if an entry is missing (names it, lists the entries found, and gives advice).
 
     Example:
         >>> from tensordict import TensorDict
@@ -149,7 +149,7 @@ class Advantage(Transform):
         if "group" not in self.inputs:
             if key is not None or size is not None:
                 raise ValueError(
-                    f"{self.spec.name} compares nothing within groups: leave out group_key and group_size."
+                    f"{self.spec.name} does not compare within groups: leave out group_key and group_size."
                 )
             return None, None
         if key is not None and size is not None:
@@ -197,7 +197,7 @@ class Advantage(Transform):
         return self.forward(next_tensordict)
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Called by envs only: they have one step at a time."""
+        """Called only by envs, which have one step at a time."""
         raise RuntimeError(
             f"{self!r} needs all sequences of a batch, and an env has one step at a time: append it to the replay buffer "
             f"(with invert=True for on extend), or call it on the batch of a collector."
@@ -254,7 +254,7 @@ class Advantage(Transform):
         key = require_key(td, self.keys[name], f"the {name} is missing", _ADVICE[name])
         if name == "reward":
             return token_reward(read_column(td, key), response.tokens, response.flat_mask, "last").values.squeeze(-1)
-        # A loss may repeat a sequence's number on its tokens. A value or a log-prob of a whole sequence is a mistake.
+        # A loss may repeat a sequence's number on its tokens, but one value or log-prob for a whole sequence is a mistake.
         if per_sequence(td, key) is not None and response.mask.shape[1] > 1:
             raise ValueError(
                 f"the {name} must hold one number per token, found one per sequence under {key!r}. Pass the entry of the "
@@ -308,7 +308,7 @@ class Advantage(Transform):
         return shape if shape and shape.numel() == 1 else (1,)
 
 
-# ------------------------------------------------------------------ groups and trajectories by their place in the batch
+# ------------------------------------------------------------------ groups and trajectories by position in the batch
 
 
 def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""An algorithm: a name for choices that belong together, and how to change some of them."""
+"""An algorithm: a named preset, and its overrides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Coefficient = float | Tensor | nn.Module
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A preset: which objective, which advantage, where the KL goes.
+    """A preset of an objective, an advantage and the placement of the KL.
 
     Args:
         name: the algorithm's name.
@@ -37,12 +37,12 @@ class Algorithm:
         kl_reward_coeff: its weight.
         entropy_coeff: weight of the entropy bonus.
         leave_out_experts: restrict KL and entropy to tokens that the policy sampled.
-        keep_best: train on the best answers of each group alone.
+        keep_best: train only on the best answers of each group.
         repeat_times: answers per prompt.
         expert_data_ratio: share of experts' answers in a batch, for the schema ``"mix"``.
         schema: the data's entries, a name of :data:`SCHEMAS`.
-        compute_advantage_in_trainer: whether advantages need the trainer's whole batch or its scores; otherwise they can be
-            computed where a group is collected. Trinity-RFT's flag, for trainers.
+        compute_advantage_in_trainer: whether advantages need the trainer's whole batch or its scores; otherwise the collector
+            of a group can compute them. Trinity-RFT's flag, for trainers.
         use_reference: score the reference model. None: if the KL or the objective needs it. True without such a need only
             logs ``kl_to_ref``.
         use_critic: train a critic of token values. None: if the advantage needs values.
@@ -50,7 +50,7 @@ class Algorithm:
 
     Raises:
         ValueError: if a value is out of range, or ``use_reference=False`` contradicts a KL.
-        TypeError: if a coefficient is no number, tensor or module.
+        TypeError: if a coefficient is not a number, tensor or module.
 
     Example:
         >>> mine = Algorithm("mine", objective="cispo", advantage="rloo", kl_reward="k1", kl_reward_coeff=0.05)
@@ -118,12 +118,12 @@ class Algorithm:
 
     @property
     def sample_strategy(self) -> Literal["default", "mix"]:
-        """``"mix"`` if batches hold rollouts and experts' answers; see :func:`mix_buffers`."""
+        """``"mix"`` if batches mix rollouts with experts' answers; see :func:`mix_buffers`."""
         return "mix" if self.schema == "mix" else "default"
 
     @property
     def use_rollout(self) -> bool:
-        """Whether fresh rollouts are needed beside experts' answers."""
+        """Whether fresh rollouts are needed in addition to experts' answers."""
         return self.schema == "mix"
 
     @property
@@ -133,7 +133,7 @@ class Algorithm:
 
     @property
     def on_policy(self) -> bool:
-        """Whether it learns from the policy's own answers."""
+        """Whether it trains on the policy's own answers."""
         return self.schema not in ("sft", "dpo")
 
     @property
@@ -143,7 +143,7 @@ class Algorithm:
 
 
 def _check_coefficient(name: str, value: Any, *, low: float) -> None:
-    if isinstance(value, (Tensor, nn.Module)):  # reading it would stall an accelerator
+    if isinstance(value, (Tensor, nn.Module)):  # reading it would be a host sync
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, a tensor or a coefficient module, got {value!r}.")
@@ -211,7 +211,7 @@ _TRINITY = {
     "sample_strategy_args": "expert_data_ratio",
 }
 _KL_ARGS = ("adaptive", "kl_coef", "target_kl", "horizon")
-#: Trinity's keys that hold arguments, and which.
+#: Trinity's keys that hold arguments -> the arguments' names.
 _ARGS = {
     "kl_loss_fn_args": _KL_ARGS,
     "kl_penalty_fn_args": _KL_ARGS,
@@ -228,7 +228,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
 
     Raises:
         TypeError: for an unknown setting, one that objective and advantage both have, or one given under two names.
-        ValueError: if a value of Trinity's cannot be honoured.
+        ValueError: for an unsupported value of a Trinity setting.
     """
     changes: dict[str, Any] = {}
     args: dict[str, dict[str, Any]] = {"objective_args": {}, "advantage_args": {}}
@@ -255,7 +255,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
             changes["entropy_coeff"] = 0.0
         if kind == "mix":
             changes.setdefault("leave_out_experts", True)
-    for part in ("objective", "advantage"):  # another one has other hyper-parameters
+    for part in ("objective", "advantage"):  # a replacement has other hyper-parameters
         if changes.get(part, getattr(algorithm, part)) != getattr(algorithm, part):
             changes.setdefault(f"{part}_args", {})
     for name, value in algorithm.derived.items():

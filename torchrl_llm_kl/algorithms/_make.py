@@ -41,7 +41,7 @@ def make_algorithm(
     """Bind an algorithm to its models, ready to train an actor.
 
     Args:
-        algorithm: a name in :data:`ALGORITHMS`, or a preset of your own.
+        algorithm: a name in :data:`ALGORITHMS`, or your own preset.
         actor: see :class:`~torchrl_llm_kl.PolicyLoss`. Temperature and ``dtype`` of a scorer apply to the reference too.
 
     Keyword Args:
@@ -49,10 +49,10 @@ def make_algorithm(
             and ``dtype``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
             ``("next", "ref_log_probs", "full")``.
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
-        gen_model: scores the policy's own tokens: the actor by default; ``"from_collector"`` for a
-            :attr:`~AlgorithmParts.kl_transform` in the env of a collector with another copy of the policy.
+        gen_model: scores the policy's own tokens: the actor by default; ``"from_collector"`` if
+            :attr:`~AlgorithmParts.kl_transform` is in the env of a collector with another copy of the policy.
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
-        group_size: instead of a key: how many consecutive rows answer one prompt.
+        group_size: instead of a key: the number of consecutive rows that answer one prompt.
         temperature: of the sampler; divides the logits of policy and reference.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
@@ -64,7 +64,7 @@ def make_algorithm(
         :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` returns the loss terms.
 
     Raises:
-        ValueError: if the algorithm lacks a model or has no use for one; if a scorer's settings differ from the actor's.
+        ValueError: if a required model is missing or a model would be unused; if a scorer's settings differ from the actor's.
         TypeError: for an unknown setting, or an argument of this function in ``loss_args``.
 
     Warns:
@@ -95,7 +95,7 @@ def make_algorithm(
     if preset.keep_best or (spec is not None and "group" in spec.needs):
         grouping = {"group_key": group_key, "group_size": group_size}
     elif group_key is not None or group_size is not None:
-        raise ValueError(f"{preset.name} compares nothing within groups: leave out group_key and group_size.")
+        raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
     if critic is not None and masking_strategy == "generic":
         raise ValueError(
             "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
@@ -155,7 +155,7 @@ def make_algorithm(
 def _terms(preset: Algorithm) -> list[TermPart]:
     terms: list[TermPart] = []
     experts = preset.leave_out_experts
-    with warnings.catch_warnings():  # make_algorithm has warned at its caller's line
+    with warnings.catch_warnings():  # make_algorithm has already warned, at its caller's line
         warnings.simplefilter("ignore", KLPlacementWarning)
         if preset.kl_loss != "none":
             terms.append(KLToReference(preset.kl_loss_coeff, preset.kl_loss, leave_out_experts=experts))
@@ -194,7 +194,7 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         )
     if reference is not None and not preset.needs_reference:
         raise ValueError(
-            f"{name} has no use for a reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
+            f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
             "(kl_loss='k2' or kl_reward='k1')."
         )
     if isinstance(reference, str) and reference not in ("base", "data"):
@@ -215,7 +215,7 @@ _SET_HERE = {
     "actor": "it is the second argument of make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
     "loss_agg_mode": "pass aggregation= to make_algorithm",
-    "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with terms of your own",
+    "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
     **{
         name: f"pass {name}= to make_algorithm"
         for name in ("objective", "aggregation", "reference", "masking_strategy", "max_len")
@@ -248,7 +248,7 @@ def _scoring_settings(actor: Any, temperature: float, loss_args: Mapping[str, An
 
 
 def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
-    """A model, a scorer or a wrapper in the form that the transforms accept."""
+    """Convert a model, a scorer or a wrapper to the form that the transforms accept."""
     if isinstance(model, LogProbScorer):
         _check_same_settings(model, settings, name)
         if not model.adapters:

@@ -1,4 +1,4 @@
-"""An algorithm with its models: it prepares a batch and trains on it; and batches that mix rollouts with experts' answers."""
+"""An algorithm bound to its models, and batches that mix rollouts with experts' answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl_llm_kl.rollouts import find_key, per_sequence
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 _LOSS_MASK = "loss_mask"
-# Beside the rows: marks of what an earlier call of `prepare` scored, and counts of the batch it was part of.
+# Stored with each row: marks of what an earlier `prepare` scored, and the counts of its batch.
 _LOG_PROBS_SCORED = ("prepared", "log_probs")
 _VALUES_SCORED = ("prepared", "values")
 _DENOMINATORS = ("denominators", "value_denominators")
@@ -38,10 +38,10 @@ class AlgorithmParts:
         loss: the policy's loss.
         kl_transform: scores policy and reference, and subtracts the KL from the reward if the algorithm does; scores only the
             policy for an algorithm without reference; None if the loss reads neither. Append it to the env or the collector
-            if the policy is updated before it trains on the data; otherwise :meth:`prepare` applies it.
+            if the policy is updated between sampling and training; otherwise :meth:`prepare` applies it.
         value_transform: writes the critic's values; None without critic.
         advantage: writes the advantage; None if the objective needs none.
-        selection: masks out answers that are not trained on; None if all are.
+        selection: masks out answers that are not trained on; None to train on all.
         critic_loss: the critic's loss; None without critic.
     """
 
@@ -63,15 +63,15 @@ class AlgorithmParts:
     def prepare(self, batch: TensorDictBase, *, count: bool = True) -> TensorDictBase:
         """Check a batch, score it, and write its advantages and the denominators of its losses.
 
-        Scores of the env or of an earlier call are kept; advantages are computed from the current rewards. A KL that was
-        scored but not subtracted yet (the reward is one number per sequence) is subtracted.
+        Scores from the env or an earlier call are kept; advantages are computed from the current rewards. A KL that was
+        scored but not yet subtracted (the reward is one number per sequence) is subtracted.
 
         Args:
             batch: the rollouts of one step, whole groups; changed in place where possible.
 
         Keyword Args:
             count: write denominators, so that the losses of micro-batches (any rows of the result) add up to the loss of the
-                batch. False if each minibatch is an optimiser step of its own, with its own mean.
+                batch. False if each minibatch is a separate optimiser step, with its own mean.
 
         Returns:
             The batch, ready for :attr:`loss` and :attr:`critic_loss`.
@@ -82,7 +82,7 @@ class AlgorithmParts:
         self.schema.check(batch)
         written = [part for part in (self.advantage, self.selection) if part is not None]
         for part in written:
-            part.check_groups(batch)  # before models run
+            part.check_groups(batch)  # fail before models run
         if self.kl_transform is not None:
             batch = self._score(self.kl_transform, batch)
         if self.value_transform is not None:
@@ -165,10 +165,10 @@ def mix_buffers(
 ) -> ReplayBufferEnsemble:
     """A replay buffer whose batches hold rollouts and experts' answers in a fixed proportion.
 
-    Experts' rows get 0 for each entry that only rollouts have (rewards, advantages, log-probs): objectives for mixed data
-    ignore it by ``expert_mask``. A ``loss_mask`` that some rows have is True for the others. Denominators that
-    :meth:`AlgorithmParts.prepare` wrote belong to another batch and are dropped: call :meth:`AlgorithmParts.count` on the mixed
-    batch, or leave it with its own mean.
+    Experts' rows get 0 for each entry that only rollouts have (rewards, advantages, log-probs); objectives for mixed data
+    ignore it through ``expert_mask``. Rows without a ``loss_mask`` get True if others have one. Denominators that
+    :meth:`AlgorithmParts.prepare` wrote belong to another batch and are dropped: call :meth:`AlgorithmParts.count` on the
+    mixed batch, or let each batch use its own mean.
 
     Args:
         rollouts: the policy's answers, prepared (:meth:`AlgorithmParts.prepare`).
@@ -182,7 +182,7 @@ def mix_buffers(
 
     Returns:
         A :class:`~torchrl.data.ReplayBufferEnsemble`; for a share of ``m / n`` its ``sample()`` returns a lazy stack
-        ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The losses of this package accept it as it is.
+        ``[n, batch_size / n]``: rollouts first, then ``m`` times experts. The losses of this package accept it directly.
 
     Raises:
         ValueError: if the batch does not divide in that proportion.

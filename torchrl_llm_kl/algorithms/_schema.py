@@ -1,4 +1,4 @@
-"""Schemas of an algorithm's data, and a check that reports everything wrong with it."""
+"""Schemas of an algorithm's data, and a check that reports every violation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SchemaName = Literal["sft", "dpo", "experience", "mix", "trajectory", "distill"]
 
 
 class SchemaError(ValueError):
-    """The data does not fit the schema; the message lists everything that is wrong with it."""
+    """The data does not fit the schema; the message lists every violation."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Entry:
         kind: of its values; ``"identity"``: integers or strings.
         note: its meaning, for readers.
         per: one value per token, per sequence, or either.
-        required: whether the data must have it; an optional one is checked if present.
+        required: whether the data must have it; optional entries are checked if present.
     """
 
     key: NestedKey
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Schema:
-    """The entries of a batch before anything is scored.
+    """The entries of a batch before scoring.
 
     Args:
         name: in :data:`SCHEMAS`.

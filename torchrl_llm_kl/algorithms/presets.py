@@ -1,4 +1,4 @@
-"""The presets, each value with its source, and tables of them.
+"""The presets, with a source for each value, and tables of them.
 
 To add an algorithm, add an :class:`~torchrl_llm_kl.algorithms.Algorithm` to this file, its name to :data:`AlgorithmName`, and a
 row to ``tests/algorithms/test_presets.py``; outside the package: ``ALGORITHMS.add(name, Algorithm(...))``.
@@ -24,10 +24,10 @@ AlgorithmName = Literal[
 
 
 class UnknownAlgorithmError(UnknownNameError):
-    """No algorithm has this name; the message lists those that exist and suggests the nearest one."""
+    """Unknown algorithm; the message lists the registered names and suggests the nearest one."""
 
 
-#: Every preset, by name: a read-only mapping. ``dataclasses.replace`` changes values of one.
+#: Every preset, by name: a read-only mapping. Use ``dataclasses.replace`` to vary one.
 ALGORITHMS: Registry[Algorithm] = Registry("algorithm", error=UnknownAlgorithmError)
 
 
@@ -47,7 +47,7 @@ def get_algorithm(name: AlgorithmName) -> Algorithm:
 _TRINITY = "Trinity-RFT 0.6.0"
 _KL_K2 = f"{_TRINITY}: k2, 1e-3; k2 is the estimator whose gradient is that of the reverse KL"
 _REPEATS = f"{_TRINITY}, default_config"
-_EXPERTS = f"entropy: {_TRINITY}; KL: its estimators are for tokens that the policy sampled"
+_EXPERTS = f"entropy: {_TRINITY}; KL: its estimators assume tokens sampled from the policy"
 
 
 def _add(preset: Algorithm, **sources: str) -> None:
@@ -113,7 +113,7 @@ _add(
 )
 _add(
     Algorithm("cispo", "cispo", advantage="grpo", kl_loss="k2", repeat_times=2),
-    objective=f"MiniMax-M1 (arXiv 2506.13585), eq. 4: weights clipped from above alone; 0.28: {_TRINITY}",
+    objective=f"MiniMax-M1 (arXiv 2506.13585), eq. 4: weights clipped from above only; 0.28: {_TRINITY}",
     kl_loss=f"{_KL_K2}; the paper has no KL",
     repeat_times=_REPEATS,
 )
@@ -155,22 +155,22 @@ _add(
     repeat_times=_REPEATS,
 )
 
-# ------------------------------------------------------------------ answers of others: experts, preferences, a teacher
+# ------------------------------------------------------------------ experts' answers, preferences, a teacher
 
 _add(
     Algorithm("sft", "sft", schema="sft"),
-    objective="the mean negative log-likelihood of the answers' tokens",
+    objective="the mean negative log-likelihood of the response tokens",
 )
 _add(
     Algorithm("raft", "sft", keep_best=True, repeat_times=8),
     objective="Dong et al. 2023 (arXiv 2304.06767), algorithm 1: SFT on the best answer to each prompt",
-    keep_best=f"the same algorithm; {_TRINITY} trains whatever its workflow returns",
+    keep_best=f"the same algorithm; {_TRINITY} trains on all that its workflow returns",
     repeat_times="the same paper, section 4: batches of 8 and more answers",
 )
 _add(
     Algorithm("dpo", "dpo", aggregation="seq-mean-token-sum", kl_loss="none", repeat_times=2, schema="dpo"),
     objective="Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; beta 0.1: section 6",
-    kl_loss=f"the objective is a KL-regularised one already; {_TRINITY} adds k2, 1e-3",
+    kl_loss=f"the objective is already KL-regularised; {_TRINITY} adds k2, 1e-3",
     repeat_times="a chosen and a rejected answer",
 )
 _add(
@@ -200,7 +200,7 @@ _add(
         compute_advantage_in_trainer=True,
         schema="distill",
     ),
-    objective=f"{_TRINITY}: ppo, for stability where importance_sampling would do",
+    objective=f"{_TRINITY}: ppo for stability, although importance_sampling would suffice",
     advantage="Thinking Machines 2025, 'On-Policy Distillation': minus the reverse KL per token, coefficient 1",
     repeat_times=_REPEATS,
 )
@@ -239,7 +239,7 @@ def algorithm_table(learning_tests: dict[str, str] | None = None) -> str:
     """A Markdown table of objective, advantage, KL placement, aggregation and repeats of each algorithm.
 
     Args:
-        learning_tests: algorithm -> what it reached in a learning test; adds a column.
+        learning_tests: algorithm -> result of its learning test; adds a column.
 
     Example:
         >>> print(algorithm_table().splitlines()[2])

@@ -1,11 +1,11 @@
-"""KL estimators, the exact KL, and the coefficients that weigh them: pure functions of tensors of one shape.
+"""KL estimators, the exact KL, and their coefficients: pure functions of tensors of one shape.
 
 ``docs/estimators.md`` has the table of which estimator to use where. The per-token estimators share their arguments:
 
 Args:
     log_prob: nats, of the sampled token under the current policy; ``[*B, T]``.
     ref_log_prob: the token under the reference, without graph; same shape.
-    old_log_prob: the token under the policy that sampled it, without graph; same shape. Only ``corrected_k3`` uses it,
+    old_log_prob: the token under the policy that sampled it, without graph; same shape. Only ``corrected_k3`` uses it;
         the others check its shape.
 
 Returns:

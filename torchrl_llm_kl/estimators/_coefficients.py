@@ -22,7 +22,7 @@ class _Coefficient(nn.Module):
         self.register_buffer("value", torch.tensor(value, dtype=torch.float32))
 
     def forward(self) -> Tensor:
-        """Return a 0-dim copy: a graph built with it survives an :meth:`update` between forward and backward."""
+        """Return a 0-dim copy, so that a graph built with it survives an :meth:`update` between forward and backward."""
         return self.value.clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -57,7 +57,7 @@ class FixedKLCoefficient(_Coefficient):
         super().__init__(value)
 
     def update(self, current_kl: float | Tensor, n: int) -> None:
-        """Do nothing, so that callers may treat both kinds of coefficient alike."""
+        """Do nothing, so that callers can treat both kinds of coefficient alike."""
 
 
 class AdaptiveKLCoefficient(_Coefficient):
@@ -68,8 +68,8 @@ class AdaptiveKLCoefficient(_Coefficient):
     Args:
         init: initial coefficient, at least 0; 0 stays 0, since updates multiply.
         target: target KL, in the unit of ``current_kl`` (nats per token or per sequence); positive.
-        horizon: samples over which a KL at least 20 % off changes the coefficient by about 20 %; the unit of ``n``;
-            positive.
+        horizon: samples over which a KL that is at least 20 % off changes the coefficient by about 20 %; same unit as
+            ``n``; positive.
 
     Example:
         >>> coefficient = AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100)
@@ -99,7 +99,7 @@ class AdaptiveKLCoefficient(_Coefficient):
             n: samples over which ``current_kl`` is the mean; the unit of ``horizon``.
 
         Raises:
-            ValueError: if a *number* is NaN or infinite (a *tensor* that is leaves the coefficient unchanged: raising
+            ValueError: if a *number* is NaN or infinite (such a *tensor* leaves the coefficient unchanged, since raising
                 would need a host sync), or ``n`` is negative or so large that the coefficient could drop to 0.
         """
         rate = n / self.horizon

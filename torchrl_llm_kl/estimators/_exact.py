@@ -31,8 +31,8 @@ def exact_kl(
     the reverse KL as ``beta`` tends to 1.
 
     Nothing is sampled at the position itself: value and *gradient* are the chosen divergence and its gradient given the
-    prefix, whichever policy sampled it. Use it in a **loss** and for logging. In a **reward** alone it does not reach the
-    token of its own position (its policy gradient there is zero), only the earlier tokens that led to this prefix.
+    prefix, whichever policy sampled it. Use it in a **loss** and for logging. In a **reward** its policy gradient at its own
+    position is zero: it only reaches the earlier tokens that led to this prefix.
 
     Each head computes its logits in its own dtype, as the model does; softmax, sums and accumulated gradients are
     float32 or wider. Forward and backward, which recomputes the logits, work through tiles: besides inputs and
@@ -105,7 +105,7 @@ def exact_kl_from_logits(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    r"""Full-vocabulary divergence at each position, from logits that exist already.
+    r"""Full-vocabulary divergence at each position, from existing logits.
 
     Meaning, gradient, placement, result and the other arguments are those of :func:`exact_kl`; float32 copies exist
     chunk by chunk only. ``logits`` and ``ref_logits`` are the policy's and the reference's, ``[*B, T, V]`` each; a

@@ -63,7 +63,7 @@ def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
 
     The value is biased, little when the models are close. For tokens sampled from the policy the mean *gradient* is
     exactly that of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. In a reward its policy
-    gradient is that of no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    gradient is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -99,8 +99,8 @@ def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = N
 
     The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
     the policy the mean *gradient* is that of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
-    distance: in a **loss** every token pulls equally hard however small its log-ratio. In a reward its policy gradient
-    is that of no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    distance: in a **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient
+    is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -179,9 +179,9 @@ class StraightThrough:
     r"""The value of ``base``, the gradient of :func:`k2`; registered under the name of ``base`` with a ``+``.
 
     For tokens sampled from the policy the mean *gradient* is that of the reverse :math:`KL(\pi \| \pi_{ref})`, whatever
-    the base. The value, and whether it is unbiased, are the base's: ``"k3+"`` is unbiased and quiet, so it is the one
-    for a **loss** whose value is logged too. Clamps of the base act on the value only. In a **reward**, where the
-    gradient is not used, it equals its base. The gradient is never importance-weighted. Can be pickled.
+    the base. Value and bias are the base's: ``"k3+"`` is unbiased with low variance, a good choice for a **loss** whose
+    value is logged too. Clamps of the base affect only the value. In a **reward**, where the gradient is not used, it
+    equals its base. The gradient is never importance-weighted. Can be pickled.
 
     Args:
         base: a per-token estimator.
@@ -210,13 +210,13 @@ class StraightThrough:
 
 
 class UnknownEstimatorError(UnknownNameError):
-    """No estimator has this name; the message lists the names and suggests the nearest one."""
+    """Unknown estimator; the message lists the names and suggests the nearest one."""
 
 
 _ESTIMATORS = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimatorError)
 for _base in (none_, k1, k2, k3, low_var_kl, abs_, corrected_k3):
     _ESTIMATORS.add(_base.__name__.removesuffix("_"), _base)
-# No "none+": a penalty that trains and always reads 0 is a trap.
+# No "none+": a penalty that trains but always logs 0 is a trap.
 for _base in (k1, k2, k3, low_var_kl, abs_, corrected_k3):
     _ESTIMATORS.add(f"{_base.__name__.removesuffix('_')}+", StraightThrough(_base))
 _ESTIMATORS.add("exact", exact_kl)

@@ -1,4 +1,4 @@
-"""The contract of each estimator, which the docs render and the tests verify, and a warning where one is misplaced."""
+"""The contract of each estimator, rendered in the docs and verified by tests, and a warning for a misplaced estimator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUANTITIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class EstimatorContract:
-    """The promises of one estimator; means are over one token given its prefix, gradients keys of :data:`QUANTITIES`."""
+    """The contract of one estimator; means are over one token given its prefix, gradients are keys of :data:`QUANTITIES`."""
 
     name: str  #: as in :func:`get_estimator`
     unbiased: bool  #: whether the mean value over tokens from ``p`` is KL(p‖q)
@@ -31,7 +31,7 @@ class EstimatorContract:
     loss_gradient_off_policy: str  #: mean gradient of the value over tokens from ``old``
     reward: str  #: advice for use in the reward
     loss: str  #: advice for use in the loss
-    condition: str = ""  #: when the promises hold; empty for always
+    condition: str = ""  #: when the contract holds; empty for always
 
 
 _UNCLAMPED = "while no clamp is active"
@@ -53,7 +53,7 @@ _K2 = _BASES[2]
 
 
 def _straight_through(base: EstimatorContract) -> EstimatorContract:
-    """The value's promises from ``base``, the gradient's from k2."""
+    """The value's contract from ``base``, the gradient's from k2."""
     return replace(
         base,
         name=f"{base.name}+",
@@ -111,7 +111,7 @@ _IN_REWARD = (
 
 
 class KLPlacementWarning(UserWarning):
-    """A KL estimator is used where its gradient is not that of the reverse KL; the message names the remedy."""
+    """A KL estimator is used where its gradient is not that of the reverse KL; the message recommends another."""
 
 
 def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:

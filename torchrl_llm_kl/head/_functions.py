@@ -16,7 +16,7 @@ Direction = Literal["reverse", "forward", "jensen_shannon"]
 _SHARES = {"reverse": (1.0, 0.0), "forward": (0.0, 1.0)}
 
 # Positions and tokens of a tile. The CPU's is measured (benchmarks/head.py): half of it is as fast, but smaller tiles
-# mean more kernels, each of which may wait for a thread if other processes hold the cores. The other one is a guess.
+# mean more kernels, each of which may wait for a thread on a busy machine. The other one is a guess.
 _CPU_CHUNK = (1024, 2048)
 _CHUNK = (2048, 8192)
 
@@ -42,10 +42,10 @@ def linear_log_prob(
 
     The product is computed as the model's own head computes it: by default in the dtype of the inputs (under autocast,
     in autocast's), so that half precision rounds each logit; everything after is float32. Backward then rounds each
-    tile's part of a gradient as well as the sum, where plain torch rounds once. ``product_dtype=torch.float32`` leaves
+    tile's part of a gradient as well as the sum, whereas plain torch rounds once. ``product_dtype=torch.float32`` leaves
     only the last rounding; tiles are converted one at a time.
 
-    In a compiled function each sweep is one operator: no graph break, and all numbers of positions share a graph.
+    In a compiled function each sweep is one operator: no graph break, and one graph for any number of positions.
 
     Args:
         hidden: input of the head; ``[N, H]``.
@@ -203,7 +203,7 @@ def logits_kl(
     temperature: float = 1.0,
     chunk: tuple[int, int] | int | None = None,
 ) -> Tensor:
-    """Exact divergence of policy and reference at each position, from logits that exist already.
+    """Exact divergence of policy and reference at each position, from existing logits.
 
     :func:`linear_kl` without the product: besides inputs and gradients only a few tiles exist, in float32 or wider.
     ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. The other arguments, the result and
@@ -239,7 +239,7 @@ def linear_top_k(
 ) -> TopK:
     """The ``k`` most probable tokens of each position, and the log-probability of all others together.
 
-    The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as exact at ``1e-30``
+    The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as accurate at ``1e-30``
     as at one half. The result has no graph. ``k`` is from 1 to ``V``; all other arguments, and the errors, are those of
     :func:`linear_log_prob`.
 
@@ -312,7 +312,7 @@ def _check_targets(targets: Tensor, head: Head) -> Tensor:
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise TypeError(f"targets has dtype {targets.dtype}; expected an integer dtype, it holds token ids.")
     targets = targets.long()
-    # Looking at the values would wait for an accelerator, and break a compiled graph.
+    # Reading the values would be a host sync, and break a compiled graph.
     if targets.device.type == "cpu" and count and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in targets.aminmax())
         if low < 0 or high >= vocab:

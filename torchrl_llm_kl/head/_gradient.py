@@ -1,6 +1,6 @@
 """The backward sweep: recomputes the logits tile by tile for the gradients of hidden states and heads.
 
-Forward has left the sums over the vocabulary, so each tile has its final log-probs at once.
+Forward has saved the sums over the vocabulary, so each tile yields final log-probs directly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def backward_sweep(
         return [None] * len(needed)
     of_kl, of_log_prob, of_ref_log_prob, of_entropy = grads
     if of_kl is None and len(heads) == 2:
-        # Without a KL neither head sees the other: a sweep for each, with the buffers of one.
+        # Without a KL the heads are independent: one sweep each, with the buffers of one.
         of_policy, of_ref = (None, of_log_prob, None, of_entropy), (None, of_ref_log_prob, None, None)
         return [
             *backward_sweep(plan, heads[:1], targets, result, statistics[:2], of_policy, needed[:3]),
@@ -160,7 +160,7 @@ class _HeadGradient:
             _accumulate_product(self.hidden[rows], gradient, weight, cols.start == 0)
         if self.weight is not None:
             if rows.start == 0:
-                # Tiles of the same tokens follow each other, so a few rows in float32 are enough.
+                # Tiles of the same tokens are consecutive, so a few rows in float32 are enough.
                 part = self.weight[cols]
                 wide = wide_dtype(part.dtype)
                 self._columns = part if part.dtype == wide else torch.empty_like(part, dtype=wide)
@@ -171,7 +171,7 @@ class _HeadGradient:
                 self.weight[cols] = self._columns.to(self.weight.dtype)
 
     def results(self) -> list[Tensor | None]:
-        """In the dtypes of hidden states, weight and bias."""
+        """The gradients in the dtypes of hidden states, weight and bias."""
         gradients = (self.hidden, self.weight, self.bias)
         return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(gradients, self.head[:3], strict=True)]
 

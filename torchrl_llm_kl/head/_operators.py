@@ -26,7 +26,7 @@ Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, 
 
 
 def sweep(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None) -> PairOutput:
-    """What ``plan`` requests of one or two heads, differentiable once; for one head ``kl`` is None."""
+    """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None."""
     tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else (None, None, None))]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -64,7 +64,7 @@ def _forward(tensors: Tensors, settings: Settings) -> Tensors:
 
 
 def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """An operator while a graph is being compiled, elsewhere the function itself, without the operator's overhead."""
+    """The operator while a graph is being compiled; otherwise the function itself, without the operator's overhead."""
     return getattr(torch.ops.torchrl_llm_kl, name)(*args) if torch.compiler.is_compiling() else function(*args)
 
 
@@ -92,7 +92,7 @@ def _present(tensors: Tensors, settings: Settings) -> list[bool]:
 
 
 def _spread(found: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-    """A tensor where one is present and None elsewhere, then the tensors that are left."""
+    """A tensor where one is present and None elsewhere, then the remaining tensors."""
     rest = iter(found)
     return [*(next(rest) if each else None for each in present), *rest]
 

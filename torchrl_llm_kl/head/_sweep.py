@@ -12,7 +12,7 @@ from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, TopK, l
 
 @torch.no_grad()
 def forward_sweep(plan: Plan, targets: Tensor | None, heads: list[Head]) -> tuple[PairOutput, list[Tensor]]:
-    """Everything requested of one or two heads, in one pass over the vocabulary.
+    """All requested results of one or two heads, in one pass over the vocabulary.
 
     Returns:
         The result, whose ``kl`` is None for one head; and the statistics that backward needs besides, ``[N]`` each: of

@@ -53,7 +53,7 @@ class TopK(NamedTuple):
 class Head(NamedTuple):
     """One model's logits: ``softcap(scale * (hidden @ weight.T + bias)) / temperature``, with the product in ``dtype``.
 
-    Without a weight there is no product to compute: ``hidden`` is the product, ``[N, V]``.
+    Without a weight, ``hidden`` is the product itself, ``[N, V]``.
     """
 
     hidden: Tensor  # [N, H]
@@ -95,7 +95,7 @@ class Head(NamedTuple):
         weight, bias = columns
         factor = self.scale / (self.soft_cap or self.temperature)
         if weight is None or out.dtype != self.dtype:
-            # A head in half precision rounds its logits before anything else happens to them; so does this one.
+            # A head in half precision rounds its logits first; do the same here.
             hidden = self.hidden[rows, cols] if weight is None else self.hidden[rows].to(self.dtype)
             out.copy_(hidden if weight is None else F.linear(hidden, weight, bias))
             if factor != 1.0:
@@ -139,7 +139,7 @@ class Plan:
 def tiles(
     chunk: tuple[int, int], heads: list[Head], spare: int
 ) -> Iterator[tuple[slice, slice, list[Columns], list[Tensor], list[Tensor]]]:
-    """Walk through positions x vocabulary; tiles of the same tokens follow each other.
+    """Iterate over positions x vocabulary; tiles of the same tokens are consecutive.
 
     Yields:
         Positions, tokens, and of each head the tokens' weight and bias and the logits; then ``spare`` uninitialised
@@ -159,7 +159,7 @@ def tiles(
 
 
 def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the targets among some tokens, and whether they are there at all; same shape as ``targets``."""
+    """Positions of the targets among some tokens, and whether they are among them; same shape as ``targets``."""
     index = targets - cols.start
     inside = (index >= 0) & (index < cols.stop - cols.start)
     return index.masked_fill(~inside, 0), inside

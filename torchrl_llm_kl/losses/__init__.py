@@ -1,4 +1,4 @@
-"""Losses: objectives per token, their reduction, and the modules that tie them to TensorDict keys."""
+"""Losses: per-token objectives, their reduction, and the modules that bind them to TensorDict keys."""
 
 from __future__ import annotations
 

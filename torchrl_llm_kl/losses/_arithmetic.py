@@ -39,9 +39,9 @@ def aggregate(
     ``none``                   the values, 0 where the mask is False                            (not used)
     ========================== ================================================================ =====================
 
-    Only masked-in tokens, and sequences that have one, are counted. With the ``denominator`` of the whole batch
+    Only masked-in tokens, and sequences with at least one, are counted. With the ``denominator`` of the whole batch
     (:func:`count`) the results of its parts add up to that of the whole, however the batch is split: into
-    micro-batches, over ranks, with other padding.
+    micro-batches, over ranks, with different padding.
 
     Args:
         value: per token; ``[*B, T]``. Masked-out entries have no influence, not even NaN.
@@ -128,12 +128,12 @@ def check_aggregation(mode: str) -> None:
 
 # ------------------------------------------------------------------ for objectives
 
-#: Log-ratios end here, in nats: exp(80) is 5.5e34, which leaves room in float32 for a factor such as the advantage.
+#: Cap of log-ratios, in nats: exp(80) is 5.5e34, which leaves room in float32 for a factor such as the advantage.
 LARGEST_LOG_RATIO = 80.0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """``exp`` of a log-ratio; above 80 nats that of 80, without gradient.
+    """``exp`` of a log-ratio, which is capped at 80 nats, without gradient above.
 
     The exponential would be infinite in float32, and the gradient of a clipped infinity NaN.
     """
@@ -148,7 +148,7 @@ def clean(value: Tensor, mask: Tensor) -> Tensor:
 
 
 def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-    """:func:`clean` inputs, after checks of their shapes and the mask."""
+    """:func:`clean` inputs, after checking their shapes and the mask."""
     check_same_shape(mask=mask, **named)
     check_is_mask(mask=mask)
     return tuple(clean(x, mask) for x in named.values())

@@ -1,4 +1,4 @@
-"""The protocol of objectives: what one takes and returns, the checks around it, the registry, and the typed names."""
+"""The protocol of objectives: inputs and outputs, checks, the registry, and the typed names."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _BOOLEAN = ("expert_mask", "selected", "chosen")
 
 @dataclass(frozen=True, eq=False)
 class LossTerm:
-    """One part of a loss, before it is summed over tokens.
+    """One part of a loss, before summation over tokens.
 
     A part with one value per sequence, or per pair of sequences, has ``T = 1``. The mask must not depend on log-probs, because
     denominators are counted from it before any model has run: a token that is dropped for its value (clipped, too far from
     the sampler) keeps its place in the mask and has the value 0.
 
     Args:
-        name: the part is reported as ``loss_<name>``.
+        name: reported as ``loss_<name>``.
         value: to be minimised; nats or rewards per token; ``[*B, T]``. Ignored where the mask is False.
         mask: the tokens over which the part is summed; bool ``[*B, T]``.
         weight: factor of the whole part, dimensionless.
         metrics: numbers to log, by name: 0-dim tensors without graph, on the device of ``value``.
-        aggregation: how this part is summed (see :func:`~torchrl_llm_kl.losses.aggregate`); None: as the loss around it.
+        aggregation: how this part is summed (see :func:`~torchrl_llm_kl.losses.aggregate`); None: as the rest of the loss.
 
     Raises:
         ValueError: if value and mask have different shapes.
@@ -72,12 +72,12 @@ Conditions = Mapping[str, tuple[str, Callable[[Any], bool]]]
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """The facts about an objective beside its formula.
+    """Metadata of an objective.
 
     Args:
         name: in the registry.
         needs: inputs that it always requires.
-        aggregation: how its source sums it over tokens.
+        aggregation: how its source aggregates over tokens.
         aliases: hyper-parameters of other libraries -> its own, one or several at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         source: where the formula comes from.
@@ -143,9 +143,9 @@ def objective(
     input                shape         meaning
     ==================== ============= ==================================================================================
     ``log_prob``         ``[*B, T]``   nats, of the sampled tokens under the current policy, with graph
-    ``mask``             ``[*B, T]``   bool, True for the tokens that are trained; the others may hold anything, even NaN
-    ``old_log_prob``     ``[*B, T]``   nats, of the same tokens under the policy that sampled them
-    ``ref_log_prob``     ``[*B, T]``   nats, of the same tokens under the frozen reference
+    ``mask``             ``[*B, T]``   bool, True at trained tokens; other positions may hold anything, even NaN
+    ``old_log_prob``     ``[*B, T]``   nats, under the policy that sampled the tokens
+    ``ref_log_prob``     ``[*B, T]``   nats, under the frozen reference
     ``advantage``        ``[*B, T]``   in units of the reward
     ``expert_mask``      ``[*B, T]``   bool, True for tokens that an expert wrote and the policy did not sample
     ``sampler_log_prob`` ``[*B, T]``   ``old_log_prob`` as the sampling program itself computed it
@@ -164,7 +164,7 @@ def objective(
     The formulas write ``A`` for the advantage, ``r = exp(log_prob - old_log_prob)`` for the probability ratio and ``sg`` for
     stop-gradient.
 
-    The decorated function holds the formula and nothing else, because it sees clean inputs: floating-point ones are float32
+    The decorated function contains only the formula, because its inputs are clean: floating-point ones are float32
     or wider and exactly 0 where the mask is False, so that a masked-out NaN reaches neither a sum nor a gradient; booleans
     are False there; and every required input is present. Its parameters that are not inputs are its hyper-parameters. It is
     called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and

@@ -1,4 +1,4 @@
-"""Parts of a loss as modules: a function with its hyper-parameters, and the terms and corrections beside an objective."""
+"""Parts of a loss as modules: a function with its hyper-parameters, and the terms and corrections of an objective."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Part(nn.Module):
 
     Hyper-parameters that are numbers are buffers: saved, moved, and changed in place by assignment
     (``part.clip_high = 0.3``). Modules, such as an :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`, are called for their
-    value. All others are kept as they are.
+    value. All others are stored unchanged.
 
     Args:
         function: takes keyword arguments.
         inputs: names of the tensors that it may take.
-        hyper: its hyper-parameters; those left out have the function's defaults.
+        hyper: its hyper-parameters; omitted ones have the function's defaults.
 
     Raises:
-        ValueError: if the function refuses a hyper-parameter.
+        ValueError: if the function rejects a hyper-parameter.
         TypeError: if it has no such hyper-parameter.
     """
 
@@ -51,7 +51,7 @@ class Part(nn.Module):
         self._check(hyper)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Call the function with those of ``inputs`` that it takes."""
+        """Call the function with those of ``inputs`` that it accepts."""
         taken = {name: inputs[name] for name in self.inputs if inputs.get(name) is not None}
         return self.function(**taken, **self.hyper)
 
@@ -84,7 +84,7 @@ class Part(nn.Module):
 
         Raises:
             TypeError: if the hyper-parameter is a module, which is changed through its own methods.
-            ValueError: if the function refuses the value. Tensors are not checked: reading one would stall an accelerator.
+            ValueError: if the function rejects the value. Tensors are not checked: that would be a host sync.
         """
         if name in self._modules:
             raise TypeError(f"{name} is a {type(self._modules[name]).__name__}: change that, not {name}.")
@@ -147,7 +147,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
-    """One token in each of two sequences, on the device of the parts, to try them on before there is data."""
+    """One token in each of two sequences, on the device of the parts, for a dry run before there is data."""
     device = next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
     zeros = torch.zeros(2, 1, device=device)
     return {
@@ -200,7 +200,7 @@ class KLToReference(TermPart):
 
 
 class KLToSampler(TermPart):
-    """The KL to the policy that sampled, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
+    """The KL to the sampling policy, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
 
     The arguments are those of :class:`KLToReference`, without the estimator ``"exact"``.
 
@@ -238,7 +238,7 @@ class EntropyBonus(TermPart):
 
 
 class Correction(Part):
-    """A function that returns one weight per token, by which the objective (not the other terms) is multiplied.
+    """A function that returns one weight per token, which multiplies the objective (not the other terms).
 
     Example:
         >>> halved = Correction(lambda mask, factor=0.5: (factor * mask, {}))
@@ -248,7 +248,7 @@ class Correction(Part):
 
 
 class ImportanceWeights(Correction):
-    """Truncated or masked importance weights, for a sampler that computes other log-probs than the trainer.
+    """Truncated or masked importance weights, for a sampler whose log-probs differ from the trainer's.
 
     Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are those of
     :func:`~torchrl_llm_kl.losses.importance_weights`.
@@ -280,14 +280,14 @@ class OffPolicySequenceMask(Correction):
 
 
 class TopEntropyMask(Correction):
-    """Train only the tokens at which the policy is least certain.
+    """Train only the tokens of highest policy entropy.
 
     Args:
         fraction: of the masked-in tokens; see :func:`~torchrl_llm_kl.losses.top_entropy_mask`.
 
     Keyword Args:
-        threshold: train tokens of at least this entropy, in nats, instead of a fraction of each batch. With it the losses
-            of the parts of a batch add up to that of the whole.
+        threshold: train tokens of at least this entropy, in nats, instead of a fraction of each batch. The losses of the
+            parts of a batch then add up to that of the whole.
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])

@@ -1,4 +1,4 @@
-"""The policy loss: an actor, an objective and further terms, tied to the entries of a TensorDict."""
+"""The policy loss: an actor, an objective and further terms on the entries of a TensorDict."""
 
 from __future__ import annotations
 
@@ -75,13 +75,14 @@ class PolicyLoss(TokenLoss):
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
             ``loss_agg_mode``.
         max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``.
-        masking_strategy: which tokens are trained. ``"sft"``: the response of each step; ``"rlhf"``: everything the
-            assistant said, in earlier turns too; ``"generic"``: all but the first of each sequence. The entry
-            ``loss_mask``, where the data has it, removes tokens from these.
+        masking_strategy: which tokens are trained. ``"sft"``: the response of each step; ``"rlhf"``: all assistant turns,
+            earlier ones too; ``"generic"``: all but the first token of each sequence. An optional entry ``loss_mask``
+            removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
-            lacks. Its parameters are not part of the loss.
+            lacks. Its parameters are not trained.
         temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
-        log_entropy: report the policy's entropy even if no part of the loss needs it: another sum over the vocabulary.
+        log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
+            vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
             do. The default False is required for FSDP and costs nothing.
         hyper: the objective's hyper-parameters, under its own names or those of other libraries. Numbers are buffers: saved,
@@ -98,7 +99,7 @@ class PolicyLoss(TokenLoss):
         ``kl_to_ref``, ``entropy``, ``num_tokens``, ``num_sequences``.
 
     Raises:
-        TypeError: if there is no such hyper-parameter.
+        TypeError: for an unknown hyper-parameter.
         ValueError: if one is out of range; on data, if lengths differ or a masked-in number is not finite.
         KeyError: on data, if a required entry is missing.
 
@@ -188,7 +189,7 @@ class PolicyLoss(TokenLoss):
         if self._given_scorer is not None:
             changed = [name for name, value in settings.items() if value != (1.0 if name == "temperature" else None)]
             if changed or functional:
-                raise ValueError(f"actor is a scorer with settings of its own: set {changed or 'functional'} there.")
+                raise ValueError(f"actor is a scorer with its own settings: set {changed or 'functional'} there.")
             actor, temperature = self._given_scorer.model, self._given_scorer.temperature
         if functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
@@ -264,7 +265,7 @@ class PolicyLoss(TokenLoss):
         self.__dict__["_out_keys"] = None if values is None else list(values)
 
     def _dry_run(self) -> list[NestedKey]:
-        """The outputs under the current hyper-parameters, from two tokens that do not exist."""
+        """The outputs under the current hyper-parameters, found by a dry run on two dummy tokens."""
         inputs = dummy_inputs(*self._parts)
         with torch.no_grad():
             terms, metrics = self._terms(inputs)
@@ -326,10 +327,10 @@ class PolicyLoss(TokenLoss):
         return td, response, {**inputs, **rows, "mask": response.mask}
 
     def _check_finite(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
-        """Refuse NaN and infinite numbers that the objective or a term requires.
+        """Reject NaN and infinite inputs of the objective or a term.
 
-        Corrections may read anything: a sampler's NaN log-prob is one that it did not compute. At tokens of experts, a part
-        that separates experts from the policy reads nothing but the policy's own log-probs.
+        Inputs of corrections are not checked: a sampler's NaN log-prob is one that it did not compute. At experts' tokens, a
+        part that separates experts from the policy reads only the current log-probs.
         """
         parts, experts = [self.objective, *self.terms], inputs.get("expert_mask")
         named: dict[str, Tensor] = {}
@@ -377,7 +378,7 @@ class PolicyLoss(TokenLoss):
 
 @torch.no_grad()
 def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics that do not depend on the objective.
+    """Metrics independent of the objective.
 
     ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
     them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
@@ -400,7 +401,7 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Mean k3, with log-ratios of at most 80 nats so that one token cannot make it infinite."""
+    """Mean k3, with log-ratios capped at 80 nats so that one token cannot make it infinite."""
     return masked_mean(k3(torch.zeros_like(ref), (ref - log_prob).clamp(max=LARGEST_LOG_RATIO)), mask)
 
 

@@ -1,4 +1,4 @@
-"""The base of the loss modules: the trained tokens, the summation of terms, and denominators that travel with the rows."""
+"""The base of the loss modules: the trained tokens, the summation of terms, and per-row denominators."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class TokenLoss(LossModule):
     @property
     @abstractmethod
     def _data_keys(self) -> Sequence[NestedKey]:
-        """Required entries beside the tokens."""
+        """Required entries other than the tokens."""
 
     @abstractmethod
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        """The terms with their masks and any values. Runs no model."""
+        """The terms with their masks; values are arbitrary. Runs no model."""
 
     def _expose(self, named: Mapping[str, tuple[Part, str]]) -> None:
         """Make hyper-parameters of parts attributes of the loss: attribute -> (part, name in the part)."""
@@ -119,8 +119,8 @@ class TokenLoss(LossModule):
     def _read_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor, Tensor | None]:
         """The data with its batch dimensions, its tokens, a mask of those that are trained, and one of responses.
 
-        The trained tokens are those of the masking strategy minus ``loss_mask``, which does not move where responses begin.
-        The mask of responses is None for a strategy without responses.
+        The trained tokens are those of the masking strategy restricted to ``loss_mask``, which does not move the start of
+        responses. The mask of responses is None for a strategy without responses.
         """
         reader = self._reader
         td = reader.with_batch_dims(tensordict)
@@ -163,10 +163,9 @@ class TokenLoss(LossModule):
         all_ranks: bool | None = None,
         ranks_average: bool = True,
     ) -> TensorDictBase:
-        """Write the denominators of a whole batch beside its rows, so that the losses of its parts add up to its loss.
+        """Store the denominators of a whole batch with each row, so that the losses of its parts add up to its loss.
 
-        The entry travels with the rows: index, split or shuffle the batch in any way, and add up the gradients of the
-        parts. Runs no model.
+        Index, split or shuffle the batch in any way afterwards, and add up the gradients of the parts. Runs no model.
 
         Args:
             tensordict: the batch of an optimiser step, or this rank's share of it.

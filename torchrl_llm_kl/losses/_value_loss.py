@@ -37,12 +37,12 @@ def value_error(
 
     Args:
         value: the critic's current value of each token's prefix, in the unit of the reward; ``[*B, T]``.
-        mask: the tokens that are trained; bool, same shape.
+        mask: the trained tokens; bool, same shape.
 
     Keyword Args:
         value_target: the return, without graph; same shape.
         old_value: the critic's value when the advantages were computed, without graph; same shape.
-        clip_value: the largest free change of a value, in the unit of the reward. No clipping if this or ``old_value`` is None.
+        clip_value: the largest unclipped change of a value, in the unit of the reward. None, or no ``old_value``: no clipping.
         coeff: weight of the term, dimensionless.
 
     Returns:

@@ -26,16 +26,16 @@ from torchrl_llm_kl.losses._objective import LossTerm
 
 
 def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | None = None) -> tuple[LossTerm, ...]:
-    """Multiply the values of loss terms by weights. Their masks, and so their denominators, stay.
+    """Multiply the values of loss terms by weights. Their masks, and so their denominators, are unchanged.
 
     A term with one value per token gets the weight of each token. One with a value per sequence, ``[*B, 1]``, gets the mean
     weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite.
 
     Args:
-        terms: those to be corrected: usually of the objective, not the KL to the reference.
+        terms: usually those of the objective, not the KL to the reference.
         weights: from a correction; ``[*B, T]``.
-        mask: the mask that the weights were computed with; bool ``[*B, T]``. Required for terms with a value per sequence:
-            a dropped token takes part in the mean, a masked-out one does not.
+        mask: the mask used to compute the weights; bool ``[*B, T]``. Required for terms with a value per sequence: their
+            mean weight includes dropped tokens, but not masked-out ones.
 
     Raises:
         ValueError: if a term is neither per token nor per sequence of the weights, or ``mask`` is required and missing.
@@ -75,9 +75,9 @@ def importance_weights(
     low: Scalar | None = None,
     high: Scalar | None = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    r""":math:`\pi_{old} / \pi_{sampler}` of the same model weights in trainer and sampler, bounded.
+    r"""Bounded :math:`\pi_{old} / \pi_{sampler}` of the same model weights in trainer and sampler.
 
-    Without bounds, the mean of a token's loss times its weight is the mean loss of tokens sampled from the trainer's own
+    Without bounds, the mean of a token's loss times its weight equals the mean loss of tokens sampled from the trainer's
     probabilities.
 
     ========================== ============================================================== ===========================
@@ -90,8 +90,8 @@ def importance_weights(
     ``geometric``, ``mask``    geometric mask of long answers                                 close to 1
     ========================== ============================================================== ===========================
 
-    ``old_log_prob`` is computed by the trainer before its first update on the tokens, ``sampler_log_prob`` by the sampler: NaN,
-    for a token that it did not score, leaves the log-ratio 0.
+    The trainer computes ``old_log_prob`` before its first update on the tokens, the sampler ``sampler_log_prob``; where that
+    is NaN (not scored) the log-ratio is 0.
 
     Hyper-parameters:
         level: ``"token"``: the ratio of each token; ``"sequence"``: the product over a sequence, for all of its tokens;
@@ -183,13 +183,13 @@ def off_policy_sequence_mask(
 def top_entropy_mask(
     entropy: Tensor, mask: Tensor, *, fraction: Scalar = 0.2, threshold: Scalar | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """1 for the tokens at which the policy is least decided, 0 for all others.
+    """1 for the tokens of highest policy entropy, 0 for all others.
 
     Hyper-parameters:
         fraction: share of the masked-in tokens to keep, 0 to 1; see :func:`entropy_threshold` for the exact number. More are
             kept if several have the same entropy as the last. TRL: ``top_entropy_quantile``.
-        threshold: keep tokens with at least this entropy, instead of a fraction of this batch: for the parts of a batch,
-            the threshold of the whole.
+        threshold: keep tokens with at least this entropy, instead of a fraction of this batch; for the parts of a batch,
+            pass the threshold of the whole.
 
     Returns:
         Weights, and the metrics ``entropy_threshold`` and ``entropy_kept_fraction``.

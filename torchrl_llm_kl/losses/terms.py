@@ -95,7 +95,7 @@ def kl_to_sampler(
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
 ) -> tuple[LossTerm, ...]:
-    r"""KL penalty to the policy that sampled, the term ``kl_to_sampler``: a soft bound on how far an update goes.
+    r"""KL penalty to the sampling policy, the term ``kl_to_sampler``: a soft trust region.
 
     Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``; one of them is required. Unlike in :func:`kl_to_ref` the
     tokens come from the second of the two policies, so most estimators have their known value and gradient only while the
@@ -139,8 +139,8 @@ def entropy_bonus(
 ) -> tuple[LossTerm, ...]:
     """Entropy bonus, the term ``entropy``: minus the entropy of the policy at each token.
 
-    The gradient is that of ``entropy`` as it was computed: over the whole vocabulary it spreads probability. Minus the
-    log-prob of the sampled token would be an estimate of the same value with another gradient (of mean 0).
+    The gradient is that of the ``entropy`` passed in: over the whole vocabulary it spreads probability. Minus the log-prob of
+    the sampled token would estimate the same value with another gradient (of mean 0).
 
     Hyper-parameters:
         coeff: weight of the term; above 0 for more entropy. Trinity: ``entropy_coef``.
@@ -159,6 +159,6 @@ def entropy_bonus(
 
 
 def _without(expert_mask: Any, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """The mask without tokens of experts, and the tensors with 0 there: no NaN may reach a gradient."""
+    """The mask without experts' tokens, and the tensors with 0 there, so that no NaN reaches a gradient."""
     mask = mask & ~expert_mask
     return mask, *(None if tensor is None else clean(tensor, mask) for tensor in tensors)

@@ -16,7 +16,7 @@ from torchrl_llm_kl.masks._turns import locate_turns
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation as the model sees it.
+    """A rendered conversation.
 
     ``located_by`` reports how the spans were found: ``"marks"`` (the template's ``{% generation %}`` blocks),
     ``"trace"`` (following the template's loop over the messages), ``"prefixes"`` (rendering the conversation up to each
@@ -45,15 +45,15 @@ def render_conversation(
     The mask is True for everything the model emits after the generation prompt: reasoning, text and tool calls, up to
     and including the end-of-turn token. It is False for the role header and for white space that the template adds
     after the end-of-turn token. The generation prompt defines the header: if the prompt ends with an opening thinking
-    tag, so does the header. Turns are located by where the template writes them, not by searching for their text, so a
+    tag, so does the header. Turns are located by tracing the template's output, not by searching for their text, so a
     message may repeat other messages or contain the template's control tokens.
 
     In a template with ``{% generation %}`` blocks, the blocks select the parts of each turn, under the same definition:
     headers and trailing white space are removed, an end-of-turn token right after a block is added.
 
-    A token that straddles the border of a turn is masked in, unless it is a special token of the header that reaches
-    into the turn only by the white space that it swallows. If the template writes no end-of-turn token (the next role's
-    header stops the model), the mask has none.
+    A token that straddles the border of a turn is masked in, unless it is a special token of the header that extends
+    into the turn only by absorbing white space. If the template writes no end-of-turn token (the next role's header
+    stops the model), the mask has none.
 
     Args:
         tokenizer: a transformers tokenizer, preferably a fast one.

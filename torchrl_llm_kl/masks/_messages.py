@@ -18,7 +18,7 @@ _BOOKKEEPING = frozenset({"is_complete"})
 
 
 class AssistantMaskError(ValueError):
-    """Base class: the conversation, the template or the tokenizer does not determine the assistant's tokens."""
+    """Base class: conversation, template and tokenizer do not determine the assistant's tokens."""
 
 
 class MissingChatTemplateError(AssistantMaskError):

@@ -1,4 +1,4 @@
-"""Chat templates: which one to use, its renderings, and traces that assign each character to a message.
+"""Chat templates: template selection, renderings, and traces that assign each character to a message.
 
 A trace is a rendering with invisible markers. The template's syntax tree gets outputs at the start and end of every
 ``for`` body, and after every assignment in a loop, that print the marker of the message that the loop variable (or the
@@ -6,9 +6,9 @@ assigned variable) holds, if it holds one; messages carry their markers in extra
 template's own text change, so no message can move a border by its content. If the text without the markers differs from
 the plain rendering, the trace is discarded.
 
-Renderings are expensive. Most templates write their generation prompt after the loop over the messages ("the message
-loop"), and always the same one: the text after the whole conversation is then the prompt of every turn and need not be
-rendered turn by turn. The syntax tree shows whether a template is of this kind.
+Renderings are expensive. Most templates write a fixed generation prompt after the loop over the messages ("the message
+loop"): the text after the whole conversation is then the prompt of every turn and need not be rendered turn by turn.
+The syntax tree shows whether a template is of this kind.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Renderer:
     def _apply(
         self, template: Any, messages: list[dict[str, Any]], generation_prompt: bool, extra: dict[str, str]
     ) -> str:
-        # transformers passes the template on as it is, and jinja2 compiles a syntax tree as it does a string.
+        # transformers passes the template on unchanged, and jinja2 compiles a syntax tree like a string.
         options = {**self._kwargs, **extra, "add_generation_prompt": generation_prompt, "tokenize": False}
         text = self.tokenizer.apply_chat_template(messages, chat_template=template, **options)
         if not isinstance(text, str):
@@ -142,7 +142,7 @@ class Renderings:
                 texts = prompted.text, self.plain(len(self.messages), False)
                 with_prompt, without = (text[prompted.messages_end :] for text in texts)
             yield with_prompt[common_prefix_length(with_prompt, without) :]
-        except Exception:  # the template rejects the shortened conversation with an error of its own
+        except Exception:  # the template rejects the shortened conversation
             return
 
 
@@ -278,7 +278,7 @@ def instrument(template: str) -> InstrumentedTemplate:
     )
     tree = environment.parse(template)
     has_blocks = any(name.name == _key(BLOCK, _OPEN) for name in tree.find_all(nodes.Name))
-    # A namespace is how a loop passes on what it has read: the sandbox forbids changing a list or a dict.
+    # A loop passes values on through a namespace: the sandbox forbids changing a list or a dict.
     last = max(_dependents(tree.body, {"messages", "namespace", _key(BLOCK, _OPEN)}), default=-1)
     fixed = last >= 0 and isinstance(tree.body[last], nodes.For)
     loop_reads_flag = last in _dependents(tree.body, {"add_generation_prompt"})
@@ -290,7 +290,7 @@ def instrument(template: str) -> InstrumentedTemplate:
 def _dependents(body: Sequence[nodes.Node], names: set[str]) -> set[int]:
     """The statements that read one of the names, or a name that another such statement sets.
 
-    Every name that a statement sets is taken to depend on every name that it reads: errors are on the safe side.
+    Every name that a statement sets is assumed to depend on every name that it reads, which is conservative.
     """
     reads = [_names(statement, read=True) for statement in body]
     dependents: set[int] = set()

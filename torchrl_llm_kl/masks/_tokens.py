@@ -19,9 +19,9 @@ def encode_with_mask(
 ) -> list[tuple[Tensor, Tensor]]:
     """Tokenise each text once and mask the tokens that contain a character of one of its spans.
 
-    A token that straddles the border of a span is masked in: the model had to produce part of it, and without it the
-    mask of a short turn could be empty. The exception is a special token that starts before the span and reaches into
-    it only with the white space that it swallows: it is part of the role header.
+    A token that straddles the border of a span is masked in: the model produced part of it, and without it the mask of a
+    short turn could be empty. The exception is a special token that starts before the span and extends into it only by
+    absorbing white space: it is part of the role header.
 
     Args:
         tokenizer: a transformers tokenizer; a slow one must not change tokens if the text is cut at the borders.
@@ -46,7 +46,7 @@ def encode_with_mask(
 def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
     """Mask of the response tokens of sequences laid end to end.
 
-    The token ids play no part: a sampled end token stays in the mask even if it is also the padding token.
+    Token ids are not used: a sampled end token stays in the mask even if it is also the padding token.
 
     Args:
         prompt_lengths: number of prompt tokens of each sequence, integer ``[S]``.

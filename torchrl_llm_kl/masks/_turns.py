@@ -1,4 +1,4 @@
-"""Where in the rendered text the assistant speaks.
+"""The assistant's spans in the rendered text.
 
 A turn starts with a role header, the text that the generation prompt already provides; the model produces the rest. The
 span of a turn is found in the trace of the rendering; without a trace, by rendering the conversation up to the turn.
@@ -15,7 +15,7 @@ from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
 from torchrl_llm_kl.masks._template import BLOCK, LOOP, SET, Renderer, Renderings, Trace, common_prefix_length
 from torchrl_llm_kl.masks._tokens import Span
 
-# What control tokens look like.
+# Pattern of control tokens.
 _CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
 _CONTROL_TOKENS = re.compile(f"(?:{_CONTROL})+")
 _BORDER = re.compile(rf"{_CONTROL}|\s|\Z")
@@ -198,7 +198,7 @@ def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | Non
     shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]
     try:
         trace = Renderings(chat.renderer, shortened, False).trace(turn + 1, False)
-    except Exception:  # the template rejects the shortened conversation with an error of its own
+    except Exception:  # the template rejects the shortened conversation
         return None
     written = _written(trace, turn) if trace is not None else None
     if trace is None or written is None or _FILLER not in trace.text[slice(*written)]:
@@ -230,7 +230,7 @@ def _blocks_of_turn(chat: Renderings, trace: Trace, written: Span, start: int, e
 
 
 def _spans_of_blocks(chat: Renderings) -> tuple[Span, ...]:
-    """All generation blocks, each with a control token at its end, for a template whose messages cannot be traced."""
+    """All generation blocks, each including a control token after it, for a template whose messages cannot be traced."""
     text = chat.text
     trace = chat.renderer.trace(chat.messages, chat.generation_prompt, text, mark_messages=False)
     if trace is None:

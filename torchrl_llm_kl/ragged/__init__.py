@@ -1,4 +1,4 @@
-"""Variable-length data: one flat form, and the only conversions between it and all other forms."""
+"""Variable-length data: one flat form, and its conversions from and to all others."""
 
 from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, same_rows
 from torchrl_llm_kl.ragged._ragged import PaddingSide, Ragged, check_padding_side, segment_sum

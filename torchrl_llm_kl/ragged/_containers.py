@@ -1,4 +1,4 @@
-"""Containers: the forms that variable-length data comes in, and how each is rebuilt from flat slots."""
+"""Containers: the forms of variable-length data, and how each is rebuilt from flat slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The internal form of variable-length data: flat values and the length of each sequence."""
+"""The internal representation of variable-length data: flat values and the length of each sequence."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PaddingSide = Literal["left", "right"]
 class Ragged:
     """``S`` sequences of different lengths, laid end to end. Immutable.
 
-    Compute on :attr:`values`, without a Python loop over sequences. A ``Ragged`` keeps the container that it was read
-    from, for :meth:`restore`: padded data comes back padded, nested data nested, with ``fill`` in every slot that held
-    no value.
+    Compute on :attr:`values`, without a Python loop over sequences. A ``Ragged`` stores the container that it was read
+    from, for :meth:`restore`: padded data is restored as padded, nested as nested, with ``fill`` in every slot without a
+    value.
 
     Args:
         values: all elements; ``[N, *F]`` with ``N = lengths.sum()``.
         lengths: elements per sequence; ``[S]``, int64, 0 allowed. None if every slot of the container holds a value.
-        container: the form that the data was read from.
+        container: the original form of the data.
         keep: the slots of the container that hold values; ``[M]`` bool, None for all.
 
     Example:
@@ -199,7 +199,7 @@ class Ragged:
         return torch.repeat_interleave(alternating, runs, output_size=self.values.shape[0])
 
     def like(self, values: Tensor) -> Ragged:
-        """These sequences with other values ``[N, *G]``; torch can combine the jagged forms of both in one operation."""
+        """These sequences with new values ``[N, *G]``; torch can combine the jagged forms of both in one operation."""
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"expected {self.values.shape[0]} values, one for each element, got {values.shape[0]}.")
         other = copy(self)
@@ -213,11 +213,11 @@ class Ragged:
     # ------------------------------------------------------------------ writing
 
     def slots(self, fill: float = 0) -> Tensor:
-        """The slots of the container, ``fill`` in those without a value; ``[M, *F]``."""
+        """All slots of the container, with ``fill`` in those without a value; ``[M, *F]``."""
         return self.values if self.keep is None else _scatter(self.values, self.keep, fill)
 
     def restore(self, fill: float = 0) -> Tensor | list[Tensor]:
-        """The data in the form that it was read from, ``fill`` at padding."""
+        """The data in its original form, with ``fill`` at padding."""
         return self.container.build(self.slots(fill))
 
     def to_list(self) -> list[Tensor]:

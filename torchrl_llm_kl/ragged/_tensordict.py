@@ -2,8 +2,8 @@
 
 The last section handles the elements of a lazy stack ("nodes", one row each) together, one level of nesting at a time.
 A public method of a TensorDict takes about a microsecond, and a batch of 256 rows would need thousands of calls. Plain
-TensorDicts are therefore read, copied and written through the attributes that they have in tensordict 0.14. Other kinds
-of nodes, and any later version with other attributes, go through the public methods, with the same result.
+TensorDicts are therefore read, copied and written through their attributes in tensordict 0.14. Other kinds of nodes, and
+versions with other attributes, go through the public methods, with the same result.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Any] |
         if part is None:
             return None
         parts.append(part if isinstance(part, list) else _unbind(part, sub.batch_size))
-    # Row-major order: each index of the dimensions before the stack's own takes an equal share of every part.
+    # Row-major order: each index of the dimensions before the stack dimension takes an equal share of every part.
     outer = td.batch_size[: td.stack_dim].numel()
     shares = [len(part) // outer for part in parts] if outer else []
     return [

@@ -1,4 +1,4 @@
-"""How a rollout's TensorDict is read and written: keys, tokens and masks, entries, rewards and denominators."""
+"""Reading and writing a rollout's TensorDict: keys, tokens and masks, entries, rewards and denominators."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torchrl_llm_kl.rollouts._keys import ATTENTION_MASK, TOKENS_FULL
 
 
 class MissingEntryError(KeyError):
-    """An entry that must be read is not in the data."""
+    """A required entry is missing from the data."""
 
     def __str__(self) -> str:
         # KeyError shows its message in quotes, with every quote inside escaped.
@@ -91,8 +91,8 @@ def per_token(
 ) -> Tensor:
     """An entry at each token; ``[N]``.
 
-    One number per sequence is repeated for all of its tokens. Rows shorter than their tokens hold the response alone: they
-    begin with its first token.
+    One number per sequence is repeated for all of its tokens. Rows shorter than their sequence hold only the response, from
+    its first token on.
 
     Args:
         td: the data, which holds ``key``.

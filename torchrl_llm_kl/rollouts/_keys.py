@@ -1,4 +1,4 @@
-"""Where a rollout's entries are: TorchRL's default keys, and those of a given model."""
+"""Keys of a rollout's entries: TorchRL's defaults, and those of a given model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelInterface:
         log_probs_key: parent of the log-prob entries.
         in_keys: all entries the model reads.
         pad_output: whether the model pads its output.
-        layout: of nested output, where it does not pad.
+        layout: of nested output, if it does not pad.
         tokenizer: for text and conversations; None if there is none.
         template_kwargs: the chat template's arguments.
 
@@ -57,13 +57,13 @@ class ModelInterface:
 
     @classmethod
     def of(cls, model: Any) -> ModelInterface:
-        """Read the interface off a TorchRL wrapper; a bare transformers model has the defaults."""
+        """Read the interface from a TorchRL wrapper; a bare transformers model has the defaults."""
         known = getattr(model, "interface", None)  # of a model in another process
         if isinstance(known, cls):
             return known
         if not hasattr(model, "input_mode"):
             return cls()
-        # A policy that generates reads the prompt; it is scored on the "full" entry beside it.
+        # A generating policy reads the prompt; score it on the sibling entry "full".
         generates = getattr(model, "generate", False) is True
         input_key = model.input_key if hasattr(model, "input_key") else model.in_keys[0]
         if generates and isinstance(input_key, tuple) and input_key[-1] == "prompt":
@@ -99,7 +99,7 @@ class ModelInterface:
         return sub_key(self.masks_key, "all_assistant_mask")
 
     def with_history_key(self, key: NestedKey) -> ModelInterface:
-        """This interface with conversations under ``(key, "full")``, unless the model has an input key of its own."""
+        """This interface with conversations under ``(key, "full")``, unless the model has its own input key."""
         if key == self.history_key:
             return self
         own = self.input_mode == "history" and self.input_key == sub_key(self.history_key, "full")

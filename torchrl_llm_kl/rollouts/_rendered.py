@@ -19,7 +19,7 @@ from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
 #: ``"turn"``: the response of each step; ``"full"``: the assistant's earlier turns too.
 Scope = Literal["turn", "full"]
 
-# torchrl's defaults for `tokenizer_kwargs`: accepted, since rendering does this anyway.
+# torchrl's defaults for `tokenizer_kwargs`: accepted, since they match the rendering here.
 _IMPLIED: dict[str, tuple[Any, ...]] = {
     "return_assistant_tokens_mask": (True,),
     "tokenize": (True,),
@@ -34,9 +34,9 @@ class TokenisingOptions:
     """How text becomes tokens: the transforms' arguments of these names, checked by :meth:`make`.
 
     Args:
-        tokenizer: instead of the model's own; None for that.
+        tokenizer: replaces the model's own; None to use that.
         padding_side: for a model with ``pad_output=True``.
-        template_kwargs: the chat template's arguments, over the model's own.
+        template_kwargs: the chat template's arguments; they override the model's own.
 
     Example:
         >>> TokenisingOptions.make(None, {"padding": True, "chat_template": "..."}, "left").template_kwargs
@@ -52,13 +52,13 @@ class TokenisingOptions:
         """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed.
 
         Raises:
-            ValueError: for an argument that cannot be honoured.
+            ValueError: for an unsupported argument.
         """
         kwargs = dict(tokenizer_kwargs or {})
         for name, allowed in _IMPLIED.items():
             if name in kwargs and (value := kwargs.pop(name)) not in allowed:
                 raise ValueError(
-                    f"tokenizer_kwargs[{name!r}]={value!r} cannot be honoured: the transform needs "
+                    f"tokenizer_kwargs[{name!r}]={value!r} is not supported: the transform needs "
                     f"{' or '.join(map(repr, allowed))}. Leave it out; padding of the output follows the data and the "
                     "model's `pad_output`."
                 )
@@ -108,7 +108,7 @@ def render_history(
 ) -> tuple[Ragged, Tensor]:
     """Render and tokenise the conversations under ``key`` with the model's own chat template.
 
-    With ``scope="turn"`` and a prompt beside the full history, only the turns after the prompt are masked in.
+    With ``scope="turn"`` and a separate prompt entry, only the turns after the prompt are masked in.
 
     Returns:
         Token ids and the mask of the assistant's tokens (all True without ``assistant_only``); both ``[N]``.

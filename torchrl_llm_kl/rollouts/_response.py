@@ -1,4 +1,4 @@
-"""The masked-in tokens of a batch as dense tensors, and back into the layout of the data."""
+"""The masked-in tokens of a batch as dense tensors, and the inverse conversion to the layout of the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_llm_kl.ragged import Ragged, segment_sum, write_ragged
 
 
 class ResponseTokens:
-    """Masked-in tokens, those of each sequence moved together: objectives and advantages see neither prompts nor padding.
+    """Masked-in tokens, packed per sequence: objectives and advantages see neither prompts nor padding.
 
     Shapes: ``N`` tokens of all sequences, ``S`` sequences, ``T`` the most masked-in tokens of one sequence (at least 1).
 
@@ -71,7 +71,7 @@ class ResponseTokens:
     def restore(self, values: Tensor) -> Tensor | list[Tensor]:
         """``[S, T]`` in the layout of the tokens, 0 elsewhere.
 
-        One value per sequence ``[S, 1]`` comes back in the shape of the batch, one per pair of sequences ``[P, 1]`` as ``[P]``.
+        One value per sequence ``[S, 1]`` returns in the shape of the batch, one per pair of sequences ``[P, 1]`` as ``[P]``.
         """
         if values.shape != self.mask.shape:
             shape = self.tokens.container.batch_shape
@@ -79,7 +79,7 @@ class ResponseTokens:
         return self.tokens.like(self.scatter(values)).restore()
 
     def write(self, td: TensorDictBase, key: NestedKey, values: Tensor) -> TensorDictBase:
-        """Store ``values [N]`` as ``[*B, T, 1]`` in the layout of the tokens; returns what takes the place of ``td``."""
+        """Store ``values [N]`` as ``[*B, T, 1]`` in the layout of the tokens; returns the TensorDict that replaces ``td``."""
         return write_ragged(td, key, self.tokens.like(values.unsqueeze(-1)).slots(), self.tokens.container)
 
     def check_finite(self, named: Mapping[str, Tensor]) -> None:

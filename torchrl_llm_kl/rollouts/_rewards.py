@@ -1,4 +1,4 @@
-"""Rewards per token, and the denominators of a whole batch, stored beside its rows."""
+"""Rewards per token, and the denominators of a whole batch, stored with each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RewardPlacement = Literal["last", "broadcast"]
 
 
 def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Ragged:
-    """The reward of each token: an outcome is placed, a reward per token stays where it is.
+    """The reward of each token: an outcome is placed, a reward per token is unchanged.
 
     Args:
         reward: None (0), an outcome per sequence (``[*B]``, ``[*B, 1]``, ``[*B, 1, 1]``), or a reward per token
@@ -75,7 +75,7 @@ def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: Reward
         found = torch.full_like(last, -1).scatter_reduce(0, like.sequence_ids, found, "amax")
         last = torch.where(found < 0, last, like.offsets[:-1] + found)
     placed = outcome.new_zeros(like.values.shape[0])
-    # An empty sequence adds its outcome, which is 0, to a token of another.
+    # An empty sequence adds its outcome, 0, to a token of another sequence.
     return placed.index_add(0, last.clamp(min=0), outcome) if placed.numel() else placed
 
 
@@ -83,9 +83,9 @@ def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: Reward
 
 
 def write_denominators(td: TensorDictBase, key: NestedKey, counts: Mapping[tuple[str, str], Tensor]) -> None:
-    """Store the counts of a whole batch (0-dim, by name of the term and aggregation mode) beside each of its rows.
+    """Store the counts of a whole batch (0-dim, by name of the term and aggregation mode) with each of its rows.
 
-    Every part of the batch then holds them, under ``key`` as ``<name>/<mode>``.
+    Every part of the batch then has them, under ``key`` as ``<name>/<mode>``.
     """
     for (name, mode), value in counts.items():
         td.set(sub_key(key, f"{name}/{mode}"), value.expand(td.batch_size).clone())

@@ -31,7 +31,7 @@ class Located:
     Args:
         tokens: token ids; ``[N]``.
         mask: True at tokens to score; ``[N]``. Never the first token of a sequence.
-        source: the entry that the tokens come from.
+        source: the entry that holds the tokens.
         sampled: False if the tokens were rendered from text.
     """
 
@@ -82,7 +82,7 @@ def locate(
         if assistant_only:
             mask = mask & _mask_of_sampled(td, tokens, interface, scope, options)
         return Located(tokens, mask, key, sampled=True)
-    # The model's own input if it is text or a history; with a tokenizer, any that the data has.
+    # The model's own input if it is text or a history; with a tokenizer, any such entry of the data.
     sources = [(interface.input_mode, interface.input_key)]
     if options.can_tokenise(interface):
         sources += [("history", sub_key(interface.history_key, "full")), ("text", sub_key(interface.text_key, "full"))]
@@ -136,9 +136,19 @@ def assistant_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface
 def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
     """True after the prompt; ``[N]``, or None if the data has no prompt tokens.
 
-    The prompt may be padded as the whole sequence is (its slots are then the first ones of the sequence), or hold its own
-    tokens alone.
+    The prompt may be padded like the whole sequence (its slots are then the first ones of the sequence), or unpadded.
 
+    <<<<<<< HEAD
+    =======
+    Args:
+        td: the step.
+        tokens: the sequences, without padding.
+        interface: where the prompt is.
+
+    Keyword Args:
+        every: the sequences including padding, which a padded prompt includes too; by default read from ``td``.
+
+    >>>>>>> english
     Raises:
         ValueError: if a sampled sequence does not start with its prompt.
     """
@@ -243,7 +253,7 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
     return None
 
 
-# ------------------------------------------------------------------ the tokens that a loss trains on
+# ------------------------------------------------------------------ the trained tokens of a loss
 
 
 @dataclass(frozen=True)
@@ -277,10 +287,10 @@ class TokenReader:
         return [keys[self.strategy]] if self.strategy in keys else []
 
     def with_batch_dims(self, td: TensorDictBase) -> TensorDictBase:
-        """``td`` with the tokens' own dimension outside its batch size.
+        """``td`` with the token dimension excluded from its batch size.
 
-        ``dispatch`` builds a TensorDict whose batch size is all that the keyword arguments have in common: the tokens' own
-        dimension too, if each has it.
+        ``dispatch`` builds a TensorDict whose batch size is all that the keyword arguments have in common, including the
+        token dimension if each has it.
         """
         tokens = read_column(td, self.interface.tokens_full)
         if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.ndim == td.batch_dims > 0:
@@ -296,8 +306,8 @@ class TokenReader:
     def without_unscored(self, mask: Tensor, old: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
         """Drop first generated tokens whose log-prob the sampler never computed; ``[N]``.
 
-        torchrl's wrappers store exactly 0 for the first token they generate, at the root. The first token of a row with other
-        log-probs is dropped if its own is exactly 0; if it really had probability 1, it has no gradient anyway.
+        torchrl's wrappers store exactly 0 for the first generated token, at the root. The first token of a row is dropped if
+        its log-prob is exactly 0 and others are not; a token that really had probability 1 has no gradient anyway.
         """
         if isinstance(key, tuple) and key[0] == "next":  # written by a transform, which scores every token
             return mask

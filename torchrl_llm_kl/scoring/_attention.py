@@ -42,7 +42,7 @@ class PackPiece:
     last: int  # the place after its last one
     past: int  # the piece before it, -1 if that is not in the pack
     outside: list[KeysValues]  # of all tokens before it, in order, if the piece before it is not in the pack
-    kept: KeysValues | None = None  # an empty list, to which the forward appends; None if nothing needs them afterwards
+    kept: KeysValues | None = None  # an empty list that the forward fills; None if no later pack needs them
 
 
 @dataclass(eq=False)
@@ -57,9 +57,9 @@ class PackLayout:
 
 @contextmanager
 def pack_attention(body: nn.Module, layout: PackLayout) -> Iterator[None]:
-    """Attend within a pack inside, in this thread; restore the configuration afterwards, also after an error.
+    """Context: attention within a pack, in this thread; restores the configuration afterwards, also after an error.
 
-    Raises a NotImplementedError if the body's attention cannot be exchanged, or is more than a causal mask and a window.
+    Raises a NotImplementedError if the body's attention cannot be replaced, or is more than a causal mask and a window.
     """
     found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
     configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
@@ -103,13 +103,13 @@ def _attention(
             "after the other, or give the scorer a copy of the model."
         )
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__} has an attention mask of its own.")
+        raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
     call, layout.calls = layout.calls, layout.calls + 1
     layout.has_window |= sliding_window is not None
     for piece in layout.pieces:
         if piece.kept is not None:
             k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-            # A copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
+            # Copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
             piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
     if softcap is None and s_aux is None and dropout == 0.0 and takes_varlen(query):
         return _attend_varlen(layout, call, query, key, value, scaling, sliding_window), None
@@ -230,9 +230,9 @@ def _varlen_index(
 ) -> tuple[list[KeysValues], Tensor, tuple[Tensor, Tensor, int, int]]:
     """The keys of each piece, for every layer.
 
-    Returns the keys and values from outside the pack, each once; the index that lays these and the pack's own out piece
-    after piece; and the kernel's spans: ends of the queries and of the keys of each piece (int32, from 0 on), the most
-    queries and the most keys of a piece.
+    Returns the keys and values from outside the pack, each once; the index that arranges these and the pack's own piece by
+    piece; and the kernel's spans: cumulative query and key counts of the pieces (int32, from 0), and the most queries and
+    keys of a piece.
     """
     outside = {id(kept): kept for piece in layout.pieces for kept in piece.outside}
     span: dict[int, Tensor] = {}  # the places of each in the row of all keys

@@ -1,4 +1,4 @@
-"""The prefix cache: keys, values and log-probs of conversations that go on, found again by their tokens."""
+"""The prefix cache: keys, values and log-probs of conversations that continue, looked up by their tokens."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Cursor:
 class PrefixKVCache:
     """Scored token sequences as a tree of segments; evicts the least recently used when it is full.
 
-    A conversation is found by its tokens alone, so environments may interleave in any order.
+    Lookups use the tokens alone, so environments may interleave in any order.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # the most bytes of keys and values
-        self.tokens_seen = 0  # tokens of all requests so far, each shared prefix once
-        self.tokens_recalled = 0  # those among them that needed no forward: cache hits
+        self.tokens_seen = 0  # tokens of all requests so far; shared prefixes once
+        self.tokens_recalled = 0  # cache hits among them
         self._owner: tuple[object, ...] = ()
         self.clear()
 
@@ -82,7 +82,7 @@ class PrefixKVCache:
         return len(self._by_use)
 
     def walk(self, cursor: Cursor, tokens: Tensor) -> tuple[Cursor, list[tuple[Segment, int, int]]]:
-        """The place up to which ``tokens`` are cached, and the hits: segment, first place and last place in it."""
+        """The cursor up to which ``tokens`` are cached, and the hits: segment, and first and last place in it."""
         segment, offset, done = cursor.segment, cursor.offset, 0
         hits = []
         while done < tokens.numel():
@@ -142,7 +142,7 @@ def _num_bytes(keys_values: KeysValues) -> int:
 class CacheLookup:
     """The cached part of a request's prefix tree; takes keys, values and log-probs of the rest.
 
-    If ``values`` is False, no score comes from the cache: more than log-probs is wanted.
+    If ``values`` is False, no score is read from the cache, because more than log-probs is requested.
 
     Attributes:
         scored: the request's mask without the tokens whose log-prob is cached; ``[N]``.
@@ -175,7 +175,7 @@ class CacheLookup:
         cache.tokens_recalled += sum(self.cached)
 
     def past(self, node: int) -> list[KeysValues]:
-        """Keys and values of all tokens before the first one of ``node`` to forward."""
+        """Keys and values of all tokens before the first forwarded token of ``node``."""
         begin = self._begin(node)
         assert begin is not None
         end, _ = self.cache.walk(begin, self._tokens(node)[: self.cached[node]])
@@ -189,7 +189,7 @@ class CacheLookup:
         end, hits = self.cache.walk(begin, tokens)
         held = sum(last - start for _, start, last in hits)
         if held < first:
-            return  # the tokens before these did not fit
+            return  # the preceding tokens did not fit
         new = first + length - held
         if new > 0:
             if held > first:
@@ -240,7 +240,7 @@ class CacheLookup:
         self._log_probs[place : place + last - first] = segment.log_probs[first:last]
 
     def _inside(self, element: Tensor) -> tuple[Tensor, Tensor]:
-        """Which elements are in the tree, and their places there: the last token of a sequence is not."""
+        """Which elements are in the tree, which lacks the last token of a sequence, and their places there."""
         tokens = self.request.tokens
         sequence, position = tokens.sequence_ids[element], tokens.positions[element]
         inside = position < self.tree.forward_lengths[sequence]
@@ -268,7 +268,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
     ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
     """
-    # Of tensors that are sharded over processes, this process's part.
+    # For tensors sharded over processes, the local part.
     both = (*model.parameters(), *model.buffers())
     tensors: list[Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in both]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)

@@ -1,4 +1,4 @@
-"""Values of prefixes: a body with a head of one number."""
+"""Values of prefixes: a body with a scalar head."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torchrl_llm_kl.scoring._request import Request
 
 
 class TokenCritic(nn.Module):
-    r"""The value of each token's prefix: the expected rest of the return before the token is drawn.
+    r"""The value of each token's prefix: the expected return from the token on, before it is drawn.
 
     Args:
-        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. A critic
-            needs its own model: both losses would train a body that it shares with the policy.
+        model: a transformers model, also with PEFT adapters; its body is used in place, not copied. Do not share a body
+            with the policy: both losses would train it.
 
     Keyword Args:
         hidden_size: width of the body's output; by default that of the model's own head or of its configuration.

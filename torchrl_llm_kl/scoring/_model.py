@@ -46,7 +46,7 @@ class Setup:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Apply the settings to the model inside; restore its state afterwards, also after an error."""
+        """Context: the settings applied to the model; restores its state afterwards, also after an error."""
         with ExitStack() as stack:
             if not self.adapters:
                 stack.enter_context(_adapters_disabled(self.model))
@@ -60,7 +60,7 @@ class Setup:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; restores each submodule's own mode afterwards, also after an error."""
+    """Context: evaluation mode; restores each submodule's own mode afterwards, also after an error."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -79,7 +79,7 @@ _LOCKS_GUARD = threading.Lock()
 def locked(*models: Any) -> Iterator[None]:
     """Hold the lock of each model's body: a call may change the model's mode, adapters and attention while it runs."""
     with ExitStack() as stack:
-        # Models that share a body share its lock. One order for all callers, so that no two wait for each other.
+        # Models that share a body share its lock. A fixed order for all callers prevents deadlocks.
         for model in sorted((find_body(m) or m if isinstance(m, nn.Module) else m for m in models), key=id):
             with _LOCKS_GUARD:
                 lock = _LOCKS.setdefault(model, threading.RLock())
@@ -88,7 +88,7 @@ def locked(*models: Any) -> Iterator[None]:
 
 
 def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
-    """Call ``module`` by keyword, without the options that its ``forward`` does not name."""
+    """Call ``module`` by keyword, leaving out options that its ``forward`` does not accept."""
     parameters = inspect.signature(module.forward).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         options = {name: value for name, value in options.items() if name in parameters}
@@ -137,7 +137,7 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 
 
 def check_has_adapters(model: nn.Module) -> None:
-    """Raise a ValueError if disabling the adapters would change nothing, or would change merged weights."""
+    """Raise a ValueError if disabling the adapters would have no effect, or would change merged weights."""
     layers = adapter_layers(model)
     if not layers and not hasattr(model, "disable_adapter"):
         raise ValueError(
@@ -153,13 +153,13 @@ def check_has_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def _adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """The base model inside; restores each adapter and every ``requires_grad`` afterwards, also after an error."""
+    """Context: adapters disabled; restores each adapter and every ``requires_grad`` afterwards, also after an error."""
     check_has_adapters(model)
     layers = adapter_layers(model)
     enabled = [layer for layer in layers if not layer.disable_adapters]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        # A PeftModel also disables what is no layer: prompts and prefixes.
+        # A PeftModel also disables prompts and prefixes, which are not layers.
         with cast(Any, model).disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
             for layer in layers:
                 if not layer.disable_adapters:
@@ -241,7 +241,7 @@ def model_device(model: nn.Module, default: torch.device) -> torch.device:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether weights are still to be loaded."""
+    """Whether weights are not loaded yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 

@@ -37,12 +37,12 @@ class PackedPass:
         bounds = torch.arange(len(self.plan.packs) + 1) * tokens_per_batch
         counts = torch.searchsorted(slots, bounds).diff().tolist()
         self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
-        # Everything that the forwards need crosses to the device at once, before them.
+        # Move everything that the forwards need to the device in one go, before the first.
         self._ids = send(request.tokens.values[element], setup.device)
         self._positions = send(position, setup.device)
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
         self._last_use = self.plan.last_use()
-        # Of pieces that later packs attend to: keys and values of the piece and of all before it, in order.
+        # For pieces that later packs attend to: keys and values of the piece and of all before it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
         self.has_window = False  # whether any layer has passed a sliding window so far
 
@@ -208,7 +208,7 @@ def plan_micro_batches(lengths: Tensor, tokens_per_batch: int) -> list[Tensor]:
 
     Args:
         lengths: tokens to forward per sequence; ``[S]``, int64. A sequence of 0 tokens is in no micro-batch.
-        tokens_per_batch: the budget. A longer sequence gets a micro-batch of its own.
+        tokens_per_batch: the budget. A longer sequence gets a separate micro-batch.
 
     Returns:
         Sequence indices, int64 on the CPU, one tensor per micro-batch.

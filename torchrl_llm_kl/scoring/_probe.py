@@ -1,4 +1,4 @@
-"""The proof, on a few short sequences, that a fast route reproduces the model's own numbers."""
+"""Check on a few short sequences that a fast route reproduces the model's own numbers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from torchrl_llm_kl.scoring._tree import PrefixTree
 
 _PROBE_LENGTHS = (12, 7, 3)
 
-# In order of preference. Padding without a key to attend to is NaN in some attention (eager, sliding window, float64),
-# so a mask may hurt; and a model may number its positions in its own way.
+# In order of preference. In some attention (eager, sliding window, float64) padding without a key to attend to is NaN,
+# so a mask may hurt; and a model may use its own position numbering.
 _HEAD_ROUTES = (Route("head"), Route("head", mask=False), Route("head", positions=False))
 _FULL_ROUTES = (Route("full"), Route("full", mask=False), Route("full", positions=False))
 
@@ -103,7 +103,7 @@ def _difference(setup: Setup, request: Request, plain: Tensor) -> float | str:
 
 
 def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
-    """The difference of two orders of summation after many layers, relative to the largest value."""
+    """The rounding difference between two orders of summation after many layers, relative to the largest value."""
     if dtype == torch.bfloat16:
         return 5e-2
     tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -142,7 +142,7 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         precision = _relative_precision(setup.dtype or apart.dtype, setup.device)
         largest = float(apart.abs().max())
         if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
-            return False  # zeros prove nothing
+            return False  # a comparison of zeros shows nothing
         moved = _packed(setup, others)[0] - found
     except Exception:  # for instance an attention that cannot be exchanged
         return False

@@ -62,13 +62,13 @@ class LogProbScorer:
         temperature: divides the logits, as the sampler's temperature did.
         tokens_per_batch: the most tokens in one forward. By default 1024 on a CPU, where more is slower, and 16384
             elsewhere. Halved, with a warning, whenever a forward runs out of memory.
-        head_chunk: the most positions whose whole logits are held at once, if the head is no plain linear map.
-        probe: False trusts the fast path without proof.
+        head_chunk: the most positions whose whole logits are held at once, if the head is not a plain linear layer.
+        probe: False skips the check of the fast path.
         adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
             second copy of the weights.
-        share_prefixes: False scores every sequence separately, in padded micro-batches of similar length; so are models
-            that cannot attend within a pack and, with gradient, those with checkpointed layers.
-        dtype: autocast dtype of the body; for instance ``torch.bfloat16`` on float32 weights. The head keeps its own.
+        share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
+            cannot attend within a pack always run so, as do those with checkpointed layers if gradients are needed.
+        dtype: autocast dtype of the body; for instance ``torch.bfloat16`` on float32 weights. The head keeps its dtype.
         memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
             are evicted first. 0 disables the cache.
 
@@ -131,7 +131,7 @@ class LogProbScorer:
             if not adapters:
                 raise ValueError(
                     f"adapters=False, but the adapters of {name} are not in this process: build the scorer on the "
-                    "transformers model, or give the backend a reference model of its own."
+                    "transformers model, or give the backend a separate reference model."
                 )
             return
         if not isinstance(self.model, nn.Module):
@@ -151,7 +151,7 @@ class LogProbScorer:
 
     @property
     def path(self) -> Literal["head", "full", "wrapper"] | None:
-        """How log-probs are computed; None until the first score if the weights are still on the meta device."""
+        """The route for log-probs; None until the first score if the weights are still on the meta device."""
         if self._wrapper is not None:
             return "wrapper"
         return None if self._route is None else self._route.path
@@ -170,8 +170,8 @@ class LogProbScorer:
             grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits
                 are computed again in the backward instead of held. By default no part of the graph is kept.
             remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs
-                its new tokens only. A change of weights or settings clears the cache. No effect with ``grad``, nor
-                where :attr:`shares_prefixes` is False.
+                only its new tokens. A change of weights or settings clears the cache. No effect with ``grad`` or where
+                :attr:`shares_prefixes` is False.
 
         Returns:
             ``sequences.like(log_probs)``: nats, ``[N]`` float32 on the device of ``sequences``; exactly 0 where the
@@ -248,7 +248,7 @@ class LogProbScorer:
         return Scores.spread(sequences, elements, **columns)
 
     def forget(self) -> None:
-        """Clear the cache of ``remember=True``. Needed only after a change of a few weights through ``.data``."""
+        """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
         self.memory.clear()
 
     def _setup(self, request: Request, grad: bool) -> Setup:
@@ -311,7 +311,7 @@ class ScorerSlot:
 def _run(
     scorers: list[LogProbScorer], request: Request, wanted: Wanted, grad: bool, remember: bool
 ) -> tuple[Tensor, Columns]:
-    """Score every masked-in token under a model, and under a reference if there is a second scorer.
+    """Score every masked-in token under a model, and under a reference if a second scorer is given.
 
     Returns flat elements ``[K]`` on the CPU, and their scores on the model's device.
     """
@@ -332,12 +332,12 @@ def _run(
             return _attempt(setups, request, tree, caches, wanted, budget, scorers[0].head_chunk)
         except torch.OutOfMemoryError:
             if budget <= (int(request.forward_lengths.max()) if tree is None else _SMALLEST_PACK):
-                raise  # nothing smaller would fit
+                raise  # the budget cannot shrink further
         budget //= 2
         for scorer in scorers:
             scorer.tokens_per_batch = budget
         warnings.warn(
-            f"out of memory: LogProbScorer goes on with tokens_per_batch={budget}. Pass that or less to avoid the retry.",
+            f"out of memory: LogProbScorer continues with tokens_per_batch={budget}. Pass that or less to avoid the retry.",
             stacklevel=4,
         )
         if torch.cuda.is_available():
@@ -363,7 +363,7 @@ def _attempt(
         for setup, cache in zip(setups, caches, strict=False):
             cache.bind(setup)
             lookups.append(CacheLookup(cache, request, tree, values=wanted == Wanted()))
-        # Both models run side by side: use the hits that both caches have.
+        # Both models run side by side: use only hits of both caches.
         cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]
         for lookup in lookups:
             lookup.cached = cached
@@ -382,7 +382,7 @@ def _attempt(
         elements.append(some)
         targets = send(request.tokens.values[some], device)
         if grad and all(each.head is not None for each in states):
-            # The graph holds hidden states anyway: one head call for all makes one gradient of its weight, not many.
+            # The graph holds hidden states anyway, and a single head call yields a single gradient of its weight.
             held.append((targets, states))
         else:
             parts.append(read(states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad))
@@ -395,7 +395,7 @@ def _attempt(
     element = torch.cat(elements)
     for lookup, name in zip(lookups, ("log_prob", "ref_log_prob"), strict=False):
         lookup.finish(element, columns[name].cpu())
-    if lookups and lookups[0].element.numel():  # only if nothing but log-probs is wanted
+    if lookups and lookups[0].element.numel():  # only if nothing but log-probs is requested
         element = torch.cat([element, lookups[0].element])
         columns["log_prob"] = torch.cat([columns["log_prob"], lookups[0].values.to(device)])
     return element, columns

@@ -1,4 +1,4 @@
-"""Scores, computed from a body's hidden states and the head."""
+"""Scores from a body's hidden states and the head."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class States:
 def head_states(setup: Setup, hidden: Tensor) -> States:
     """The states of hidden states ``[n, H]``.
 
-    A head that is more than a linear layer (wrapped by an adapter, quantised, hooked) is called as it is.
+    A head that is more than a linear layer (wrapped by an adapter, quantised, hooked) is called as a module.
     """
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
     weight = getattr(head, "weight", None)
@@ -120,7 +120,7 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 def read(
     states: States, targets: Tensor, wanted: Wanted, ref: States | None = None, *, chunk: int, recompute: bool
 ) -> Columns:
-    """Compute all that is wanted for tokens ``targets [n]``, in one sweep; a KL needs the states of the reference.
+    """Compute all requested scores of tokens ``targets [n]`` in one sweep; a KL needs the states of the reference.
 
     Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
     them again in the backward.

@@ -1,4 +1,4 @@
-"""The prefix tree of a batch: a stretch of tokens that several sequences begin with is forwarded once."""
+"""The prefix tree of a batch: a prefix shared by several sequences is forwarded once."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple
     """
     raw, width = values.numpy().tobytes(), values.element_size()
     firsts, stops = (offsets * width).tolist(), ((offsets + lengths) * width).tolist()
-    # Any order of the tokens will do, so compare bytes: one memory comparison per pair of sequences.
+    # Any total order works, so compare bytes: one memory comparison per pair of sequences.
     rows = [row for row in reversed(range(len(firsts))) if firsts[row] < stops[row]]
     rows.sort(key=lambda row: raw[firsts[row] : stops[row]])
     order = torch.tensor(rows, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Scores through a TorchRL wrapper whose backend is no module of this process: vLLM, a remote actor."""
+"""Scores through a TorchRL wrapper whose backend is not a module of this process: vLLM, a remote actor."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def unwrap(wrapper: Any) -> nn.Module | None:
 def scoring_version(wrapper: Any) -> Any:
     """A version of ``wrapper`` that returns log-probs of token ids; ``wrapper`` itself is not changed.
 
-    A remote wrapper is used as it is, since a new version would bring its weights here. It must have been built with
+    A remote wrapper is used directly, since a new version would copy its weights here. It must have been built with
     ``input_mode="tokens", generate=False, pad_output=False``.
     """
     if _is_remote(wrapper):
         return wrapper
     changes: dict[str, Any] = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
-    # Some wrappers write the padding into the dict of the wrapper that they copy: pass a copy of it.
+    # Some wrappers write the padding into the dict of the wrapper that they copy: pass them a copy.
     tokenizer_kwargs = getattr(wrapper, "tokenizer_kwargs", None)
     if isinstance(tokenizer_kwargs, dict):
         changes["tokenizer_kwargs"] = {**tokenizer_kwargs, "padding": False}

@@ -39,6 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ServiceWeightSyncScheme", "ServiceWeightUpdater"):  # actors do without torchrl's collectors
+    if name in ("ServiceWeightSyncScheme", "ServiceWeightUpdater"):  # keeps torchrl's collectors out of actors
         return getattr(import_module("torchrl_llm_kl.service._weight_sync"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,10 +25,10 @@ from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
 from torchrl_llm_kl.service._weights import end_keeper, kept_weights
 from torchrl_llm_kl.service._wire import Reply, Request
 
-#: Concurrent calls of a replica. Fewer may be requests, so that weights get through however many requests wait.
+#: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
 MAX_CONCURRENCY = 1000
 _MAX_REQUESTS = 800
-_CREATOR = "creator"  # counts as a client until the first one comes
+_CREATOR = "creator"  # placeholder client until the first one arrives
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 
@@ -41,12 +41,12 @@ class ScoringActor:
         _keep_freed_memory()
         self._spec = dataclasses.replace(spec, make_model=None)  # keeps no second reference to the model
         self._replica, self._name = replica, spec.replica_name(replica)
-        self._inside = 0  # requests
+        self._inside = 0  # requests in flight
         self._lives = {uuid.uuid4().hex[:8]}
         self._released = threading.Event()
         self._failure: Exception | None = None  # why there is no model
-        self._lost: Exception | None = None  # why the model lacks the weights that it should have
-        try:  # report an error to the client, which a dead actor could not
+        self._lost: Exception | None = None  # why the model lacks the required weights
+        try:  # a dead actor could not report the error to the client
             assert spec.make_model is not None
             core = {key: spec.settings[key] for key in ("tokens_per_batch", "memory")}
             self._core = ScoringCore(spec.make_model(), **core)
@@ -54,7 +54,7 @@ class ScoringActor:
             self._failure = portable(error)
         except BaseException as error:
             self._failure = ServiceError(f"creating the model ended with {type(error).__name__}: {error}")
-        self._clients = {_CREATOR: time.monotonic()}  # the lease starts now: loading may have taken long
+        self._clients = {_CREATOR: time.monotonic()}  # the lease starts after loading, which may take long
         if not spec.detached:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
         if self._failure is not None:
@@ -72,7 +72,7 @@ class ScoringActor:
     # ------------------------------------------------------------------ scores
 
     async def score(self, packed: bytes, timeout: float) -> bytes | Exception:
-        """A packed reply, or an exception as a value: an error of the request is not a failure of the actor."""
+        """A packed reply, or an exception as a value, since an error of the request is not a failure of the actor."""
         deadline = time.monotonic() + timeout
         self._inside += 1
         try:
@@ -108,11 +108,11 @@ class ScoringActor:
     # ------------------------------------------------------------------ weights
 
     async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
-        """Why the weights do not fit, if they do not; changes nothing."""
+        """The error if the weights do not fit, else None; changes nothing."""
         return await self._call_core(lambda: self._core.check_weights(weights))
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
-        """Copy weights into the model, between two batches; returns why they do not fit, if they do not."""
+        """Copy weights into the model between two batches; returns the error if they do not fit, else None."""
         error = await self._call_core(lambda: self._core.update_weights(weights, version))
         if error is None:
             self._lost = None
@@ -129,7 +129,7 @@ class ScoringActor:
         return None
 
     def _restore(self) -> None:
-        """Take the weights of pushes that this replica missed, from the keeper."""
+        """Load the weights of missed pushes from the keeper."""
         try:
             kept = kept_weights(self._spec)
             if kept is not None and (kept[0] > self._core.version or self._lost is not None):
@@ -137,12 +137,12 @@ class ScoringActor:
                     self._core.update_weights(weights, kept[0])
                 self._lost = None
                 _LOG.info("replica %s took version %d of the weights again", self._name, kept[0])
-        except Exception as error:  # an error is better than scores of other weights
+        except Exception as error:  # better an error than scores from wrong weights
             self._lost = portable(error)
             _LOG.warning("replica %s answers no request: %s", self._name, error)
 
     async def _catch_up(self, request: Request, timeout: float) -> None:
-        """Take the weights that a request needs from the keeper, or wait for their push."""
+        """Load the weights that a request needs from the keeper, or wait for their push."""
         wanted = request.version or 0
         if max(wanted, request.newest) > self._core.version:
             await self._batcher.in_thread(self._restore)
@@ -201,13 +201,13 @@ class ScoringActor:
         }
 
     async def health(self) -> bool:
-        """Whether it can score; answers while a batch runs."""
+        """Whether it can score; responds while a batch runs."""
         return self._failure is None and self._lost is None
 
     # ------------------------------------------------------------------ leases
 
     async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
-        """Renew a client's lease. A restart loses the marks of earlier lives of this replica: clients report those they saw."""
+        """Renew a client's lease; clients send the marks of earlier incarnations that they know, which a restart loses."""
         self._clients[client] = time.monotonic()
         self._clients.pop(_CREATOR, None)
         self._lives.update(lives)
@@ -220,20 +220,20 @@ class ScoringActor:
             self._released.set()
 
     async def close(self) -> None:
-        """Refuse waiting and later requests, then exit in a way that Ray reports as intended."""
+        """Reject waiting and later requests, then exit in a way that Ray reports as intended."""
         _LOG.info("replica %s drains", self._name)
         if self._failure is None:
             await self._batcher.close()
-            await asyncio.sleep(0.2)  # let the refusals reach their callers
+            await asyncio.sleep(0.2)  # let the errors reach their callers
         ray.actor.exit_actor()
 
     def _watch(self) -> None:
-        """End with the last client."""
+        """Exit after the last client."""
         while self._clients:
             self._released.wait(LEASE / 4)
             self._released.clear()
             since = time.monotonic() - LEASE
-            for name in tuple(self._clients):  # in place: the event loop adds clients meanwhile
+            for name in tuple(self._clients):  # in place: the event loop adds clients concurrently
                 if self._clients.get(name, 0.0) <= since:
                     self._clients.pop(name, None)
         _LOG.info("replica %s ends with its last client", self._name)
@@ -252,7 +252,7 @@ def _log_to_stderr() -> None:
 
 
 def _keep_freed_memory(mebibytes: int = 256) -> None:
-    """Let glibc keep so many freed MiB: requesting them from the system for each batch costs page faults."""
+    """Let glibc keep this many freed MiB: getting them from the system again for each batch costs page faults."""
     trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")

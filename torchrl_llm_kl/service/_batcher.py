@@ -18,7 +18,7 @@ from torchrl_llm_kl.service._stats import BatchRecord
 from torchrl_llm_kl.service._wire import Reply, Request
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
-#: Seconds after its last request for which batches wait for a caller.
+#: Batches wait for a caller until this many seconds after its last request.
 CALLER_TTL = 10.0
 
 
@@ -32,9 +32,9 @@ class _Waiting:
 class Batcher:
     """Collects requests on an event loop and scores them in one thread.
 
-    A batch starts with the oldest request, waits up to ``max_wait`` seconds until all callers of the last ten seconds are in,
-    then takes requests round-robin over the callers, oldest first, up to ``max_tokens``. A larger request is a batch of its
-    own. Requests beyond ``max_queue`` wait outside the queue until their timeout.
+    A batch starts with the oldest request, waits up to ``max_wait`` seconds for a request of every caller of the last ten
+    seconds, then takes requests round-robin over the callers, oldest first, up to ``max_tokens``. A larger request gets a
+    separate batch. Requests beyond ``max_queue`` wait outside the queue until their timeout.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class Batcher:
         except BaseException as error:
             if place in self._outside:
                 self._outside.remove(place)
-            self._admit()  # pass on the place that this caller may just have received
+            self._admit()  # this caller may have been admitted just now: pass its place on
             if isinstance(error, asyncio.TimeoutError):
                 raise ServiceOverloaded(
-                    f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was taken within "
+                    f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was accepted within "
                     f"{timeout:g} s: add replicas, send smaller requests, or raise timeout=."
                 ) from None
             raise
 
     def _admit(self) -> None:
-        """Let waiting callers into the queue, first come first served; all of them after a close."""
+        """Admit waiting callers to the queue, first come first served; all of them after a close."""
         room = len(self._outside) if self._closed else self.max_queue - len(self._waiting)
         while room > 0 and self._outside:
             place = self._outside.popleft()
@@ -110,7 +110,7 @@ class Batcher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def close(self) -> None:
-        """Refuse waiting and later requests."""
+        """Reject waiting and later requests."""
         self._closed = True
         for waiting in self._waiting:
             if not waiting.answer.done():
@@ -136,7 +136,7 @@ class Batcher:
                 await self._answer(batch)
 
     async def _wait_for_callers(self) -> None:
-        """Until all recent callers are in, the batch is full, or the oldest request has waited ``max_wait``."""
+        """Wait until all recent callers have a request, the batch is full, or the oldest has waited ``max_wait``."""
         while self._waiting and not self._closed and not self._complete():
             left = self._waiting[0].arrived + self.max_wait - time.monotonic()
             if left <= 0:
@@ -187,5 +187,5 @@ class Batcher:
         latencies = tuple(end - w.arrived for w in batch)
         try:
             self._on_batch(BatchRecord(len(batch), sum(r.num_tokens for r in requests), end - start, latencies))
-        except Exception:  # metrics must not keep callers from their answers
+        except Exception:  # a metrics error must not block replies
             _LOG.exception("a batch could not be counted.")

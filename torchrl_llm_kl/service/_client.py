@@ -1,4 +1,4 @@
-"""The client's side: stand-ins for a model and its scorer, and the requests that they send."""
+"""The client: proxies of a model and its scorer, and the requests that they send."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 
 class RemoteModel:
-    """Stands in for the model of a service wherever a transform takes a model.
+    """Proxy of a service's model, accepted wherever a transform takes a model.
 
     Small and picklable. It connects on first use: each process finds the replicas by name.
 
@@ -47,7 +47,7 @@ class RemoteModel:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that scores must come from; None for the one that the replica holds.
+        """Required version of the weights; None for the replica's current one.
 
         A call waits for a version that was not pushed yet, and raises :class:`WeightVersionError` for an earlier one.
         """
@@ -113,7 +113,7 @@ class RemoteModel:
 
     @property
     def retries(self) -> int:
-        """Calls of this object so far that failed with their replica and were repeated."""
+        """Number of calls through this object that were retried after their replica failed."""
         return self.replicas.retries
 
     def call(self, replica: int, method: str, *args: Any) -> Any:
@@ -204,7 +204,7 @@ class RemoteScorer:
         return finish
 
     def _parts(self, sequences: Ragged, mask: Tensor, settings: Settings) -> list[Part]:
-        """For each replica requests of at most ``max_tokens``, so that large calls leave room for other callers."""
+        """Requests of at most ``max_tokens`` for each replica, so that large calls leave room for other callers."""
         if mask.shape != sequences.values.shape:
             raise ValueError(
                 f"the mask must have one element for each token, {tuple(sequences.values.shape)}, got {tuple(mask.shape)}."
@@ -257,15 +257,15 @@ class Part:
 
     @property
     def elements(self) -> Tensor:
-        """Positions in the flat tokens of the call that are scored; int64 ``[K]``."""
+        """Positions of the scored tokens in the flat tokens of the call; int64 ``[K]``."""
         return self.mask.nonzero().squeeze(-1) if self.where is None else self.where[self.mask]
 
 
 class Exchange:
     """Sends all parts of a call at once; :meth:`replies` waits for them.
 
-    If a replica dies, its requests go to it again, or to another one in its place. While new weights spread, requests are
-    repeated to replicas that do not hold them yet. The timeout starts with the call of :meth:`replies`.
+    If a replica dies, its requests are sent again, to it or to another one. During a weight update, requests are repeated to
+    replicas that do not hold the new weights yet. The timeout starts with the call of :meth:`replies`.
     """
 
     def __init__(self, replicas: Replicas, parts: Sequence[Part], *, timeout: float) -> None:
@@ -300,14 +300,14 @@ class Exchange:
             try:
                 handle = self._replicas.handle(replica, timeout=self._patience.left)
                 packed = replace(part.request, newest=self._replicas.newest).pack()
-                # A little less than is left: the replica should report a full queue while the client still listens.
+                # Slightly less than the remaining time: the replica must report a full queue before the client times out.
                 left = self._patience.left
                 self._sent.append((i, replica, handle.score.remote(packed, max(left - 0.5, 0.8 * left))))
             except failures() as down:
                 self._lose(replica, down)
 
     def _collect(self) -> None:
-        """Wait for the answers; keep the replies and the last failure of a replica, raise an error of a request."""
+        """Wait for the answers; store replies and the last failure of a replica, and raise the error of a request."""
         import ray
 
         try:
@@ -339,7 +339,7 @@ class Exchange:
         self._error = error
 
     def _drop_stale(self) -> bool:
-        """Whether some replies came from older weights than others; drops them."""
+        """Whether some replies came from older weights than others; drops the older ones."""
         newest = max((reply.version for reply in self._replies.values()), default=0)
         self._replicas.newest = max(self._replicas.newest, newest)
         stale = [i for i, reply in self._replies.items() if reply.version < newest]

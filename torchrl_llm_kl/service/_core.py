@@ -44,7 +44,7 @@ class ScoringCore:
     # ------------------------------------------------------------------ scores
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
-        """One answer per request, in order; an exception for a request that failed."""
+        """One reply per request, in order; an exception for a request that failed."""
         answers: dict[int, Reply | Exception] = {}
         groups: dict[Settings, list[int]] = {}
         for i, request in enumerate(requests):
@@ -86,7 +86,7 @@ class ScoringCore:
         ]
 
     def cached_tokens(self) -> tuple[int, int]:
-        """Tokens of continued conversations so far, and those of them found in the cache instead of forwarded again."""
+        """Number of tokens of continued conversations so far, and how many of them were found in the cache."""
         caches = [scorer.memory for scorer in tuple(self._scorers.values())]
         return sum(cache.tokens_seen for cache in caches), sum(cache.tokens_recalled for cache in caches)
 
@@ -95,7 +95,7 @@ class ScoringCore:
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights under the model's own names; an error if one does not fit or is not finite.
 
-        They are some or all weights, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
+        ``weights`` holds some or all of them, under their ``state_dict()`` names in the model or in its TorchRL wrapper.
         """
         if not weights:
             raise ValueError("there are no weights in the update: pass at least one.")
@@ -122,7 +122,7 @@ class ScoringCore:
         """Copy ``weights`` into the model, in place, under a new version. An error leaves the model unchanged."""
         if version < self.version:
             raise WeightVersionError(
-                f"version {version} of the weights came after version {self.version}: versions must grow."
+                f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
         own, checked = self._module().state_dict(keep_vars=True), self.check_weights(weights)
         with torch.no_grad():

@@ -14,7 +14,7 @@ class ServiceOverloaded(ServiceError, TimeoutError):
 
 
 class ServiceBusy(ServiceOverloaded):
-    """A replica does not even let the request wait; the client retries until its timeout."""
+    """A replica rejected a request at once; the client retries until its timeout."""
 
 
 class ServiceTimeout(ServiceError, TimeoutError):
@@ -34,7 +34,7 @@ class WeightVersionError(ServiceError):
 
 
 class ReplicaGone(Exception):
-    """This replica cannot be used, but another one may be started in its place."""
+    """This replica cannot be used, but a replacement may be started."""
 
 
 def portable(error: Exception) -> Exception:
@@ -43,6 +43,6 @@ def portable(error: Exception) -> Exception:
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is type(error) and str(copy) == str(error):
             return error
-    except Exception:  # any class may fail in its own way
+    except Exception:  # pickling may raise anything
         pass
     return ServiceError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The description of a service: how its replicas are created or found, and how two clients' models are compared."""
+"""The spec of a service: how to create or find its replicas, and how to compare two clients' models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 NAMESPACE = "torchrl_llm_kl"
-#: Seconds without a sign of life from any client after which a replica ends.
+#: A replica exits after this many seconds without a heartbeat from any client.
 LEASE = 30.0
 
 
@@ -31,7 +31,7 @@ class HeldModel:
 
 @dataclass(frozen=True, eq=False)
 class ServiceSpec:
-    """All that is needed to create a replica, or to find it."""
+    """Everything needed to create or find a replica."""
 
     name: str  # of the service; replicas are NAME:0, NAME:1, ...
     make_model: Callable[[], Any] | None  # in the actor; None in a process that received no model given by value
@@ -68,7 +68,7 @@ class ServiceSpec:
 
 
 def any_alive(replicas: Sequence[str], namespace: str) -> bool:
-    """Whether an actor of one of these names exists."""
+    """Whether an actor with one of these names exists."""
     import ray
 
     names = {(entry["namespace"], entry["name"]) for entry in ray.util.list_named_actors(all_namespaces=True)}
@@ -133,7 +133,7 @@ def _object(value: Any) -> str:
 
 
 def _code(code: CodeType) -> str:
-    """What a function does, without its file and lines."""
+    """A function's bytecode, names and constants, without file and lines."""
     constants = [_code(value) if isinstance(value, CodeType) else _value(value) for value in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 

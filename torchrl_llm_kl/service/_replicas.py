@@ -1,4 +1,4 @@
-"""The replicas as one client sees them: created or found on first use, kept by leases, found again after a loss."""
+"""A client's view of the replicas: created or found on first use, kept alive by leases, found again after a failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrl_llm_kl.service._errors import (
 from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
-_ROUTED = 8192  # sequences that a router expects to be continued
+_ROUTED = 8192  # sequences whose continuation a router recognises
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Replicas:
     """Handles of the actors of a service.
 
     Attributes:
-        retries: calls so far that failed with their replica and were repeated.
+        retries: number of calls that were retried after their replica failed.
         newest: latest version of the weights that this client has seen.
     """
 
@@ -60,7 +60,7 @@ class Replicas:
         self._finalizer = weakref.finalize(self, _release, self._held)
 
     def start(self) -> None:
-        """Start to create missing replicas, all at once."""
+        """Start creating missing replicas, all at once."""
         for replica in range(self.spec.num_replicas):
             self._link(replica)
 
@@ -196,7 +196,7 @@ class Replicas:
             if wanted.get(key) != found.get(key)
         ]
         if failure is not None:
-            ray.kill(link.handle, no_restart=True)  # it is of no use, and its name should be free
+            ray.kill(link.handle, no_restart=True)  # useless: free its name
             if different:
                 raise ReplicaGone(f"{wanted['name']} of another configuration failed: {failure}")
             raise failure
@@ -214,7 +214,7 @@ class Replicas:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         text = f"replica {self.spec.replica_name(replica)} did not start within {timeout:.3g} s"
         if not any(all(node.get(name, 0) >= amount for name, amount in needed.items()) for node in nodes):
-            ray.kill(link.handle, no_restart=True)  # it would wait for ever, and keep the name
+            ray.kill(link.handle, no_restart=True)  # it would wait forever and occupy the name
             return ServiceTimeout(f"{text}: no node of the cluster has {needed}; they have {nodes}.")
         return ServiceTimeout(
             f"{text}. It needs {needed}, the cluster has {ray.available_resources()} free. If the model takes longer to "
@@ -228,7 +228,7 @@ class Replicas:
             link = self._link(replica)
         except ServiceClosedError:
             raise
-        except ServiceError:  # its model is in another process
+        except ServiceError:  # only another process can create its model
             return False
         if link.welcomed:
             return True
@@ -241,7 +241,7 @@ class Replicas:
             if not hopeless and time.monotonic() - link.requested > _LONGEST_PAUSE:
                 self._drop(replica, link)
             return False
-        except Exception:  # its model cannot be created: leave the work to the others
+        except Exception:  # its model cannot be created: the other replicas take its share
             return False
         return True
 
@@ -279,12 +279,12 @@ class Leases:
         self._handles: dict[str, Any] = {}
         self._holders: dict[str, int] = {}
         self._lives: dict[str, set[str]] = {}
-        # Finalizers may run anywhere, also while this thread holds the lock: only the queue tolerates that.
+        # A finalizer may run while this thread holds the lock: only the queue is safe to touch there.
         self.released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def hold(self, replica: str, handle: Any, *, first: bool) -> None:
-        """An object of this process uses a replica, for the first time or after the replica was created anew."""
+        """Register one more object that uses a replica, for the first time or after the replica was created again."""
         with self._lock:
             if first:
                 self._holders[replica] = self._holders.get(replica, 0) + 1
@@ -297,7 +297,7 @@ class Leases:
         self._renew({replica: handle})
 
     def _release(self, replica: str, *, all_holders: bool = False) -> None:
-        """One object fewer uses a replica; the last one ends the lease."""
+        """Unregister an object that used a replica; the last one ends the lease."""
         import ray
 
         with self._lock:
@@ -316,7 +316,7 @@ class Leases:
             self._release(replica, all_holders=True)
 
     def _renew(self, handles: Mapping[str, Any]) -> None:
-        """Renew leases, and exchange the marks of lives that the replicas and this process know."""
+        """Renew leases, and exchange the known incarnation marks with the replicas."""
         import ray
 
         end = time.monotonic() + LEASE / 4
@@ -326,7 +326,7 @@ class Leases:
                 for replica, handle in handles.items():
                     answers[replica] = handle.hold.remote(client_name(), sorted(self._lives.get(replica, ())))
         for replica, answer in answers.items():
-            with contextlib.suppress(Exception):  # dead or busy: the next request will find out
+            with contextlib.suppress(Exception):  # dead or busy: the next request will detect it
                 lives = ray.get(answer, timeout=max(end - time.monotonic(), 0.001))
                 self._lives.setdefault(replica, set()).update(lives)
 
@@ -369,7 +369,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def _lost_arguments(error: Exception) -> bool:
-    """Whether an actor failed to start because Ray lost its arguments; a client that has them can create it anew.
+    """Whether an actor failed to start because Ray lost its arguments; a client that has them can create it again.
 
     Ray drops the large arguments of a detached actor (a model given by value) after its first start, so that a restart
     fails: ``ActorDiedError.from_task_error`` then wraps a ``RayTaskError`` whose cause is the error of the lost object.
@@ -380,7 +380,7 @@ def _lost_arguments(error: Exception) -> bool:
 
 
 def _was_shut_down(error: Exception) -> bool:
-    """Whether the actor ended itself with ``exit_actor()``, as :meth:`ScoringActor.close` does.
+    """Whether the actor exited through ``exit_actor()``, as :meth:`ScoringActor.close` does.
 
     Ray has no type or attribute for it: ``ActorDiedError.args`` is empty and the actor table's reason is ``WORKER_DIED`` for a
     crash too. Only the message holds the ``WorkerExitType``, put there by ``GenWorkerDiedCause`` in Ray's
@@ -423,8 +423,8 @@ class Router:
     """Sends all responses to one prompt to the same replica, and a continued conversation to the one that cached it.
 
     The key is the prompt: all tokens before the first one to score, or the whole sequence if all of it is scored. Rendezvous
-    hashing ranks the replicas: in the same order in every process, and so that the sequences of a replica that is down
-    spread over all others. A sequence that starts with the whole of an earlier one continues it and follows it.
+    hashing ranks the replicas in the same order in every process, and spreads the sequences of a replica that is down over
+    all others. A sequence that starts with all of an earlier one goes to the same replica.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -433,7 +433,7 @@ class Router:
         self._lengths: Counter[int] = Counter()
 
     def order(self, row: np.ndarray, first_scored: int, *, goes_on: bool = False) -> tuple[int, ...]:
-        """All replicas, the one in charge of the token ids ``row [n]`` first; ``goes_on`` if later rows may continue it."""
+        """All replicas, the preferred one for the token ids ``row [n]`` first; ``goes_on`` if later rows may continue it."""
         if self.num_replicas == 1:
             return (0,)
         row = np.ascontiguousarray(row, dtype=np.int64)

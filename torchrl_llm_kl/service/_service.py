@@ -1,4 +1,4 @@
-"""The user's object: a model behind Ray actors."""
+""":class:`ScoringService`: a model behind Ray actors."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class ScoringService:
     die are restarted, and calls are retried until ``timeout``.
 
     Args:
-        model: the model, sent to the actors by value; or None with a factory. Only this process can start a model given by
-            value again.
+        model: the model, sent to the actors by value; or None with a factory. Only this process can restart a model passed
+            by value.
 
     Keyword Args:
         factory: returns the model, in the actor: better for large models.
-        name: of the service, which processes that pass the same name (and configuration) share; unique by default.
+        name: of the service; processes that pass the same name (and configuration) share it. Unique by default.
         num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
         num_cpus: per replica, as are ``num_gpus``, ``resources``, ``scheduling_strategy``, ``runtime_env`` and
             ``max_restarts`` (-1 for no limit); see ``ray.remote``.
-        lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`. By default replicas end with their last client.
+        lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`; by default replicas end with their last client.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that each replica caches for continued conversations, for each combination of
-            temperature, dtype and adapters that is requested.
+        memory: bytes of keys and values that each replica caches for continued conversations, per requested combination
+            of temperature, dtype and adapters.
         max_tokens: per batch of requests; a call with more is sent as several requests.
-        max_wait: seconds that a request waits for others to share its batch.
-        max_queue: requests that may wait at one replica.
+        max_wait: the longest time that a request waits for others to share its batch, in seconds.
+        max_queue: the most requests that may wait at one replica.
         timeout: seconds per call of a client, retries included.
-        namespace: of the names.
+        namespace: Ray namespace of the actors.
 
     Raises:
         ServiceConfigError: if the name is in use with another configuration.
@@ -73,7 +73,7 @@ class ScoringService:
         timeout: float = 120.0,
         namespace: str = NAMESPACE,
     ) -> None:
-        # Arguments are checked here rather than in the actor, whose errors come late and wrapped.
+        # Check arguments here rather than in the actor, whose errors arrive late and wrapped.
         if (model is None) == (factory is None):
             raise ValueError("pass the model, or factory=, a function that returns it: exactly one of them.")
         for what, text in {"name": "default" if name is None else name, "namespace": namespace}.items():
@@ -117,7 +117,7 @@ class ScoringService:
 
     @property
     def version(self) -> int:
-        """Version of the last weights that were pushed; 0 if none were."""
+        """Version of the last pushed weights; 0 if none were pushed."""
         return max(stats["version"] for stats in self.stats())
 
     def stats(self) -> list[dict[str, Any]]:
@@ -125,17 +125,17 @@ class ScoringService:
         return [self.model.call(replica, "stats") for replica in range(self.model.spec.num_replicas)]
 
     def update_weights(self, weights: Any, version: int) -> None:
-        """Copy weights into every replica, in place. Replicas that restart take them again.
+        """Copy weights into every replica, in place. Restarted replicas load them again.
 
         Args:
             weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them (which is sent
                 once for all replicas). Some weights or all.
-            version: a whole number, not below the last one.
+            version: a whole number, at least the last one.
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
             WeightVersionError: if a later version was pushed before.
-            ServiceTimeout: if a step takes longer than ``timeout``. A replica that does not answer takes them when it is back.
+            ServiceTimeout: if a step takes longer than ``timeout``. A replica that does not answer loads them when it is back.
         """
         import ray
 
@@ -144,7 +144,7 @@ class ScoringService:
         spec = replicas.spec
         if not isinstance(weights, ray.ObjectRef):
             weights = ray.put({name: value.detach().cpu() for name, value in state_dict_of(weights).items()})
-        # One replica checks them, then the keeper stores them for replicas that restart, then all take them.
+        # One replica checks them, the keeper stores them for restarted replicas, then all replicas load them.
         _raise(self.model.call(replicas.choose(range(spec.num_replicas)), "check_weights", weights))
         try:
             _raise(ray.get(keeper_of(spec).put.remote(version, weights), timeout=timeout))
@@ -157,7 +157,7 @@ class ScoringService:
         replicas.newest = max(replicas.newest, version)
 
     def close(self) -> None:
-        """Stop using the service through this object; it ends with its last client."""
+        """Stop using the service through this object; the service ends with its last client."""
         self.model.close()
 
     def shutdown(self) -> None:

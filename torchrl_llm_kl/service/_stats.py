@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-_LATENCIES = 2048  # requests that quantiles are taken over
+_LATENCIES = 2048  # requests over which quantiles are computed
 _LATENCY_BOUNDS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
 
 

@@ -1,4 +1,4 @@
-"""Ray variants of the transforms: the results of the local classes, with the models behind a service."""
+"""Ray variants of the transforms: same results as the local classes, with the models behind a service."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RayRetrieveLogProb(RetrieveLogProb):
 class RayRetrieveKL(RetrieveKL):
     """:class:`~torchrl_llm_kl.RetrieveKL` with its models behind services that other processes share.
 
-    A policy given as a model or a factory is served too; ``"from_collector"`` (the default) is scored where the policy lives.
+    A policy passed as a model or a factory is served too; ``"from_collector"`` (the default) is scored in its own process.
 
     Args:
         gen_model, ref_model: as for :class:`~torchrl_llm_kl.RetrieveKL`; sent by value, or None with a factory.
@@ -118,10 +118,10 @@ def _served(
     *,
     policy: str | None = None,
 ) -> Iterator[list[Any]]:
-    """The models behind services, in their order; those served already, or found later, as they are.
+    """The models behind services, in order; those already served, or found later, unchanged.
 
-    ``models`` maps the name of each argument, of which one may be the ``policy``, to model, factory and name of the service.
-    The arguments of the services move out of ``kwargs``. The services are closed if the block raises.
+    ``models`` maps the name of each argument, one of which may be the ``policy``, to model, factory and service name. The
+    services' arguments are removed from ``kwargs``. The services are closed if the block raises.
     """
     for name, (model, factory, _) in models.items():
         if factory is not None and model is not None and not isinstance(model, str):
@@ -170,5 +170,5 @@ def _served(
 
 
 def _on_device(factory: Callable[[], Any], device: Any) -> Any:
-    """A factory's model, moved where the service is."""
+    """A factory's model, moved to a device in the actor."""
     return factory().to(device)

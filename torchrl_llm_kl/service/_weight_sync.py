@@ -1,4 +1,4 @@
-"""A service as the receiver of torchrl's weight synchronisation. Imports torchrl's collectors, so loads on first use."""
+"""A service as the receiver of torchrl's weight synchronisation. Imports torchrl's collectors, so it loads on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ServiceTransport:
         self.service = service
 
     def send_weights(self, weights: Any) -> None:
-        """Push them under the next version, and wait until all replicas hold it."""
+        """Push weights under the next version, and wait until all replicas hold it."""
         self.service.update_weights(weights, self.service.version + 1)
 
     def setup_connection_and_weights_on_sender(self) -> None:

@@ -13,11 +13,11 @@ from torchrl_llm_kl.service._lifecycle import ServiceSpec, any_alive
 from torchrl_llm_kl.service._wire import state_dict_of
 
 _LOOK = 15.0  # seconds between two checks of the keeper for replicas
-_ALONE = 120.0  # seconds without any replica after which the keeper ends
+_ALONE = 120.0  # seconds without any replica until the keeper exits
 
 
 class WeightKeeper:
-    """An actor that keeps pushed weights in the object store, so that a restarted replica takes them again.
+    """An actor that keeps pushed weights in the object store, so that a restarted replica can load them.
 
     It ends after the replicas. Replicas whose model has another ``source`` receive no weights.
     """
@@ -32,12 +32,12 @@ class WeightKeeper:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def put(self, version: int, weights: Any) -> Exception | None:
-        """Keep these weights, beside those of earlier pushes that they do not replace; an error for an old version."""
+        """Store weights along with those of earlier pushes that they do not replace; an error for an old version."""
         import ray
 
         if self._version is not None and version < self._version:
             return WeightVersionError(
-                f"version {version} of the weights came after version {self._version}: versions must grow."
+                f"version {version} of the weights was pushed after version {self._version}: versions must increase."
             )
         weights = state_dict_of(weights)
         names = frozenset(weights)

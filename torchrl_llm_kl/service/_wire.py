@@ -21,8 +21,8 @@ class Settings:
     temperature: float = 1.0  # divides the logits
     adapters: bool = True  # False for the base model of a PEFT model
     dtype: str | None = None  # of the body, by autocast: "bfloat16"; None for the model's own
-    entropy: bool = False  # whether to return entropies too
-    remember: bool = False  # whether to cache keys and values, because later requests continue these sequences
+    entropy: bool = False  # whether to return entropies
+    remember: bool = False  # whether to cache keys and values for requests that continue these sequences
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -41,7 +41,7 @@ class Request:
 
     tokens: np.ndarray  # int32 or int64 [N]
     lengths: np.ndarray  # int64 [S]
-    mask: np.ndarray | None  # the bits of a boolean [N], packed; None for all but the first token of each sequence
+    mask: np.ndarray | None  # packed bits of a boolean [N]; None for all but the first token of each sequence
     settings: Settings
     version: int | None = None  # required version of the weights; None for any
     caller: str = ""  # the sender; batches are fair between callers
@@ -58,7 +58,7 @@ class Request:
         version: int | None,
         caller: str,
     ) -> Request:
-        """From flat tokens ``[N]``, lengths ``[S]`` and a mask ``[N]``; a TypeError for other dtypes than integers and bool."""
+        """From flat integer tokens ``[N]``, lengths ``[S]`` and a boolean mask ``[N]``; a TypeError for other dtypes."""
         values = tokens.detach().cpu()
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"token ids must be whole numbers (int64), got {values.dtype}.")
@@ -145,7 +145,7 @@ def _split(packed: bytes) -> tuple[list[Any], list[memoryview]]:
 def state_dict_of(weights: Any) -> dict[str, Tensor]:
     """Tensors under their ``state_dict()`` names.
 
-    ``weights`` is a module (of a TorchRL wrapper its model is taken), a TensorDict of parameters (nested, as in torchrl's
+    ``weights`` is a module (for a TorchRL wrapper, its model is used), a TensorDict of parameters (nested, as in torchrl's
     collectors), or a mapping.
     """
     if isinstance(weights, nn.Module):

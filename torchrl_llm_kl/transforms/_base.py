@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The base of every transform: the places where it runs, its keys and specs, its settings, and the env that holds it."""
+=======
+"""The base of all transforms: execution, specs, mutable settings, and the env and collector around a transform."""
+>>>>>>> english
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import torchrl_llm_kl
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope
 
-#: Setting -> a function that checks a new value and returns it in the form that is kept.
+#: Setting -> a function that checks a new value and returns it in its stored form.
 Checks = Mapping[str, Callable[[Any], Any]]
 
 
@@ -33,7 +37,7 @@ class StepMixin(ABC):
     """Runs :meth:`outputs` wherever TorchRL runs a transform; a mixin for transforms and compositions of them.
 
     All outputs are computed before the first is written, so that bad input leaves the data unchanged. The names in
-    :attr:`fixed` are used by the constructor alone: setting one raises an AttributeError.
+    :attr:`fixed` are constructor arguments only: setting one raises an AttributeError.
     """
 
     fixed: ClassVar[frozenset[str]] = frozenset()
@@ -54,7 +58,7 @@ class StepMixin(ABC):
         """Compute the entries to write from the step ``td`` and its result ``next_td``; padding will hold 0."""
 
     def _ordered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[tuple[NestedKey, Ragged]]:
-        # Nested keys last: they always fit, so that an entry which does not fit raises before anything is written.
+        # Nested keys last, since they always fit: an entry that does not fit raises before anything is written.
         return sorted(self.outputs(td, next_td).items(), key=lambda output: isinstance(output[0], tuple))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -63,7 +67,7 @@ class StepMixin(ABC):
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply to data that was collected before: on a direct call, or when a replay buffer is sampled."""
+        """Apply to collected data: on a direct call, or when a replay buffer is sampled."""
         if tensordict.batch_size.numel() == 0:
             shape = tuple(tensordict.batch_size)
             raise ValueError(f"the batch is empty: a TensorDict of batch size {shape} holds nothing to score, drop it.")
@@ -88,7 +92,7 @@ class StepMixin(ABC):
 class StepTransform(StepMixin, Transform):
     """A transform of one step that behaves the same in an env, in a replay buffer and called directly.
 
-    Settings are attributes, which may change at any time: :attr:`checks` apply to each new value, and keys and specs follow.
+    Settings are attributes that may change at any time: :attr:`checks` validate each new value, and keys and specs follow.
     """
 
     checks: ClassVar[Checks] = {"scope": check_scope}
@@ -122,7 +126,7 @@ class StepTransform(StepMixin, Transform):
         return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        # After a reset no token has been produced yet: the declared entries exist, with length 0.
+        # After a reset there are no tokens yet: the declared entries exist, with length 0.
         lengths = torch.zeros(tensordict_reset.batch_size.numel(), dtype=torch.long)
         for key, features in self.token_entries.items():
             empty = torch.zeros((0, *features), device=tensordict_reset.device)
@@ -145,7 +149,7 @@ def declare_entry(spec: Composite, key: NestedKey, features: tuple[int, ...]) ->
 
 
 def containers(transform: Transform) -> Iterator[Any]:
-    """The env that holds the transform, however deep, then the envs around that one."""
+    """The env that holds the transform, at any depth, then the envs around it."""
     try:
         container: Any = transform.container
     except ValueError:  # inside a Compose that is in no env
@@ -184,7 +188,7 @@ def collector_policy(transform: Transform) -> Any:
 
 
 def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *, default: Any) -> Any:
-    """The model, built by the factory if there is one; ``default`` is the model of a caller who passes none.
+    """The model, built by the factory if there is one; ``default`` if neither is passed.
 
     Raises:
         ValueError: if both are given.

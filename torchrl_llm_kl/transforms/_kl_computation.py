@@ -46,12 +46,12 @@ class KLComputation(KLPenalty):
         padding_side: the side of the padding, where one entry is padded and the other is nested.
         estimator: a name of :func:`~torchrl_llm_kl.estimators.get_estimator` or a function like those. Default ``"k1"``,
             whose use in the reward has the unbiased gradient of the reverse KL. ``"exact"`` reads the KL over the whole
-            vocabulary from ``exact_kl_key``: the log-probs are optional then (the policy's, if present, must be of the
+            vocabulary from ``exact_kl_key``; the log-probs are then optional (the policy's, if present, must be of the
             same tokens).
-        old_log_probs_key: log-probs at sampling time, for estimators that correct for a policy that has moved on since;
-            by default the policy's, as right after sampling.
+        old_log_probs_key: log-probs at sampling time, for estimators that correct for later policy updates; by default the
+            policy's, as right after sampling.
         reward_placement: where an outcome reward (one number per sequence) goes. ``"last"``: on the last assistant token,
-            so that the token rewards sum to ``outcome - coeff * sum KL``; ``"broadcast"``: on every token, as torchrl.
+            so that the token rewards sum to ``outcome - coeff * sum KL``; ``"broadcast"``: on every token, as in torchrl.
         reward_key: default ``"reward"``.
         exact_kl_key: where ``RetrieveLogProb(policy, reference=reference)`` wrote the exact KL. Only with
             ``estimator="exact"``, whose default is ``("exact_kl", "full")``.
@@ -134,7 +134,7 @@ class KLComputation(KLPenalty):
         self._exact_kl_key = key
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """Log-probs or exact KL, and the reward; the KL, and the penalised reward."""
+        """In: log-probs or exact KL, and the reward. Out: the KL, and the penalised reward."""
         exact = self.exact_kl_key
         read = [self.gen_log_probs_full_key, self.ref_log_probs_full_key] if exact is None else [exact]
         reward = [self.reward_key] if self.add_to_reward else []
@@ -168,7 +168,7 @@ class KLComputation(KLPenalty):
                 ("the log-prob of the reference", self.ref_log_probs_full_key, ref),
             ]
             kl = self.estimate(gen, ref, self.read_old(td, next_td, gen), read)
-        # The assistant's tokens matter to the place of an outcome alone.
+        # The assistant's tokens only matter for placing an outcome.
         return self.charged(next_td, kl, _response(td, kl) if self.add_to_reward else None)
 
     def charged(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> dict[NestedKey, Ragged]:

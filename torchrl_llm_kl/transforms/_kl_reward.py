@@ -76,7 +76,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
             policy is not run here.
         device, tokenizer, assistant_only, temperature, scope, dtype, memory: see :class:`RetrieveLogProb`; of the reference.
 
-    All but ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
+    All except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
 
     Shapes:
         KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout of the tokens.
@@ -146,7 +146,11 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
+<<<<<<< HEAD
         """The reward and the reference's input; the penalised reward, the KL and the reference's log-probs."""
+=======
+        """In: the reward and the reference's inputs. Out: the penalised reward, the KL and the reference's log-probs."""
+>>>>>>> english
         return [self.reward_key, *self._interface().in_keys], list(self.out_keys)
 
     @property
@@ -190,7 +194,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         return outputs
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
-        """Log-probs of the policy at the located tokens, 0 at others, and where they are known; both ``[N]``."""
+        """Log-probs of the policy at the located tokens, 0 at others, and a mask of the known ones; both ``[N]``."""
         key = self.log_prob_full_key
         gen = read_result(td, next_td, key)
         if gen is not None:
@@ -234,11 +238,11 @@ def _three_keys(in_keys: list[NestedKey], out_keys: list[NestedKey] | None) -> l
 def _sampled_log_probs(td: TensorDictBase, key: NestedKey, located: Located) -> tuple[Tensor, Tensor]:
     """Align log-probs that the policy stored for its response with the whole sequence.
 
-    torchrl's wrappers store exactly 0 for the first token they generate, whatever its probability. Such a token is left
-    out, with a warning: a KL of ``0 - ref_log_prob`` would charge it for the reference's whole log-prob.
+    torchrl's wrappers store exactly 0 for the first generated token, whatever its probability. Such a token is left out,
+    with a warning: a KL of ``0 - ref_log_prob`` would charge it with the reference's whole log-prob.
 
     Returns:
-        The log-probs, 0 where there is none, and where they are known; both ``[N]``.
+        The log-probs, 0 where unknown, and a mask of the known ones; both ``[N]``.
     """
     response = read_ragged(td, key)
     assert response is not None

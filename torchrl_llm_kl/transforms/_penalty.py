@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The KL penalty (estimate, coefficient, placement), and two sets of log-probs of the same tokens."""
+=======
+"""The KL penalty (estimator, coefficient, placement), and checks of two sets of log-probs of the same tokens."""
+>>>>>>> english
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ Estimator = EstimatorName | Callable[..., Tensor]
 
 
 def resolve_estimator(estimator: Estimator) -> Estimator:
-    """The function of a name; ``"exact"`` stays a name: that KL is read, not estimated."""
+    """Resolve a name to its function; ``"exact"`` stays a name, since that KL is read, not estimated."""
     if isinstance(estimator, str):
         return estimator if estimator == "exact" else get_estimator(estimator)
     if not callable(estimator):
@@ -65,7 +69,7 @@ class KLPenalty(StepTransform):
         return values.new_zeros(scored.shape).index_put((scored,), values)
 
     def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None, coefficient: Any) -> Ragged:
-        """``reward - coefficient * KL`` per token, ``[N, 1]``; a missing reward is 0, and ``mask`` places an outcome."""
+        """``reward - coefficient * KL`` per token, ``[N, 1]``; a missing reward is 0; ``mask`` places an outcome."""
         placed = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
         weight = coefficient().to(kl.values.device)
         return kl.like(torch.addcmul(placed.values, weight, kl.values.unsqueeze(-1), value=-1))
@@ -88,14 +92,14 @@ _SAME_TOKENS = (
 def check_pair(
     gen: Ragged, other: Ragged, name: str = "ref_log_probs", *, padding_side: PaddingSide, advice: str = _SAME_TOKENS
 ) -> tuple[Ragged, Ragged]:
-    """Bring the policy's log-probs and ``other``, called ``name`` in errors, to one form, that of ``gen``."""
+    """Convert the policy's log-probs and ``other``, called ``name`` in errors, to one layout, that of ``gen``."""
     if gen.num_sequences == other.num_sequences:
         gen = _without_padding(gen, other, padding_side)
     return gen, match(gen, other, name, padding_side=padding_side, advice=advice)
 
 
 def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, advice: str = _SAME_TOKENS) -> Ragged:
-    """:func:`check_pair` for a ``gen`` that is in its final form: returns ``other`` alone."""
+    """:func:`check_pair` for a ``gen`` in its final layout: returns only ``other``."""
     if gen.num_sequences != other.num_sequences:
         raise ValueError(
             f"Batch size mismatch: gen_log_probs has {gen.num_sequences} samples, {name} has {other.num_sequences} samples."
@@ -109,7 +113,7 @@ def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, a
     if same_widths and gen.keep is other.keep:
         return other
     if bool((gen.lengths != other.lengths).any()):
-        # A mask can fit only one of two widths: then it is the widths that differ.
+        # A mask that fits only one of the two means that the widths differ.
         padded = both_padded and not same_widths
         ours, theirs = (a.row_lengths, b.row_lengths) if padded else (gen.lengths, other.lengths)
         i = int((ours != theirs).nonzero()[0])

@@ -1,4 +1,4 @@
-"""Score under the policy and the reference, and compute their KL, in one transform."""
+"""One transform that scores the policy and the reference and computes their KL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_llm_kl.transforms._penalty import Estimator
 from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb, check_scored_model, full_key_problem
 
 _POLICY, _REFERENCE, _KL = range(3)
-#: Settings of the parts that are attributes of the whole too: name -> (part, its attribute).
+#: Settings of the parts that are also attributes of the composition: name -> (part, its attribute).
 _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
     **{
         name: ((_POLICY, name), (_REFERENCE, name))
@@ -46,13 +46,13 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
 class RetrieveKL(RayVariant, StepMixin, Compose):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
-    A composition of two :class:`RetrieveLogProb` and a :class:`KLComputation` that locates the tokens once for both
-    models, and checks that both see the same ones.
+    Composes two :class:`RetrieveLogProb` and a :class:`KLComputation`; locates the tokens once for both models, and checks
+    that both see the same tokens.
 
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
             (default): the policy of the collector that runs the env, found at the first step.
-        ref_model: the reference, likewise; ``"base"``: the policy's own weights with its PEFT adapters switched off.
+        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled.
 
     Keyword Args:
         gen_model_factory: builds ``gen_model``.
@@ -67,7 +67,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
             temperature: of both models; see :class:`RetrieveLogProb`.
 
-    All are attributes that may change at any time, except the models and what is fixed in a :class:`RetrieveLogProb`.
+    All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
     Shapes:
         log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout of the tokens.
@@ -206,7 +206,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             scores = gen.evaluate(located, ref.scorer)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
-            finish = ref.begin(located)  # a model in another process works while the policy is scored here
+            finish = ref.begin(located)  # a remote model runs while the policy is scored here
             scores = gen.evaluate(located)
             ref_log_prob = finish().log_prob
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
@@ -221,7 +221,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
 
 
 def _check_models(gen_model: Any, ref_model: Any) -> None:
-    """The checks of torchrl, with its texts, on the models that are known at construction."""
+    """Apply torchrl's checks, with its error texts, to the models known at construction."""
     if isinstance(ref_model, str) and ref_model != "base":
         raise ValueError(f"ref_model must be a model or 'base', got {ref_model!r}.")
     if ref_model is None:
@@ -265,6 +265,6 @@ def _check_same_tokens(gen: Located, ref: Located) -> None:
         at = int((gen.mask != ref.mask).nonzero()[0])
         row, position = int(gen.tokens.sequence_ids[at]), int(gen.tokens.positions[at])
         raise ValueError(
-            f"the two models mask in different assistant tokens, first at sequence {row}, position {position}: give both "
+            f"the two models disagree on the assistant tokens, first at sequence {row}, position {position}: give both "
             "the same chat template."
         )

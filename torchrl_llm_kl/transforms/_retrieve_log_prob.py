@@ -1,4 +1,4 @@
-"""Score what was sampled: log-probs under a model, values under a critic."""
+"""Score sampled tokens: log-probs under a model, values under a critic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrl_llm_kl.transforms._base import (
 
 
 def check_scored_model(model: Any, name: str = "model", transform: str = "RetrieveLogProb") -> Any:
-    """Return ``model`` unless its settings show that it returns no log-probs of given tokens; torchrl's errors."""
+    """Return ``model``; raise torchrl's errors if its settings show that it returns no log-probs of given tokens."""
     if not getattr(model, "return_log_probs", True):
         raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
     if getattr(model, "generate", False) is True:
@@ -36,7 +36,7 @@ def check_scored_model(model: Any, name: str = "model", transform: str = "Retrie
 
 
 def full_key_problem(name: str, key: NestedKey) -> str | None:
-    """The text of torchrl about a key that does not end with ``"full"``; None for one that does."""
+    """The message of torchrl about a key that does not end with ``"full"``; None for one that does."""
     if isinstance(key, tuple) and key[-1] == "full":
         return None
     return (
@@ -60,10 +60,10 @@ class ScoringTransform(StepTransform):
 
     @abstractmethod
     def _scored_model(self) -> Any:
-        """The model as it is now."""
+        """The current model."""
 
     def _interface(self) -> ModelInterface:
-        """Keys and tokenisation of the model as it is now."""
+        """Keys and tokenisation of the current model."""
         return ModelInterface.of(self._scored_model())
 
     @property
@@ -78,7 +78,7 @@ class ScoringTransform(StepTransform):
 
     @property
     def scorer(self) -> LogProbScorer:
-        """The engine; for ``"from_collector"`` that of the policy of the collector that runs the env now."""
+        """The scorer; for ``"from_collector"``, of the policy of the collector that currently runs the env."""
         return self._slot.get(self._scored_model(), adapters=self.adapters, **self._settings)
 
     @property
@@ -93,7 +93,7 @@ class ScoringTransform(StepTransform):
 
 
 class RetrieveLogProb(RayVariant, ScoringTransform):
-    r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss to use.
+    r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss.
 
     It scores the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise it renders
     and tokenises the conversation or text with the model's own template. The result has the layout of those tokens:
@@ -110,21 +110,21 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         log_probs_full_key: where to write; by default ``(model.log_probs_key, "full")``.
         assistant_only: score only the assistant's tokens, 0 elsewhere. Default True.
         tokenizer_kwargs: arguments of the chat template, used where conversations must be rendered.
-        detach: no gradient, and nothing of the graph is kept. With False the result is differentiable. Default True.
-        device: move the model there first. Data stays where it is.
+        detach: no gradient and no graph. With False the result is differentiable. Default True.
+        device: move the model there first. Data is not moved.
         tokenizer: replaces the model's own, where text must be tokenised.
         padding_side: the side of padding where text is tokenised for a model with ``pad_output=True``.
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
-            assistant's earlier turns too. Without effect when the data is one whole conversation.
-        adapters: False scores the base model, with the model's PEFT adapters switched off. Default True.
+            assistant's earlier turns too. No effect when the data is one whole conversation.
+        adapters: False disables the model's PEFT adapters and so scores the base model. Default True.
         history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
         dtype: autocast dtype of the model's body; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of cached keys and values in an env, so that each turn of a conversation costs its new tokens only; 0
-            caches nothing. A change of the weights clears the cache.
-        reference: another model; the exact KL to it over the whole vocabulary is written too, from the same pass.
-        exact_kl_key: where that goes. Default ``("exact_kl", "full")``.
-        entropy_key: where to write the entropy of each distribution that a token was drawn from, if anywhere.
+        memory: bytes of cached keys and values in an env, so that each turn of a conversation costs only its new tokens; 0
+            disables the cache. A change of the weights clears it.
+        reference: another model; also write the exact KL to it over the whole vocabulary, from the same pass.
+        exact_kl_key: where the exact KL goes. Default ``("exact_kl", "full")``.
+        entropy_key: where to write the entropy of the distribution that each token was drawn from, if anywhere.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
@@ -136,7 +136,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
             cannot be separated from the prompt, a sequence is longer than the model's positions, or a log-prob is not finite.
-        KeyError: if the data holds nothing to score.
+        KeyError: if the data has neither tokens, text nor a conversation.
 
     Example:
         >>> from tensordict import TensorDict
@@ -212,7 +212,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """Everything that is written."""
+        """All entries that are written."""
         return dict.fromkeys(self.out_keys, ())
 
     @property
@@ -234,11 +234,11 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         return {key: values for key, values in found.items() if key is not None and values is not None}
 
     def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
-        """Log-probs of the located tokens ``[N]``, and whatever else is requested, in one pass."""
+        """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested)
 
     def begin(self, located: Located) -> Callable[[], Scores]:
-        """:meth:`evaluate` in two steps: a model in another process starts now, any other when the scores are read."""
+        """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
         begin = getattr(self.scorer, "begin", None)
         return (
             partial(self.evaluate, located) if begin is None else begin(located.tokens, located.mask, **self._requested)
@@ -260,7 +260,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     # ------------------------------------------------------------------ the models
 
     def check_models(self) -> None:
-        """Build the scorers of the models that are known by now: one that cannot be scored raises an error."""
+        """Build the scorers of the models known so far, so that a model that cannot be scored raises an error here."""
         if hasattr(self, "model"):
             self._slot.get(self.model, adapters=self.adapters, **self._settings)
         if self.reference is not None:
@@ -268,7 +268,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     @property
     def reference_scorer(self) -> LogProbScorer | None:
-        """The engine of ``reference``, if there is one."""
+        """The scorer of ``reference``, if there is one."""
         return None if self.reference is None else self._ref_slot.get(self.reference, **self._settings)
 
     def _scored_model(self) -> Any:
@@ -322,7 +322,7 @@ class RetrieveValue(StepTransform):
         if name != "critic":
             super().__setattr__(name, value)
         elif callable(value):
-            self.__dict__["critic"] = value  # not a submodule: the state of an env is not the critic's
+            self.__dict__["critic"] = value  # not a submodule: keep the critic out of the env's state
         else:
             raise TypeError(
                 f"critic must be a TokenCritic or a function (tokens, mask) -> values, got {type(value).__name__}."

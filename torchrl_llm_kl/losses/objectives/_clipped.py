@@ -1,4 +1,4 @@
-"""Surrogates whose gradient is clipped, or fades out, where the probability ratio leaves a trust region."""
+"""Surrogates whose gradient is clipped or fades out when the probability ratio leaves a trust region."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def ppo(
         enable_sequence_masking: drop the tokens with ``A < 0`` of sequences that have become unlikely: mean of
             ``old_log_prob - log_prob`` above ``delta_sequence_masking``. They keep their place in the denominator.
         delta_sequence_masking: nats per token.
-        fallback_to_policy_gradient: treat the current policy as the one that sampled: the plain policy gradient
-            ``-A log_prob``, without clipping and without ``old_log_prob``.
+        fallback_to_policy_gradient: treat the data as on-policy: the plain policy gradient ``-A log_prob``, without
+            clipping and ``old_log_prob``.
 
     Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0, ``_dual``); ``sequence_masked_fraction``.
 
@@ -107,8 +107,8 @@ dapo = variant(
     r"""PPO's clipped surrogate with ``clip_high`` above ``clip_low``, averaged over the tokens of the whole batch.
 
     The looser upper bound lets unlikely tokens become likely. Hyper-parameters, gradient and metrics are those of
-    :func:`ppo`; the paper has no dual clip and divides the advantage by its group's deviation. Its shaping of overlong
-    rewards and its choice of groups are not part of the objective.
+    :func:`ppo`; the paper has no dual clip and divides the advantage by its group's deviation. Its overlong reward shaping
+    and dynamic sampling are not part of the objective.
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -255,7 +255,7 @@ def cispo(
 ) -> tuple[LossTerm, ...]:
     r"""REINFORCE with a bounded importance weight: ``-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log_prob`` per token.
 
-    The gradient is the off-policy policy gradient with the weight cut off at the bounds: a clipped token keeps a gradient.
+    The gradient is the off-policy policy gradient with a clipped weight: a clipped token keeps a gradient.
 
     Hyper-parameters:
         clip_low, clip_high: bounds of the weight, as of the ratio for :func:`ppo`; ``clip_low=1`` is no lower bound. (TRL's

@@ -1,8 +1,8 @@
-"""Entropy preservation: special treatment of the tokens with a high covariance of log-prob and advantage.
+"""Entropy preservation: tokens with a high covariance of log-prob and advantage are dropped or penalised.
 
 The covariance of a token is ``(log_prob - mean) (A - mean)`` with the means over all masked-in tokens, so the selection
-belongs to a whole batch: compute it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before micro-batches are
-cut, and pass each its part of ``selected``. Without ``selected`` the objectives select among the tokens at hand.
+concerns a whole batch: compute it once with :func:`select_clip_cov` or :func:`select_kl_cov`, before splitting into
+micro-batches, and pass each its part of ``selected``. Without ``selected`` the objectives select among their own tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def clip_cov(
 ) -> tuple[LossTerm, ...]:
     r"""PPO's clipped surrogate (:func:`ppo` without dual clip), and 0 without gradient for the selected tokens.
 
-    Selected tokens keep their place in the denominator. Without ``selected`` they are drawn with the global random numbers
-    of the device.
+    Selected tokens keep their place in the denominator. Without ``selected`` they are drawn with the device's global
+    generator.
 
     Hyper-parameters:
         clip_low, clip_high: see :func:`ppo`.

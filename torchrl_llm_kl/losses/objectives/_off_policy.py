@@ -34,10 +34,10 @@ def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> tuple[LossTerm,
 
 @objective("opmd", source="Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD")
 def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> tuple[LossTerm, ...]:
-    r"""``-A log_prob / (1 + tau)`` per token, whichever policy sampled it: no ratio, no clipping.
+    r"""``-A log_prob / (1 + tau)`` per token, on- or off-policy: no ratio, no clipping.
 
-    With advantages ``reward - mean(reward)`` of a group this is, at the old policy, the gradient of an objective that pulls
-    the policy towards ``pi_old exp(reward / tau)``; elsewhere it needs no importance weight. ``tau`` only scales it.
+    With advantages ``reward - mean(reward)`` of a group its gradient at the old policy is that of an objective that pulls the
+    policy towards ``pi_old exp(reward / tau)``; elsewhere it needs no importance weight. ``tau`` only scales it.
 
     Hyper-parameters:
         tau: strength of the regulariser, at least 0.
@@ -58,7 +58,7 @@ def importance_sampling(
     r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
 
     The mean gradient is that of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
-    between the two. A log-ratio above 80 nats becomes 80 without gradient: its exponential is infinite in float32.
+    between the two policies. A log-ratio above 80 nats is capped there, without gradient, before its exponential overflows.
 
     Metrics: ``ratio_mean``, about 1 for tokens of the old policy.
 
@@ -84,11 +84,11 @@ def topr(
 ) -> tuple[LossTerm, ...]:
     r"""Tapered off-policy REINFORCE: ``-A sg(a) log_prob`` with ``a = min(r, 1)`` where ``A <= advantage_threshold``, else 1.
 
-    The gradient raises good tokens whatever their ratio. It lowers bad ones by less as they become less likely, so that a
-    loss that is not bounded below does not diverge.
+    The gradient raises good tokens whatever their ratio. It lowers bad ones less as they become less likely, which keeps a
+    loss without lower bound from diverging.
 
     Hyper-parameters:
-        advantage_threshold: advantages up to this are bad.
+        advantage_threshold: tokens with advantages up to this are bad.
         level: ``"token"``: each token has its own ratio (as Trinity); ``"sequence"``: the ratio of the whole sequence, the
             product of its tokens' (as the paper, which sums over tokens: ``seq-mean-token-sum``).
 

@@ -1,4 +1,4 @@
-"""Preferences: losses of pairs of a chosen and a rejected answer, relative to a reference."""
+"""Preference losses on pairs of a chosen and a rejected answer, relative to a reference."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def dpo(
     label_smoothing: Scalar = 0.0,
     length_normalised: bool = False,
 ) -> tuple[LossTerm, ...]:
-    r"""Direct preference optimisation: ``-logsigmoid(beta * delta)`` for each pair of a chosen and a rejected answer.
+    r"""Direct preference optimisation: ``-logsigmoid(beta * delta)`` per pair of a chosen and a rejected answer.
 
     ``c`` and ``l`` are the log-ratios ``log_prob - ref_log_prob`` of the chosen and the rejected (lost) answer, summed over
     tokens, and ``delta = c - l``. The gradient raises the chosen answer and lowers the rejected one, by ``beta`` times
     ``sigmoid(-beta * delta)``, the probability that the policy still assigns to the wrong order.
 
-    Rows are chosen, rejected, chosen, ... unless ``pair_id`` and ``chosen`` are given: then their order does not matter, and
-    checking them reads them on the host once. Leading batch dimensions are one list of rows. A pair in which an answer has
-    no masked-in token is left out.
+    Rows are chosen, rejected, chosen, ... unless ``pair_id`` and ``chosen`` are given: then rows may be in any order, and
+    checking them takes one host sync. Leading batch dimensions are flattened into rows. A pair in which an answer has no
+    masked-in token is left out.
 
     Hyper-parameters:
-        beta: how strongly the reference holds; per nat, above 0.
+        beta: strength of the pull to the reference; per nat, above 0.
         label_smoothing: probability that a label is wrong, up to 1/2 (cDPO).
         length_normalised: average log-ratios over tokens instead of summing them.
 
@@ -146,8 +146,8 @@ def ipo(
 ) -> tuple[LossTerm, ...]:
     r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared; pairs, ``delta`` and metrics as in :func:`dpo`.
 
-    The gradient pulls the lead of the chosen answer to ``1 / (2 beta)`` nats, from both sides: it does not grow without
-    bound. ``beta`` is the paper's tau, per nat.
+    The gradient pulls the lead of the chosen answer to ``1 / (2 beta)`` nats from both sides, so that the lead stays bounded.
+    ``beta`` is the paper's tau, per nat.
 
     Hyper-parameters:
         length_normalised: average log-ratios over tokens instead of summing them, as TRL does, so that long answers do not
@@ -176,9 +176,9 @@ def apo_zero(
 ) -> tuple[LossTerm, ...]:
     r"""Anchored preference optimisation: ``1 - sigmoid(beta * c) + sigmoid(beta * l)`` for each pair, from 0 to 2.
 
-    The gradient makes the chosen answer likelier and the rejected one less likely than under the reference, each on its own:
-    for data whose chosen answers are better than the model's. The paper's formula is 1 less. Pairs, ``c``, ``l``, ``beta``
-    and metrics are those of :func:`dpo`.
+    The gradient independently raises the chosen answer and lowers the rejected one relative to the reference: for data whose
+    chosen answers are better than the model's. The paper's formula is 1 less. Pairs, ``c``, ``l``, ``beta`` and metrics are
+    those of :func:`dpo`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -267,7 +267,7 @@ def _pair_up(
 
 
 def _interleaving(pair_id: Tensor, chosen: Tensor) -> Tensor:
-    """The order of rows that puts pairs side by side, by their id, chosen first."""
+    """The order of rows that makes pairs adjacent, by id, chosen first."""
     if not torch.compiler.is_compiling():
         ids, pair = pair_id.unique(return_inverse=True)
         found = torch.stack([torch.bincount(pair[chosen == side], minlength=len(ids)) for side in (True, False)], -1)

@@ -1,4 +1,4 @@
-"""Imitation: the log-likelihood of tokens that an expert wrote, plain, weighted, or mixed with PPO on the policy's tokens."""
+"""Imitation: the log-likelihood of experts' tokens, plain, weighted, or mixed with PPO on the policy's tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
 def sft(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
     """Supervised fine-tuning: ``-log_prob`` per token, in nats.
 
-    The gradient is that of the cross-entropy between the author of the tokens and the policy.
+    The gradient is that of the cross-entropy between the data distribution and the policy.
 
     Example:
         >>> sft(torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool))[0].value
@@ -30,7 +30,7 @@ def sft(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
 def sft_is(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
     """Imitation weighted by the token's probability ``p`` under the policy: ``-sg(p) log p``.
 
-    The gradient is that of ``-p``: tokens that the policy finds impossible do not move it.
+    The gradient is that of ``-p``: tokens with a probability near 0 hardly move the policy.
 
     Metrics: ``weight_mean``.
 
@@ -44,14 +44,14 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
 
 @objective("sft_phi", source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's")
 def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> tuple[LossTerm, ...]:
-    """Imitation of the tokens about which the policy is undecided: ``-sg(p (1 - p)) log p``, ``p`` the token's probability.
+    """Imitation weighted towards uncertain tokens: ``-sg(p (1 - p)) log p`` with the token's probability ``p``.
 
     The gradient is that of ``-(p - p**2 / 2)``: it vanishes both for tokens that the policy knows and for those that would
     disrupt it, and is largest at ``p = 1/2``.
 
     Hyper-parameters:
-        cutoff_prob: tokens more probable than this are not trained any further: their ``log p`` becomes
-            ``log(cutoff_prob)``, without gradient; in ``(0, 1]``. The paper has no such bound, which is 1.0.
+        cutoff_prob: tokens more probable than this are no longer trained: their ``log p`` becomes ``log(cutoff_prob)``,
+            without gradient; in ``(0, 1]``. The paper has no such bound, equivalent to 1.0.
 
     Metrics: ``weight_mean``, at most 1/4.
 
@@ -105,13 +105,13 @@ def mix(
 ) -> tuple[LossTerm, ...]:
     r"""``(1 - mu)`` of :func:`ppo` on the policy's own tokens plus ``mu`` of :func:`sft` on those of experts.
 
-    Each part is averaged over its own tokens, so ``mu`` is the weight of the experts however many there are; a part without
-    tokens is 0. At tokens of experts ``old_log_prob`` and ``advantage`` are not read, not even NaN.
+    Each part is averaged over its own tokens, so ``mu`` is the weight of the experts whatever their number; a part without
+    tokens is 0. At experts' tokens ``old_log_prob`` and ``advantage`` are ignored and may be NaN.
 
     Hyper-parameters:
         mu: weight of the experts, 0 to 1.
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
-        usual_aggregation: how the usual part is summed, if not as the loss around it. Trinity: ``grpo_loss_agg_mode``.
+        usual_aggregation: how the usual part is summed, if not as the rest of the loss. Trinity: ``grpo_loss_agg_mode``.
         expert_aggregation: how the experts' part is summed. Trinity: ``sft_loss_agg_mode``.
 
     Returns:
@@ -174,7 +174,7 @@ def mix_chord(
     r""":func:`mix` with a ``mu`` that follows :func:`mu_schedule` over training, and weighted tokens of experts.
 
     Hyper-parameters:
-        step: of training, from 0; a number, or a 0-dim tensor that is counted up in place.
+        step: of training, from 0; a number, or a 0-dim tensor that you increment in place.
         mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley: see :func:`mu_schedule`.
         enable_phi_function: weight the tokens of experts as :func:`sft_phi` does (CHORD-phi) instead of equally (CHORD-mu).
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
@@ -221,8 +221,8 @@ def mu_schedule(
 
     Args:
         step: of training, from 0.
-        mu_warmup_steps: steps until the peak; with 0 training starts there.
-        mu_decay_steps: steps from the peak to the valley; with 0 the valley follows the warm-up at once.
+        mu_warmup_steps: steps until the peak; with 0 training starts at the peak.
+        mu_decay_steps: steps from the peak to the valley; with 0 ``mu`` drops to the valley right after the warm-up.
         mu_peak: 0 to 1.
         mu_valley: 0 to 1.
 
