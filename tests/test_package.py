@@ -38,3 +38,12 @@ def test_every_exported_name_exists() -> None:
     assert set(torchrl_llm_kl.__all__) <= set(dir(torchrl_llm_kl))
     with pytest.raises(AttributeError, match="no attribute 'RetrieveKLL'"):
         _ = torchrl_llm_kl.RetrieveKLL
+
+
+def test_the_objectives_are_exported_by_their_package_too() -> None:
+    from torchrl_llm_kl import losses
+    from torchrl_llm_kl.losses import objectives
+
+    assert {"ppo", "select_kl_cov", "sppo_hard"} <= set(objectives.__all__) < set(losses.__all__)
+    for name in objectives.__all__:
+        assert getattr(objectives, name) is getattr(losses, name)
