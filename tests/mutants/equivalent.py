@@ -75,6 +75,12 @@ _same(
 )
 _same(
     "losses/objectives/_covariance.py",
+    "select_kl_cov",
+    "means and candidates are masked: what is cleaned is never read",
+    "log_prob, advantage = checked((mask | True), log_prob=log_prob, advantage=advantage)",
+)
+_same(
+    "losses/objectives/_covariance.py",
     "select_clip_cov",
     "the mask is for metrics, which are not used",
     "surrogate, _ = clipped_surrogate(ratio, advantage, (mask | True), clip_low, clip_high)",

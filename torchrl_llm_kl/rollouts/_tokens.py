@@ -138,17 +138,11 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
 
     The prompt may be padded like the whole sequence (its slots are then the first ones of the sequence), or unpadded.
 
-    <<<<<<< HEAD
-    =======
     Args:
         td: the step.
         tokens: the sequences, without padding.
         interface: where the prompt is.
 
-    Keyword Args:
-        every: the sequences including padding, which a padded prompt includes too; by default read from ``td``.
-
-    >>>>>>> english
     Raises:
         ValueError: if a sampled sequence does not start with its prompt.
     """

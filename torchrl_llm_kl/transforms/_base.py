@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The base of every transform: the places where it runs, its keys and specs, its settings, and the env that holds it."""
-=======
 """The base of all transforms: execution, specs, mutable settings, and the env and collector around a transform."""
->>>>>>> english
 
 from __future__ import annotations
 

@@ -146,11 +146,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-<<<<<<< HEAD
-        """The reward and the reference's input; the penalised reward, the KL and the reference's log-probs."""
-=======
         """In: the reward and the reference's inputs. Out: the penalised reward, the KL and the reference's log-probs."""
->>>>>>> english
         return [self.reward_key, *self._interface().in_keys], list(self.out_keys)
 
     @property

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The KL penalty (estimate, coefficient, placement), and two sets of log-probs of the same tokens."""
-=======
 """The KL penalty (estimator, coefficient, placement), and checks of two sets of log-probs of the same tokens."""
->>>>>>> english
 
 from __future__ import annotations
 
