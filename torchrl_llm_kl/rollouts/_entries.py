@@ -223,13 +223,15 @@ def row_numbers(value: Any, rows: int, what: str) -> tuple[Tensor, list[int]]:
 
 def sequence_sums(value: Any, rows: int, what: str) -> Tensor:
     """The sum of each row's numbers, in float32 or wider, without graph; ``[S]``."""
-    return _sums(*row_numbers(value, rows, what))
+    flat, counts = row_numbers(value, rows, what)
+    if isinstance(value, Tensor) and not value.is_nested:
+        return widen(flat.detach())[0].reshape(rows, -1).sum(-1)
+    return _sums(flat, counts)
 
 
 def _sums(flat: Tensor, counts: list[int]) -> Tensor:
+    # One order of summation for every layout: padded and nested rewards have the same outcome to the last bit.
     (flat,) = widen(flat.detach())
-    if len(set(counts)) == 1:
-        return flat.reshape(len(counts), counts[0]).sum(-1)
     return segment_sum(flat, torch.tensor(counts, device=flat.device))
 
 
@@ -246,7 +248,7 @@ def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
     flat, counts = row_numbers(value, rows, what)
     tokens = None if counts == [1] * rows else _padded_tokens(td)
     if tokens is None:
-        return _sums(flat, counts)
+        return sequence_sums(value, rows, what)
     expected = tokens.container.row_sizes
     if counts != expected:
         row = next(i for i, (a, b) in enumerate(zip(counts, expected, strict=True)) if a != b)
