@@ -310,14 +310,15 @@ def test_estimators_out_of_place_warn_when_the_algorithm_is_made(settings: dict[
 
 
 def test_estimators_in_their_place_do_not() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", KLPlacementWarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KLPlacementWarning)
         for name in ALGORITHMS:
             given = {"critic": TabularCritic(TASK)} if name == "ppo" else {}
             reference = ALGORITHMS[name].use_reference or ALGORITHMS[name].schema == "distill"
             made(name, reference=TASK.policy() if reference else None, max_len=2, **given)
         made(kl_loss="none", kl_reward="k1")
         made(kl_loss="exact")
+    assert [w.message for w in caught if issubclass(w.category, KLPlacementWarning)] == []
 
 
 def test_groups_where_nothing_is_compared_are_refused() -> None:
