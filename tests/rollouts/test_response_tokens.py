@@ -92,3 +92,13 @@ def test_the_first_number_that_is_not_finite_is_named() -> None:
     with pytest.raises(ValueError, match=r"x is nan at sequence 0, position 2: expected a finite number\. Mask"):
         response.check_finite({"x": values})
     response.check_finite({"ids": torch.ones(3, 2, dtype=torch.long), "per sequence": torch.tensor([[torch.nan]] * 3)})
+
+
+def test_scatter_puts_each_number_back_where_gather_took_it() -> None:
+    """Uneven responses: the columns 0 1 2 0 0 1 read differently backwards, so that a wrong order shows."""
+    tokens = Ragged.from_list([torch.arange(4), torch.arange(2), torch.arange(3)])
+    mask = torch.tensor([False, True, True, True, False, True, False, True, True])
+    response = ResponseTokens(tokens, mask)
+    values = torch.tensor([10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 30.0, 31.0, 32.0])
+    assert response.gather(values).tolist() == [[11.0, 12.0, 13.0], [21.0, 0.0, 0.0], [31.0, 32.0, 0.0]]
+    assert response.scatter(response.gather(values)).tolist() == [0.0, 11.0, 12.0, 13.0, 0.0, 21.0, 0.0, 31.0, 32.0]
