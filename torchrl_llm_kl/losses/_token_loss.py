@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
@@ -92,6 +92,12 @@ class TokenLoss(LossModule):
             part.put(own, value)
         else:
             super().__setattr__(name, value)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; FSDP2 passes ``remove_duplicate``, which torchrl's losses do not take."""
+        return nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
 
     @property
     def tensor_keys(self) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.scoring._wrapping import unwrapped
+
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -184,6 +186,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 def find_body(model: nn.Module) -> nn.Module | None:
     """The module that maps token ids to the hidden states that the head reads."""
+    model = unwrapped(model)
     for candidate in (_ask(model, "get_decoder"), getattr(model, "base_model", None), getattr(model, "model", None)):
         if isinstance(candidate, nn.Module) and candidate is not model:
             return candidate
@@ -290,7 +293,7 @@ def frequency_switches(model: nn.Module) -> set[int]:
 
 def _ask(model: nn.Module, method: str) -> Any:
     """``model.method()``; None if there is no such method or the model does not implement it."""
-    function = getattr(model, method, None)
+    function = getattr(unwrapped(model), method, None)
     try:
         return function() if callable(function) else None
     except (AttributeError, NotImplementedError):
@@ -299,6 +302,6 @@ def _ask(model: nn.Module, method: str) -> Any:
 
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language model, which in a multimodal model is one of several; None if there is none."""
-    config = getattr(model, "config", None)
+    config = getattr(unwrapped(model), "config", None)
     gettext_config = getattr(config, "gettext_config", None)
     return gettext_config(decoder=True) if callable(gettext_config) else config

@@ -60,6 +60,14 @@ class PackedPass:
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
             return head_states(self.setup, read_output(output, "last_hidden_state")[0][self._slots[index]])
 
+    def run_dummy(self) -> States:
+        """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
+        layout = PackLayout([PackPiece(0, 1, -1, [])])
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.setup.device)
+        with self.setup.active(), pack_attention(self.body, layout):
+            output = call(self.body, ids, position_ids=ids, use_cache=False)
+            return head_states(self.setup, read_output(output, "last_hidden_state")[0][:0])
+
     def _layout(self, number: int) -> PackLayout:
         inside = {piece: i for i, piece in enumerate(self.plan.packs[number])}
         pieces = []
@@ -182,10 +190,18 @@ class PaddedPass:
         self._batches = [request.padded(rows) for rows in batches]
         self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
 
+    def run_dummy(self) -> States:
+        """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
+        ids = torch.zeros(1, 1, dtype=torch.long)
+        return self._run(ids, torch.ones_like(ids), torch.zeros(0, dtype=torch.long))
+
     def run(self, index: int) -> States:
         """States at the positions that predict ``elements[index]``."""
+        ids, real, slots, _ = (send(part, self.setup.device) for part in self._batches[index])
+        return self._run(ids, real, slots)
+
+    def _run(self, ids: Tensor, real: Tensor, slots: Tensor) -> States:
         setup = self.setup
-        ids, real, slots, _ = (send(part, setup.device) for part in self._batches[index])
         options = {"attention_mask": real} if setup.route.mask else {}
         if setup.route.positions:
             positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._model import (
+    body_and_head,
     Route,
     Setup,
     check_adapters,
@@ -34,6 +36,7 @@ from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
+from torchrl_llm_kl.scoring._wrapping import agree_on_most, groups_of, inside
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_wrapper, scoring_version, unwrap
 
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
@@ -371,13 +374,32 @@ def _attempt(
             PackedPass(setup, request, tree, budget, lookups[i] if lookups else None) for i, setup in enumerate(setups)
         ]
 
+    groups = groups_of(*(setup.model for setup in setups))
+    models = [(setup.model, *body_and_head(setup.model)) for setup in setups if setup.route.path == "head"]
+    work = partial(_forward_all, setups, request, passes, lookups, wanted, chunk, groups)
+    return inside(models, work)
+
+
+def _forward_all(
+    setups: list[Setup],
+    request: Request,
+    passes: Sequence[PackedPass | PaddedPass],
+    lookups: list[CacheLookup],
+    wanted: Wanted,
+    chunk: int,
+    groups: list[Any],
+) -> tuple[Tensor, Columns]:
+    """Run all packs or micro-batches, and the head."""
     grad, device = setups[0].grad, setups[0].device
+    number = agree_on_most(max(1, len(passes[0].elements)), groups) if groups else len(passes[0].elements)
     elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
     parts: list[Columns] = []
     held: list[tuple[Tensor, list[States]]] = []
-    for index, some in enumerate(passes[0].elements):
-        states = [each.run(index) for each in passes]
-        if some.numel() == 0:
+    for index in range(number):
+        missing = index >= len(passes[0].elements)
+        some = elements[0] if missing else passes[0].elements[index]
+        states = [each.run_dummy() if missing else each.run(index) for each in passes]
+        if some.numel() == 0 and not (groups and grad):  # layers that ranks share need a backward for each forward
             continue
         elements.append(some)
         targets = send(request.tokens.values[some], device)

@@ -14,6 +14,7 @@ from torchrl_llm_kl._numerics import widen
 from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
+from torchrl_llm_kl.scoring._wrapping import is_fsdp2
 
 #: Fields of :class:`Scores` at some tokens: ``[n]`` float32, ``[n, k]`` for the top k.
 Columns = dict[str, Tensor]
@@ -108,8 +109,16 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
         with setup.active(), torch.autocast(some.device.type, enabled=False):
             return mapped(widen(head(some))[0])
 
-    plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
+    plain = _is_plain(head)
     return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped)
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether the head computes ``hidden @ weight.T + bias`` and nothing else; FSDP2's hooks run around the whole score."""
+    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    if is_fsdp2(head):
+        return type(head).__mro__[2] is nn.Linear and all("fsdp" in hook.__module__ for hook in hooks)
+    return type(head) is nn.Linear and not hooks
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
