@@ -232,7 +232,10 @@ def logit_map(model: nn.Module) -> LogitMap:
 def vocab_size(model: nn.Module) -> int | None:
     """Number of token ids that the model can embed; None if unknown."""
     weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
-    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim == 2 else None
+    if isinstance(weight, Tensor) and weight.ndim == 2:
+        return weight.shape[0]
+    size = getattr(text_config(model), "vocab_size", None) if weight is not None else None  # FSDP shards a flat weight
+    return size if isinstance(size, int) else None
 
 
 def model_device(model: nn.Module, default: torch.device) -> torch.device:
