@@ -172,8 +172,8 @@ def test_other_checkpoints_are_padded_with_one_warning(
     assert sum("share no prefixes" in str(w.message) for w in caught) == 1
     assert_gradients(got, plain_gradients(tiny_model("llama")))
 
+    scorer = LogProbScorer(model)
     with pytest.warns(UserWarning, match="share no prefixes"):
-        scorer = LogProbScorer(model)
         scorer.score(batch, grad=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*LogProbScorer")
