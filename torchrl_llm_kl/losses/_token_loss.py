@@ -16,6 +16,7 @@ from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
+from torchrl_llm_kl.losses._ranks import check_ranks
 from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.rollouts import (
     MaskingStrategy,
@@ -205,6 +206,47 @@ class TokenLoss(LossModule):
         modes: list[tuple[str, str]] = [(term.name, self._mode(term)) for term in terms]
         write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)))
         return tensordict
+
+    def check_ranks(self, *parts: TensorDictBase, process_group: Any = None, tolerance: float = 0.02) -> None:
+        """Check that all ranks train one model with the gradient of the whole batch; for the first step of a new script.
+
+        Call it on every rank, after the last ``backward()`` of a step and before the gradient is clipped. It compares
+        parameters, buffers and gradients to the last bit. With the parts of the step it also computes the gradient of the
+        whole batch (one more forward and backward), and reports how that of the script differs: ranks that add up or average
+        their gradients against what :meth:`count` assumes, a further division such as that of Accelerate's
+        ``gradient_accumulation_steps``, parts that were not counted. Changes nothing, also not the random state.
+
+        Args:
+            parts: all micro-batches of this rank in this step, as the loss received them, in any order; none to compare the
+                ranks only. Without ``torch.distributed`` they are checked alone.
+
+        Keyword Args:
+            process_group: the ranks that share the step.
+            tolerance: the largest difference of the two gradients, relative to the norm of the right one. Autocast and
+                dropout need more than rounding does.
+
+        Raises:
+            RuntimeError: if something differs; the message says what, and what to change. Also if no parameter has a
+                gradient, or ``WORLD_SIZE`` says that there are ranks but ``torch.distributed`` is not initialised.
+            ValueError: if parameters are sharded, or with aggregation ``"none"``.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_llm_kl.losses import ValueLoss
+            >>> from torchrl_llm_kl.scoring import TokenCritic
+            >>> from transformers import Qwen2Config, Qwen2Model
+            >>> loss = ValueLoss(TokenCritic(Qwen2Model(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
+            ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))))
+            >>> tokens = TensorDict(prompt=torch.tensor([[3], [4]]), full=torch.tensor([[3, 5], [4, 6]]), batch_size=[2])
+            >>> batch = loss.count(TensorDict(tokens=tokens, value_target=torch.ones(2, 2), batch_size=[2]))
+            >>> for part in batch.split(1):
+            ...     (loss(part)["loss_critic"] / 2).backward()  # counted, so the 2 is wrong
+            >>> loss.check_ranks(*batch.split(1))
+            Traceback (most recent call last):
+                ...
+            RuntimeError: the gradient is 0.5 times that of the batch ... it was also divided by 2, the number of parts. ...
+        """
+        check_ranks(self, parts, process_group, tolerance)
 
 
 def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:

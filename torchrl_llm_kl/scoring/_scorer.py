@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._model import (
     body_and_head,
@@ -22,9 +23,9 @@ from torchrl_llm_kl.scoring._model import (
     Setup,
     check_adapters,
     check_has_adapters,
+    drops_layers,
     frequency_switches,
     is_on_meta,
-    layers_vary,
     locked,
     model_device,
     position_limit,
@@ -70,7 +71,8 @@ class LogProbScorer:
         adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
             second copy of the weights.
         share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
-            cannot attend within a pack always run so, as do those with checkpointed layers if gradients are needed.
+            cannot attend within a pack always run so. Where a gradient is needed, so do models that drop layers at random or
+            checkpoint them in a way that a scorer cannot follow (reentrant, or in the model's own code), with a warning.
         dtype: autocast dtype of the body; for instance ``torch.bfloat16`` on float32 weights. The head keeps its dtype.
         memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
             are evicted first. 0 disables the cache.
@@ -122,6 +124,7 @@ class LogProbScorer:
         inner = unwrap(model) if is_wrapper(model) else None
         self.model = model if inner is None else inner
         self._route: Route | None = None
+        self._warned_apart = False
         self._wrapper: Any = None  # scores in place of the model
         name = type(self.model).__name__
         if is_wrapper(self.model):
@@ -265,8 +268,7 @@ class LogProbScorer:
         request.check_lengths(position_limit(model))
         if self._route is None:
             self._route = self._choose_route()
-        # Checkpointed layers run again in the backward, when the pack is gone.
-        packed = self.shares_prefixes and not frequency_switches(model) and not (grad and layers_vary(model))
+        packed = self.shares_prefixes and not frequency_switches(model)
         device = model_device(model, request.tokens.values.device)
         route = replace(self._route, packed=packed)
         return Setup(model, route, device, self.temperature, self.adapters, self.dtype, grad)
@@ -280,6 +282,16 @@ class LogProbScorer:
                 stacklevel=3,
             )
         return route
+
+    def _warn_apart(self, reason: str) -> None:
+        """Warn once that calls with gradient share no prefixes."""
+        if not self._warned_apart:
+            self._warned_apart = True
+            warnings.warn(
+                f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} needs a gradient: each "
+                "sequence is forwarded separately, with padding. share_prefixes=False silences this warning.",
+                stacklevel=5,
+            )
 
 
 class ScorerSlot:
@@ -323,7 +335,10 @@ def _run(
         request = request.uncut()
     tree, caches = None, []
     if all(setup.route.packed for setup in setups):
-        tree = PrefixTree.build(request.tokens, request.forward_lengths)
+        if grad and drops_layers(setups[0].model):
+            scorers[0]._warn_apart("Layers are dropped at random: set layerdrop to 0, or call eval().")
+        else:
+            tree = PrefixTree.build(request.tokens, request.forward_lengths)
         if remember and not grad and all(scorer.memory.limit for scorer in scorers):
             caches = [scorer.memory for scorer in scorers]
     budget = min(
@@ -333,6 +348,10 @@ def _run(
     while True:
         try:
             return _attempt(setups, request, tree, caches, wanted, budget, scorers[0].head_chunk)
+        except CheckpointError as error:
+            tree, caches = None, []
+            scorers[0]._warn_apart(str(error))
+            continue
         except torch.OutOfMemoryError:
             if budget <= (int(request.forward_lengths.max()) if tree is None else _SMALLEST_PACK):
                 raise  # the budget cannot shrink further
