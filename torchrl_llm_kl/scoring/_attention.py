@@ -246,7 +246,7 @@ def _plain(
     scores = scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    weights = widen(scores)[0].softmax(-1).to(value.dtype)
     if sinks is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, dropout) @ value

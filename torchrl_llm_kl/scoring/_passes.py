@@ -68,8 +68,8 @@ class PackedPass:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
         layout = PackLayout([PackPiece(0, 1, -1, [])])
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.setup.device)
-        with self.setup.active(), pack_attention(self.body, layout):
-            output = call(self.body, ids, position_ids=ids, use_cache=False)
+        with self.setup.active(), pack_attention(self.setup.model, layout):
+            output = call(body_and_head(self.setup.model)[0], ids, position_ids=ids, use_cache=False)
             return head_states(self.setup, read_output(output, "last_hidden_state")[0][:0])
 
     def _layout(self, number: int) -> PackLayout:

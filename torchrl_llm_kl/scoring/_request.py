@@ -32,10 +32,10 @@ class Request:
     forward_lengths: Tensor
 
     @classmethod
-    def build(cls, sequences: Ragged, mask: Tensor | None) -> Request:
+    def build(cls, sequences: Ragged, mask: Tensor | None, *, may_be_empty: bool = False) -> Request:
         """Check ``sequences`` and ``mask``; a mask of None scores every token but the first of each sequence."""
         values = sequences.values
-        if sequences.num_sequences == 0:
+        if sequences.num_sequences == 0 and not may_be_empty:
             raise ValueError("expected at least one sequence, got a batch of 0: an empty batch has nothing to score.")
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(
@@ -47,6 +47,11 @@ class Request:
         last_scored = torch.where(mask, tokens.positions, 0)
         forward_lengths = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
         return cls(tokens, mask, forward_lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens to forward of the longest sequence."""
+        return int(self.forward_lengths.max()) if self.forward_lengths.numel() else 0
 
     def uncut(self) -> Request:
         """This request with scored sequences forwarded whole: for models whose positions depend on the length."""

@@ -18,9 +18,9 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._model import (
-    body_and_head,
     Route,
     Setup,
+    body_and_head,
     check_adapters,
     check_has_adapters,
     drops_layers,
@@ -37,8 +37,8 @@ from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapping import agree_on_most, groups_of, inside
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_wrapper, scoring_version, unwrap
+from torchrl_llm_kl.scoring._wrapping import OutOfMemoryGuard, Ranks, inside
 
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
@@ -224,16 +224,39 @@ class LogProbScorer:
             ValueError: as :meth:`score`; or if the vocabularies or the temperatures differ, or one of the models is of
                 another backend.
         """
-        check_range(0, top_k=top_k)
-        check_choice(("reverse", "forward"), direction=direction)
+        scorers = [self] if reference is None else [self, reference]
+        ranks = Ranks([scorer.model for scorer in scorers])
+        wanted = Wanted(entropy, None if reference is None else direction, top_k)
+        with ranks.together():
+            check_range(0, top_k=top_k)
+            check_choice(("reverse", "forward"), direction=direction)
+            self._check_wanted(wanted, reference, grad)
+            request = Request.build(sequences, mask, may_be_empty=bool(ranks.groups))
+            for scorer in scorers:
+                scorer._check_request(request)
+        with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
+            if self._wrapper is None:
+                elements, columns = _run(scorers, ranks, request, wanted, grad, remember)
+            else:
+                device, budget = sequences.values.device, self.tokens_per_batch or 8192
+                elements, log_probs = score_wrapper(self._wrapper, request, device, budget, grad)
+                columns = {"log_prob": log_probs}
+            with ranks.together():
+                request.check_finite(elements, columns["log_prob"])
+        return Scores.spread(sequences, elements, **columns)
+
+    def forget(self) -> None:
+        """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
+        self.memory.clear()
+
+    def _check_wanted(self, wanted: Wanted, reference: LogProbScorer | None, grad: bool) -> None:
+        """Raise a ValueError for scores that the two cannot compute together."""
         if reference is not None and reference.temperature != self.temperature:
             raise ValueError(
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
-        wanted = Wanted(entropy, None if reference is None else direction, top_k)
-        scorers = [self] if reference is None else [self, reference]
-        for scorer in scorers:
+        for scorer in (self,) if reference is None else (self, reference):
             if wanted != Wanted() and scorer._wrapper is not None:
                 raise ValueError(
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
@@ -241,31 +264,22 @@ class LogProbScorer:
                 )
         if grad and not self.adapters:
             raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False.")
-        request = Request.build(sequences, mask)
-        with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
-            if self._wrapper is None:
-                elements, columns = _run(scorers, request, wanted, grad, remember)
-            else:
-                request.check_ids(None)
-                device, budget = sequences.values.device, self.tokens_per_batch or 8192
-                elements, log_probs = score_wrapper(self._wrapper, request, device, budget, grad)
-                columns = {"log_prob": log_probs}
-            request.check_finite(elements, columns["log_prob"])
-        return Scores.spread(sequences, elements, **columns)
 
-    def forget(self) -> None:
-        """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
-        self.memory.clear()
+    def _check_request(self, request: Request) -> None:
+        """Check a request against this model."""
+        if self._wrapper is not None:
+            return request.check_ids(None)
+        if is_on_meta(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them before "
+                "scoring."
+            )
+        request.check_ids(vocab_size(self.model))
+        request.check_lengths(position_limit(self.model))
 
     def _setup(self, request: Request, grad: bool) -> Setup:
-        """Check a request against this model; the settings of the call."""
+        """The settings of a call."""
         model = self.model
-        if is_on_meta(model):
-            raise ValueError(
-                f"{type(model).__name__} has weights on the meta device, which hold no numbers: load them before scoring."
-            )
-        request.check_ids(vocab_size(model))
-        request.check_lengths(position_limit(model))
         if self._route is None:
             self._route = self._choose_route()
         packed = self.shares_prefixes and not frequency_switches(model)
@@ -324,7 +338,7 @@ class ScorerSlot:
 
 
 def _run(
-    scorers: list[LogProbScorer], request: Request, wanted: Wanted, grad: bool, remember: bool
+    scorers: list[LogProbScorer], ranks: Ranks, request: Request, wanted: Wanted, grad: bool, remember: bool
 ) -> tuple[Tensor, Columns]:
     """Score every masked-in token under a model, and under a reference if a second scorer is given.
 
@@ -347,13 +361,13 @@ def _run(
     )
     while True:
         try:
-            return _attempt(setups, request, tree, caches, wanted, budget, scorers[0].head_chunk)
+            return _attempt(setups, ranks, request, tree, caches, wanted, budget, scorers[0].head_chunk)
         except CheckpointError as error:
             tree, caches = None, []
             scorers[0]._warn_apart(str(error))
             continue
         except torch.OutOfMemoryError:
-            if budget <= (int(request.forward_lengths.max()) if tree is None else _SMALLEST_PACK):
+            if budget <= (ranks.most(request.longest) if tree is None else _SMALLEST_PACK):
                 raise  # the budget cannot shrink further
         budget //= 2
         for scorer in scorers:
@@ -368,6 +382,7 @@ def _run(
 
 def _attempt(
     setups: list[Setup],
+    ranks: Ranks,
     request: Request,
     tree: PrefixTree | None,
     caches: list[PrefixKVCache],
@@ -393,32 +408,35 @@ def _attempt(
             PackedPass(setup, request, tree, budget, lookups[i] if lookups else None) for i, setup in enumerate(setups)
         ]
 
-    groups = groups_of(*(setup.model for setup in setups))
     models = [(setup.model, *body_and_head(setup.model)) for setup in setups if setup.route.path == "head"]
-    work = partial(_forward_all, setups, request, passes, lookups, wanted, chunk, groups)
-    return inside(models, work)
+    guard = OutOfMemoryGuard([body for _, body, _ in models], ranks)
+    found = inside(models, partial(_forward_all, setups, ranks, guard, request, passes, lookups, wanted, chunk))
+    guard.check()
+    return found
 
 
 def _forward_all(
     setups: list[Setup],
+    ranks: Ranks,
+    guard: OutOfMemoryGuard,
     request: Request,
     passes: Sequence[PackedPass | PaddedPass],
     lookups: list[CacheLookup],
     wanted: Wanted,
     chunk: int,
-    groups: list[Any],
 ) -> tuple[Tensor, Columns]:
     """Run all packs or micro-batches, and the head."""
     grad, device = setups[0].grad, setups[0].device
-    number = agree_on_most(max(1, len(passes[0].elements)), groups) if groups else len(passes[0].elements)
+    # Layers that ranks share are called, and have a backward, equally often on each rank.
+    number = ranks.most(max(1, len(passes[0].elements))) if ranks.groups else len(passes[0].elements)
     elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
     parts: list[Columns] = []
     held: list[tuple[Tensor, list[States]]] = []
     for index in range(number):
         missing = index >= len(passes[0].elements)
         some = elements[0] if missing else passes[0].elements[index]
-        states = [each.run_dummy() if missing else each.run(index) for each in passes]
-        if some.numel() == 0 and not (groups and grad):  # layers that ranks share need a backward for each forward
+        states = [guard.run(each.run_dummy, None if missing else partial(each.run, index)) for each in passes]
+        if some.numel() == 0 and not (ranks.groups and grad):
             continue
         elements.append(some)
         targets = send(request.tokens.values[some], device)

@@ -146,9 +146,9 @@ def read(
 
 
 def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
-    """``log softmax(logits)`` at ``targets``, computed in float32 or wider; ``[n, V], [n] -> [n]`` float32."""
+    """``log softmax(logits)`` at ``targets``, in float32 or wider; ``[n, V], [n] -> [n]``."""
     (logits,) = widen(logits)
-    return (logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)).float()
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
 def _read_linear(states: States, head: nn.Linear, targets: Tensor, wanted: Wanted, ref: States | None) -> Columns:
@@ -173,7 +173,7 @@ def _read_linear(states: States, head: nn.Linear, targets: Tensor, wanted: Wante
             **own,
         )._asdict()
         found["ref_log_prob"] = found["ref_log_prob"].detach()
-    columns = {name: values.float() for name, values in found.items() if values is not None}
+    columns = {name: values for name, values in found.items() if values is not None}
     if wanted.top_k:
         columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own))
     return columns
@@ -187,7 +187,7 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
     if wanted.entropy:
         # 0 log 0 is 0: replace -inf before it meets its probability.
         finite = log_probs.masked_fill(log_probs.isneginf(), 0.0)
-        columns["entropy"] = -(log_probs.exp() * finite).sum(-1).float()
+        columns["entropy"] = -(log_probs.exp() * finite).sum(-1)
     if ref is not None:
         with torch.no_grad():
             ref_logits = ref.tempered(rows).to(logits.device)
@@ -197,7 +197,7 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
                 f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
             )
         columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
-        columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse").float()
+        columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse")
     if wanted.top_k:
         if wanted.top_k > logits.shape[-1]:
             raise ValueError(
@@ -210,4 +210,4 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
 
 
 def _top_columns(indices: Tensor, log_probs: Tensor, tail: Tensor) -> Columns:
-    return {"top_indices": indices, "top_log_probs": log_probs.float(), "tail_log_prob": tail.float()}
+    return {"top_indices": indices, "top_log_probs": log_probs, "tail_log_prob": tail}

@@ -7,7 +7,8 @@ the head, runs inside one call of the model, and the calls of its layers are as 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,20 +32,71 @@ def unwrapped(model: Any) -> Any:
         model = inner
 
 
+def _wrappers() -> tuple[type, ...]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel, FullyShardedDataParallel
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return is_fsdp2(module) or isinstance(module, _wrappers())
+
+
+# ---------------------------------------------------------------------- what ranks agree on
+
+
+class RankError(RuntimeError):
+    """Another rank refused its share of the data; its own message says why."""
+
+
 _GROUPS: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
-def groups_of(*models: nn.Module) -> list[Any]:
-    """The process groups that take part in a forward or backward of ``models``; none for models of one process."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    for model in models:
-        if model not in _GROUPS:
-            _GROUPS[model] = _find_groups(model)
-    return list({id(group): group for model in models for group in _GROUPS[model]}.values())
+class Ranks:
+    """The ranks that take part in a forward or backward of some models; this process alone for models of one process."""
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        groups: dict[int, Any] = {}
+        if dist.is_available() and dist.is_initialized():
+            for model in models:
+                if isinstance(model, nn.Module):
+                    if model not in _GROUPS:
+                        _GROUPS[model] = _groups_of(model)
+                    groups |= {id(group): group for group in _GROUPS[model]}
+        self.groups = list(groups.values())
+
+    def most(self, number: int) -> int:
+        """The largest ``number`` of all ranks."""
+        for group in self.groups:
+            on_gpu = dist.get_backend(group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            most = torch.tensor(number, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            number = int(most)
+        return number
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context for work without collectives: an error on one rank is an error on all, instead of a hang of the others."""
+        try:
+            yield
+        except Exception:
+            self.most(1)
+            raise
+        if self.most(0):
+            raise RankError(
+                "another rank refused its share of the data: see that rank's error. Nothing was computed on this one."
+            )
 
 
-def _find_groups(model: nn.Module) -> list[Any]:
+def _groups_of(model: nn.Module) -> list[Any]:
     from torch.distributed.tensor import DTensor
 
     found: dict[int, Any] = {}
@@ -59,28 +111,54 @@ def _find_groups(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def agree_on_most(number: int, groups: Sequence[Any]) -> int:
-    """The largest ``number`` of all ranks of the groups."""
-    for group in groups:
-        kind = dist.get_backend(group)
-        device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
-        most = torch.tensor(number, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        number = int(most)
-    return number
+class OutOfMemoryGuard:
+    """Keeps a rank in step with the others after an out-of-memory error in its forwards; without ranks it does nothing.
 
+    From the error on, layers that ranks share are called, and gather weights, but compute nothing.
+    """
 
-def _wrappers() -> tuple[type, ...]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
+    def __init__(self, bodies: Sequence[nn.Module], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._layers = (
+            [m for body in bodies for m in body.modules() if m is not body and _has_hooks(m)] if ranks.groups else []
+        )
+        self._calls = 0  # of layers
+        self._error: torch.OutOfMemoryError | None = None
 
-    return DistributedDataParallel, FullyShardedDataParallel
+    def run(self, dummy: Callable[[], Result], work: Callable[[], Result] | None) -> Result:
+        """``work()``, or ``dummy()`` for None and after an error; both call each layer once."""
+        if work is None or self._error is not None:
+            return self._guarded(dummy)
+        calls = self._calls
+        try:
+            return self._guarded(work)
+        except torch.OutOfMemoryError as error:
+            if not self._ranks.groups or 0 < self._calls - calls < len(self._layers):
+                raise
+            self._error = error
+        return dummy() if self._calls == calls else self.run(dummy, None)
 
+    def check(self) -> None:
+        """After the last forward: an error on one rank is an error on all."""
+        if self._ranks.most(int(self._error is not None)):
+            raise self._error or torch.OutOfMemoryError("another rank is out of memory.")
 
-def is_fsdp2(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        with ExitStack() as stack:
+            for layer in self._layers:
+                inner = unwrapped(layer)
+                stack.callback(_put_forward, inner, inner.__dict__.get("forward"))
+                inner.__dict__["forward"] = partial(self._call, inner.forward)
+            return work()
 
-    return isinstance(module, FSDPModule)
+    def _call(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._calls += 1
+        if self._error is None:
+            try:
+                return forward(*args, **options)
+            except torch.OutOfMemoryError as error:
+                self._error = error
+        return next(x for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
 
 
 # ---------------------------------------------------------------------- one call
@@ -104,7 +182,7 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
     for part in ["", *path.split(".")][:-1]:
         module = module if not part else getattr(module, part)
         chain.append(module)
-    return [module for module in (*chain, head) if is_fsdp2(module) or isinstance(module, _wrappers())]
+    return [module for module in (*chain, head) if _has_hooks(module)]
 
 
 def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
@@ -115,7 +193,12 @@ def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
     try:
         return module()
     finally:
-        if before is None:
-            del replaced.__dict__["forward"]
-        else:
-            replaced.__dict__["forward"] = before
+        _put_forward(replaced, before)
+
+
+def _put_forward(module: nn.Module, forward: Any) -> None:
+    """Set or, with None, remove an instance's own forward."""
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward

@@ -1,0 +1,99 @@
+"""A pool of processes, one for each rank: started once for all tests, since an import of torch takes seconds."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+#: Longest time of one case. A rank that hangs takes its pool with it.
+LIMIT = 150.0
+
+
+class RankPool:
+    """Runs functions ``module:function`` on several ranks at once, each as ``function(**arguments)``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._cases = 0
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: str, *, ranks: int = 2, limit: float = LIMIT, **arguments: Any) -> list[Any]:
+        """The result of each rank. Raises the first error of a rank; a TimeoutError after ``limit`` seconds."""
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.close()
+        if not self._workers:
+            self._start()
+        self._cases += 1
+        store = str(Path(self._folder.name) / f"case{self._cases}")
+        for rank in range(ranks):
+            self._workers[rank][1].send((function, arguments, rank, ranks, store))
+        results, failures, deadline = [], [], time.monotonic() + limit
+        waiting = set(range(ranks))
+        while waiting and not failures and time.monotonic() < deadline:
+            for rank in sorted(waiting):
+                process, connection = self._workers[rank]
+                if connection.poll(0.02) or not process.is_alive():
+                    waiting.discard(rank)
+                    try:
+                        ok, value = connection.recv()
+                    except EOFError:
+                        ok, value = False, f"the process ended with exit code {process.exitcode}."
+                    (results if ok else failures).append((rank, value))
+        if waiting or failures:
+            self.close()  # other ranks wait for this one
+            if not failures:
+                raise TimeoutError(f"{function}: ranks {sorted(waiting)} hang after {limit:g} s.")
+            raise AssertionError(f"{function}, rank {failures[0][0]}:\n{failures[0][1]}")
+        return [value for _, value in sorted(results, key=lambda result: result[0])]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self._workers.append((process, here))
+        for _, connection in self._workers:
+            connection.recv()  # the imports are done
+
+    def close(self) -> None:
+        """End all processes; the next case starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(connection: Connection) -> None:
+    """Run cases until the pool closes."""
+    import torch
+    import torch.distributed as dist
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    connection.send("ready")
+    while True:
+        try:
+            function, arguments, rank, ranks, store = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+        try:
+            module, _, name = function.partition(":")
+            answer = True, getattr(importlib.import_module(module), name)(**arguments)
+            dist.barrier()
+        except BaseException:
+            answer = False, traceback.format_exc()
+        connection.send(answer)
+        if answer[0]:
+            dist.destroy_process_group()
