@@ -131,7 +131,7 @@ def plot_curves(
         ylim=(0, 1),
         title=f"{algorithm} on Countdown" + ("" if kl_target is None else " with an adaptive KL penalty"),
     )
-    reward.legend(loc="lower right")
+    reward.legend(loc="best")
     draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")
     if kl_target is not None:
         kl.axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=f"target: {kl_target:g} nats")
