@@ -35,6 +35,7 @@ from torchrl_llm_kl.rollouts import (
     MaskingStrategy,
     ResponseTokens,
     find_key,
+    find_log_probs,
     per_sequence,
     per_token,
     require_key,
@@ -45,7 +46,7 @@ from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
 _FROM_ACTOR = ("entropy", "kl")
 _FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
-_FOR_METRICS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
+_LOG_PROBS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
@@ -91,7 +92,8 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``.
+    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``; log-probs also under ``"response"`` where there
+    is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
         ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics over the
@@ -300,16 +302,16 @@ class PolicyLoss(TokenLoss):
         """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them."""
         td, tokens, mask, responses = self._read_tokens(tensordict)
         needs, who = self._data_needs, name_of(self.objective.function)
-        taken = {name for part in self._parts for name in part.inputs} | set(_FOR_METRICS)
+        taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for name in _FROM_DATA:
             key, found = getattr(self.tensor_keys, name), None
-            if name in needs:
+            if name in needs or name in taken:
+                found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
+            if found is None and name in needs:
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 found = require_key(td, key, f"{who} needs {name}", advice)
-            elif name in taken:
-                found = find_key(td, key)
             if found is None:
                 continue
             if name in PER_ROW:
@@ -384,7 +386,7 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
     """
     mask = inputs["mask"]
-    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_FOR_METRICS) if name in inputs}
+    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_LOG_PROBS) if name in inputs}
     log_prob, old = clean["log_prob"], clean.get("old_log_prob")
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
     if old is not None:

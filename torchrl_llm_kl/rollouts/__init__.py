@@ -6,6 +6,7 @@ from torchrl_llm_kl.rollouts._entries import (
     MissingEntryError as MissingEntryError,
     describe_entries as describe_entries,
     find_key,
+    find_log_probs as find_log_probs,
     outcomes as outcomes,
     per_sequence,
     per_token,

@@ -42,13 +42,34 @@ def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
         >>> find_key(td, ("next", "reward")), find_key(td, "advantage")
         ('reward', None)
     """
-    path = unravel_key(key)
-    path = (path,) if isinstance(path, str) else path
+    path = _path(key)
     other = path[1:] if path[0] == "next" else ("next", *path)
     for candidate in filter(None, (path, other)):
         if read_column(td, candidate) is not None:
             return candidate if len(candidate) > 1 else candidate[0]
     return None
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    path = unravel_key(key)
+    return (path,) if isinstance(path, str) else path
+
+
+def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
+    """:func:`find_key`; where ``(..., "full")`` is missing, the ``"response"`` beside it.
+
+    That is all that a TorchRL wrapper stores if its engine returns log-probs of generated tokens alone.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict(log_probs=TensorDict(response=torch.zeros(2, 3), batch_size=[2]), batch_size=[2])
+        >>> find_log_probs(td, ("next", "log_probs", "full"))
+        ('log_probs', 'response')
+    """
+    found, path = find_key(td, key), _path(key)
+    if found is not None or len(path) < 2 or path[-1] != "full":
+        return found
+    return find_key(td, (*path[:-1], "response"))
 
 
 def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> NestedKey:

@@ -303,8 +303,8 @@ class TokenReader:
         torchrl's wrappers store exactly 0 for the first generated token, at the root. The first token of a row is dropped if
         its log-prob is exactly 0 and others are not; a token that really had probability 1 has no gradient anyway.
         """
-        if isinstance(key, tuple) and key[0] == "next":  # written by a transform, which scores every token
-            return mask
+        if isinstance(key, tuple) and key[0] == "next" and key[-1] != "response":
+            return mask  # written by a transform, which scores every token
         before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
         first = mask & (~before | (tokens.positions == 0))
         scored = tokens.like((mask & (old != 0)).long()).sum() > 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_llm_kl._numerics import check_finite
-from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
+from torchrl_llm_kl.ragged import Ragged, read_ragged
 from torchrl_llm_kl.rollouts import (
     Located,
     MissingEntryError,
@@ -20,8 +20,8 @@ from torchrl_llm_kl.rollouts import (
     Scope,
     TokenisingOptions,
     describe_entries,
+    find_log_probs,
     read_result,
-    sub_key,
 )
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScorerSlot
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory
@@ -200,8 +200,8 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
             else:
                 values = check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
         else:
-            key = sub_key(key[:-1], "response") if isinstance(key, tuple) and len(key) > 1 else None
-            if key is None or not has_entry(td, key):
+            key = find_log_probs(td, key)
+            if key is None:
                 raise MissingEntryError(
                     f"the policy's log-probs are missing: expected {self.log_prob_full_key!r}, found: "
                     f"{describe_entries(td, next_td)}. Collect with return_log_probs=True, put RetrieveLogProb before, or "
