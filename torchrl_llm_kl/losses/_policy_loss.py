@@ -92,8 +92,8 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``; log-probs also under ``"response"`` where there
-    is no ``"full"``, as TorchRL's wrappers store them.
+    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``, and log-probs also under
+    ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
         ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics over the
