@@ -40,7 +40,7 @@ from torchrl_llm_kl.rollouts import (
     per_token,
     require_key,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot
+from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, check_distributions
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
@@ -81,7 +81,8 @@ class PolicyLoss(TokenLoss):
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not trained.
-        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
+        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the reference has its own
+            ``max_tokens`` instead of ``tokens_per_batch``.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
             vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
@@ -193,11 +194,17 @@ class PolicyLoss(TokenLoss):
             if changed or functional:
                 raise ValueError(f"actor is a scorer with its own settings: set {changed or 'functional'} there.")
             actor, temperature = self._given_scorer.model, self._given_scorer.temperature
+        if not isinstance(actor, nn.Module):
+            raise TypeError(
+                f"actor must be a torch module or a LogProbScorer, got {type(actor).__name__}: train the model in this process."
+            )
         if functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
         self.__dict__["_reference"] = reference  # no submodule: its parameters are not trained
+        if not isinstance(reference, nn.Module):  # cheap to check now
+            self._reference_scorer  # noqa: B018
         if isinstance(reference, LogProbScorer) and reference.temperature != temperature:
             raise ValueError(
                 f"the policy is scored at temperature {temperature:g} and the reference at {reference.temperature:g}: a KL "
@@ -224,7 +231,11 @@ class PolicyLoss(TokenLoss):
         reference = self.reference
         if reference is None or isinstance(reference, LogProbScorer):
             return reference
-        return self._reference_slot.get(reference, **self._settings)
+        remote = getattr(reference, "log_probs_only", False) is True  # it plans its own batches
+        settings = {
+            name: value for name, value in self._settings.items() if not (remote and name == "tokens_per_batch")
+        }
+        return self._reference_slot.get(reference, **settings)
 
     @property
     def _parts(self) -> list[Part]:
@@ -236,8 +247,11 @@ class PolicyLoss(TokenLoss):
         return {name for part in self._parts for name in part.needs}
 
     def _check_reference(self) -> None:
-        if self.reference is None and "kl" in self._needs:
+        if "kl" not in self._needs:
+            return
+        if self.reference is None:
             raise ValueError("an exact KL is computed from both models: pass the reference model as reference=.")
+        check_distributions(self.actor_network, getattr(self.reference, "model", None), self.reference)
 
     def set_keys(self, **kwargs: Any) -> None:
         """Change where entries are read. The names are listed under *Keys* above."""

@@ -10,6 +10,10 @@ from torchrl_llm_kl.scoring._request import (
 )
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
-from torchrl_llm_kl.scoring._wrapper import is_wrapper as is_wrapper, unwrap as unwrap
+from torchrl_llm_kl.scoring._wrapper import (
+    check_distributions as check_distributions,
+    is_wrapper as is_wrapper,
+    unwrap as unwrap,
+)
 
 __all__ = ["DEFAULT_MEMORY", "LogProbScorer", "Scores", "TokenCritic", "plan_micro_batches"]

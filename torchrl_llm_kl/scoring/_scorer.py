@@ -34,7 +34,7 @@ from torchrl_llm_kl.scoring._probe import choose_route
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_wrapper, scoring_version, unwrap
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
 
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
@@ -250,7 +250,7 @@ class LogProbScorer:
         wanted = Wanted(entropy, None if reference is None else direction, top_k)
         scorers = [self] if reference is None else [self, reference]
         for scorer in scorers:
-            if wanted != Wanted() and scorer._wrapper is not None:
+            if wanted != Wanted() and log_probs_only(scorer.model):
                 raise ValueError(
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
                     "transformers model itself."

@@ -29,6 +29,21 @@ def unwrap(wrapper: Any) -> nn.Module | None:
     return inner if of_transformers or hasattr(inner, "get_output_embeddings") else None
 
 
+def log_probs_only(model: Any) -> bool:
+    """Whether a model returns log-probs but no distributions: it is of another backend, or in another process."""
+    return unwrap(model) is None if is_wrapper(model) else getattr(model, "log_probs_only", False) is True
+
+
+def check_distributions(*models: Any, what: str = "an exact KL") -> None:
+    """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
+    for model in filter(log_probs_only, models):
+        place = "of another backend" if is_wrapper(model) else "behind a service"
+        raise ValueError(
+            f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: pass the "
+            "transformers model in this process, or use an estimator of log-probs: 'k2' in a loss (kl_loss=), 'k1' in a reward."
+        )
+
+
 def scoring_version(wrapper: Any) -> Any:
     """A version of ``wrapper`` that returns log-probs of token ids; ``wrapper`` itself is not changed.
 

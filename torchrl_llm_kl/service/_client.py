@@ -34,6 +34,8 @@ class RemoteModel:
         timeout: seconds per call, retries included.
     """
 
+    log_probs_only = True  # no distributions: see check_distributions
+
     def __init__(self, spec: ServiceSpec, *, timeout: float = 120.0) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")

@@ -12,7 +12,7 @@ from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, check_distributions
 from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
@@ -122,6 +122,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     ) -> None:
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
+        if estimator == "exact":
+            check_distributions(gen_model, ref_model)
         _check_models(gen_model, ref_model)
         if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
             for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
@@ -175,6 +177,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTINGS:
             super().__setattr__(name, value)
+        if name == "estimator" and value == "exact":
+            check_distributions(*(getattr(self[part], "model", None) for part in (_POLICY, _REFERENCE)))
         for part, attribute in _SETTINGS.get(name, ()):
             stays_off = name == "adapters" and part == _REFERENCE and self._reference_is_base
             if not stays_off:

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, locate, sub_key
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, evaluating
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, check_distributions, evaluating
 from torchrl_llm_kl.transforms._base import (
     Checks,
     NoCollectorError,
@@ -33,6 +33,11 @@ def check_scored_model(model: Any, name: str = "model", transform: str = "Retrie
     if getattr(model, "generate", False) is True:
         raise ValueError(f"The {name} must have `generate=False` to use the `{transform}` transform.")
     return model
+
+
+def _check_reference(reference: Any) -> Any:
+    check_distributions(reference)
+    return reference
 
 
 def full_key_problem(name: str, key: NestedKey) -> str | None:
@@ -150,7 +155,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
 
-    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model}
+    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model, "reference": _check_reference}
     fixed = ScoringTransform.fixed | {"history_key"}
 
     def __init__(
@@ -182,6 +187,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:
             raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=.")
+        if reference is not None:
+            check_distributions(model, reference)
         if not isinstance(model, str):
             check_scored_model(model)
             self.model = model if device is None else model.to(device)
@@ -261,10 +268,13 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     def check_models(self) -> None:
         """Build the scorers of the models known so far, so that a model that cannot be scored raises an error here."""
-        if hasattr(self, "model"):
-            self._slot.get(self.model, adapters=self.adapters, **self._settings)
+        model = getattr(self, "model", None)
         if self.reference is not None:
             self._ref_slot.get(self.reference, **self._settings)
+        if model is not None:
+            scorer = self._slot.get(model, adapters=self.adapters, **self._settings)
+            if self.entropy_key is not None and scorer.path == "wrapper":
+                check_distributions(model, what="the entropy")
 
     @property
     def reference_scorer(self) -> LogProbScorer | None:
