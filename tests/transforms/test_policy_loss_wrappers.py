@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -133,3 +134,57 @@ def test_the_kl_in_the_reward_reads_either_side_of_next(policy_model: nn.Module,
     for root, below in zip(found[0].unbind(0), found[1].unbind(0), strict=True):
         assert_close(root["kl_penalty"], below["next", "kl_penalty"])
         assert root["kl_penalty"].abs().max() > 0.1
+
+
+# ------------------------------------------------------------------ prompts without scores
+
+
+def without_prompt_scores(model: nn.Module, layout: str) -> TensorDictBase:
+    """As SGLang's wrapper stores it: 0 for the whole prompt, whose last token but one the assistant wrote."""
+    data = stored(model, layout, "root", shift=0.0)
+    masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    rows = [plain_log_probs(model, torch.cat(pair)) for pair in zip(PROMPTS, RESPONSES, strict=True)]
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        row[: len(prompt)] = 0
+    if layout == "padded":
+        real = data["masks", "all_attention_mask"]
+        data["masks", "all_assistant_mask"] = torch.zeros_like(real).masked_scatter(real, torch.cat(masks))
+        data["log_probs", "full"] = torch.zeros(2, 6).masked_scatter(real, torch.cat(rows))
+        return data
+    for step, mask, row in zip(data.unbind(0), masks, rows, strict=True):
+        step["masks", "all_assistant_mask"], step["log_probs", "full"] = mask, row
+    return data
+
+
+@pytest.mark.parametrize(("strategy", "left_out"), [("rlhf", 2), ("generic", 2), ("sft", 0)])
+@pytest.mark.parametrize("layout", ["padded", "list"])
+def test_prompts_without_scores_are_left_out(
+    policy_model: nn.Module, layout: str, strategy: Any, left_out: int
+) -> None:
+    """Of the first prompt's tokens 1 and 2; the second prompt is a single token. A ratio of exp(log_prob) is below 1."""
+    data, loss = without_prompt_scores(policy_model, layout), PolicyLoss(policy_model, masking_strategy=strategy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = loss(data)
+    found = [str(w.message) for w in caught if "returned no scores of prompts" in str(w.message)]
+    assert [f"the first {left_out} tokens of prompts" in text for text in found] == [True] * bool(left_out)
+    assert out["num_tokens"] == 5
+    assert_close((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"scope": "full"}, {"assistant_only": False}, {}])
+@pytest.mark.parametrize("layout", ["padded", "list"])
+def test_the_kl_of_prompts_without_scores_is_0(
+    policy_model: nn.Module, ref_model: nn.Module, layout: str, settings: dict[str, Any]
+) -> None:
+    data, transform = without_prompt_scores(policy_model, layout), KLRewardTransform(ref_model, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = transform(data)
+    assert any("the first 2 tokens of prompts" in str(w.message) for w in caught) == bool(settings)
+    for step, prompt, response in zip(out.unbind(0), PROMPTS, RESPONSES, strict=True):
+        ids, kl = torch.cat([prompt, response]), step["kl_penalty"].squeeze(-1)
+        want = plain_log_probs(policy_model, ids) - plain_log_probs(ref_model, ids)
+        want[: len(prompt)] = 0
+        real = step["masks", "all_attention_mask"] if layout == "padded" else torch.ones(len(ids), dtype=torch.bool)
+        assert_close(kl[real], want, rtol=0, atol=1e-5)

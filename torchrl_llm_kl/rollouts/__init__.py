@@ -7,6 +7,7 @@ from torchrl_llm_kl.rollouts._entries import (
     describe_entries as describe_entries,
     find_key,
     find_log_probs as find_log_probs,
+    leading_zeros as leading_zeros,
     outcomes as outcomes,
     per_sequence,
     per_token,
@@ -37,6 +38,7 @@ from torchrl_llm_kl.rollouts._tokens import (
     assistant_mask as assistant_mask,
     first_difference as first_difference,
     locate,
+    response_mask as response_mask,
 )
 
 __all__ = [

@@ -167,7 +167,7 @@ class Request:
             if vocab_size is not None:
                 allowed = f"ids must lie in [0, {vocab_size - 1}] (vocabulary of {vocab_size})"
             raise ValueError(
-                f"token id {int(values[element])} at {self._locate(element)} is outside the vocabulary: {allowed}. Score "
+                f"token id {int(values[element])} at {self.locate(element)} is outside the vocabulary: {allowed}. Score "
                 "with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
             )
 
@@ -188,7 +188,7 @@ class Request:
 
         def place(index: int) -> str:
             element = int(elements[index])
-            return f"{self._locate(element)} (token {int(self.tokens.values[element])})"
+            return f"{self.locate(element)} (token {int(self.tokens.values[element])})"
 
         check_finite(
             {"the model's log-prob": log_probs},
@@ -196,7 +196,8 @@ class Request:
             advice="Mask the token, or look for NaN weights or a token that the model forbids (logit -inf).",
         )
 
-    def _locate(self, element: int) -> str:
+    def locate(self, element: int) -> str:
+        """Sequence and position of a flat element, for errors."""
         return f"sequence {int(self.tokens.sequence_ids[element])}, position {int(self.tokens.positions[element])}"
 
 

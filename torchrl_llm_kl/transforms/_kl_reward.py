@@ -21,7 +21,9 @@ from torchrl_llm_kl.rollouts import (
     TokenisingOptions,
     describe_entries,
     find_log_probs,
+    leading_zeros,
     read_result,
+    response_mask,
 )
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScorerSlot
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory
@@ -194,11 +196,22 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         key = self.log_prob_full_key
         gen = read_result(td, next_td, key)
         if gen is not None:
-            tokens, known = located.tokens, torch.ones_like(located.mask)
+            tokens = located.tokens
             if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
                 values = Ragged.from_slots(gen.slots(), tokens.container, tokens.keep).values
             else:
                 values = check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
+            known = torch.ones_like(located.mask)
+            if not self.assistant_only or self.scope == "full":
+                known = ~leading_zeros(values, tokens)
+                if (response := response_mask(td, tokens, self._interface())) is not None:
+                    known = known | response
+            if skipped := int((located.mask & ~known).sum()):
+                warnings.warn(
+                    f"{key!r} holds exactly 0 for the first {skipped} tokens of prompts: the policy's engine returned no "
+                    "scores of prompts. Those tokens are left out of the KL; RetrieveKL scores every token.",
+                    stacklevel=2,
+                )
         else:
             key = find_log_probs(td, key)
             if key is None:
