@@ -23,7 +23,7 @@ from torchrl_llm_kl.rollouts._keys import (
     ModelInterface,
     sub_key as sub_key,
 )
-from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions
+from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, in_layout as in_layout
 from torchrl_llm_kl.rollouts._response import ResponseTokens
 from torchrl_llm_kl.rollouts._rewards import (
     RewardPlacement,

@@ -286,6 +286,8 @@ def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
     tokens = None if counts == [1] * rows else _padded_tokens(td)
     if tokens is None:
         return sequence_sums(value, rows, what)
+    if tokens.keep is not None and counts == tokens.lengths.tolist():  # rows without the padding of the tokens
+        return _sums(flat, counts)
     expected = tokens.container.row_sizes
     if counts != expected:
         row = next(i for i, (a, b) in enumerate(zip(counts, expected, strict=True)) if a != b)

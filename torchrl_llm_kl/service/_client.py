@@ -90,7 +90,7 @@ class RemoteModel:
     @property
     def pad_output(self) -> bool:
         """That of the TorchRL wrapper; an AttributeError if the model is not one."""
-        return self._model_interface("pad_output").pad_output
+        return bool(self._model_interface("pad_output").pad_output)
 
     def _model_interface(self, of_wrapper: str = "") -> ModelInterface:
         if self._interface is None:

@@ -55,7 +55,12 @@ class StepMixin(ABC):
 
     def _ordered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[tuple[NestedKey, Ragged]]:
         # Nested keys last, since they always fit: an entry that does not fit raises before anything is written.
-        return sorted(self.outputs(td, next_td).items(), key=lambda output: isinstance(output[0], tuple))
+        outputs = [(key, self.arrange(data)) for key, data in self.outputs(td, next_td).items()]
+        return sorted(outputs, key=lambda output: isinstance(output[0], tuple))
+
+    def arrange(self, data: Ragged) -> Ragged:
+        """An output in the layout in which it is written."""
+        return data
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         for key, data in self._ordered(tensordict, next_tensordict):
@@ -194,6 +199,18 @@ def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *,
     if model is not None and not (isinstance(model, str) and model == default):
         raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     return factory()
+
+
+def to_device(model: Any, device: torch.device | str | None) -> Any:
+    """Move a model; one that is not in this process raises a TypeError."""
+    if device is None:
+        return model
+    if not hasattr(model, "to"):
+        raise TypeError(
+            f"device={str(device)!r} moves the model, and {type(model).__name__} is not in this process: leave it out, and "
+            "place the model where it is created (ScoringService(factory=...))."
+        )
+    return model.to(device)
 
 
 class RayVariant:

@@ -226,6 +226,11 @@ def _read(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, attention
 def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
     """The assistant's tokens; ``[N]``, or None if the data is no rollout of these tokens."""
     tokens = read_ragged(td, TOKENS_FULL)
-    if tokens is None or not same_rows(tokens.container, kl.container):
+    if tokens is None:
         return None
-    return assistant_mask(td, Ragged.from_slots(tokens.slots(), kl.container, kl.keep), _DEFAULTS)
+    if same_rows(tokens.container, kl.container):
+        return assistant_mask(td, Ragged.from_slots(tokens.slots(), kl.container, kl.keep), _DEFAULTS)
+    tokens = read_ragged(td, TOKENS_FULL, ATTENTION_MASK)  # the KL may lack their padding
+    assert tokens is not None
+    same = tokens.num_sequences == kl.num_sequences and torch.equal(tokens.lengths, kl.lengths)
+    return assistant_mask(td, tokens, _DEFAULTS) if same else None

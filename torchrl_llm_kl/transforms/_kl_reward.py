@@ -26,7 +26,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
 )
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScorerSlot
-from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory
+from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory, to_device
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
     Estimator,
@@ -81,7 +81,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     All except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
 
     Shapes:
-        KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout of the tokens.
+        KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout that :class:`RetrieveLogProb` of the reference has.
 
     Raises:
         ValueError: see :class:`RetrieveLogProb` and :class:`KLComputation`.
@@ -132,7 +132,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         estimator = _check_estimator(estimator)
         _check_reference(ref_model)
         super().__init__()
-        self.ref_model = ref_model if device is None else ref_model.to(device)
+        self.ref_model = to_device(ref_model, device)
         self.in_keys = read
         self.reward_key, self.log_prob_full_key, self.add_to_reward = self.in_keys[0], log_prob_key, add_to_reward
         self.coef: Any = coef
@@ -165,7 +165,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     @property
     def pad_output(self) -> bool:
         """Whether the reference pads its output."""
-        return self._interface().pad_output
+        return bool(self._interface().pad_output)
 
     @property
     def tokenizer(self) -> Any:

@@ -70,7 +70,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
     Shapes:
-        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout of the tokens.
+        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout that
+        :class:`RetrieveLogProb` of the policy has.
 
     Raises:
         ValueError: at construction, for models that generate, differ in ``pad_output``, or write to one key; on data, see
@@ -132,7 +133,6 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         shared: dict[str, Any] = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
-            "device": device,
             "tokenizer": tokenizer,
             "padding_side": padding_side,
             "history_key": history_key,
@@ -149,12 +149,14 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 entropy_key=entropy_key,
                 detach=detach,
                 adapters=adapters,
+                device=None if isinstance(gen_model, str) else device,
                 **shared,
             ),
             RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
                 adapters=adapters and not base,
+                device=None if base and isinstance(gen_model, str) else device,
                 **shared,
             ),
             KLComputation(
@@ -199,6 +201,10 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         return found
 
     # ------------------------------------------------------------------ computation
+
+    def arrange(self, data: Ragged) -> Ragged:
+        """An output in the layout that the policy's ``pad_output`` requests."""
+        return self[_POLICY].arrange(data)
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
