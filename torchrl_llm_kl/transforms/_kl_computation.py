@@ -35,6 +35,8 @@ _EXACT_KL_ADVICE = (
 class KLComputation(KLPenalty):
     r"""Per-token KL between two log-prob entries, and optionally ``reward - coeff * KL``.
 
+    Append it after all transforms that write the reward: the penalised reward has one number per token.
+
     Args:
         gen_log_probs_full_key: log-probs of the policy, which sampled the tokens. Default ``("log_probs", "full")``.
         ref_log_probs_full_key: log-probs of the reference. Default ``("ref_log_probs", "full")``.

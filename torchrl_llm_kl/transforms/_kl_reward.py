@@ -61,7 +61,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
     Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
-    log-probs in the data.
+    log-probs in the data. Append it after all transforms that write the reward.
 
     Args:
         ref_model: the reference, a wrapper with ``input_mode="tokens"`` and ``generate=False`` or a transformers model.
@@ -161,6 +161,11 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Declare the penalised reward where it replaces the reward."""
         return super().transform_reward_spec(reward_spec) if self.out_keys[0] == self.reward_key else reward_spec
+
+    @property
+    def penalised_key(self) -> NestedKey:
+        """The first of the ``out_keys``."""
+        return self.out_keys[0]
 
     @property
     def pad_output(self) -> bool:

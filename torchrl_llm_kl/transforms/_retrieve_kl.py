@@ -47,7 +47,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
     Composes two :class:`RetrieveLogProb` and a :class:`KLComputation`; locates the tokens once for both models, and checks
-    that both see the same tokens.
+    that both see the same tokens. Append it after all transforms that write the reward: from here on the reward has one number
+    per token.
 
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
@@ -205,6 +206,10 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     def arrange(self, data: Ragged) -> Ragged:
         """An output in the layout that the policy's ``pad_output`` requests."""
         return self[_POLICY].arrange(data)
+
+    def check_order(self) -> None:
+        """Warn about a later transform that writes the reward; see :meth:`KLPenalty.check_order`."""
+        self[_KL].check_order()
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
