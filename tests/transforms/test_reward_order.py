@@ -105,7 +105,7 @@ def test_every_reward_transform(
         env = make_env(tokenizer, RetrieveLogProb(policy_model), kl, later)
     else:
         env = TransformedEnv(make_env(tokenizer, kl), later, auto_unwrap=True)
-            (kl,) = [t for t in env.transform if isinstance(t, RetrieveKL)]  # the env's own copy
+        (kl,) = [t for t in env.transform if isinstance(t, RetrieveKL)]  # the env's own copy
     found = order_warnings(kl.check_order)
     assert [name in text for text in found] == [True] * warns
     assert order_warnings(kl.check_order) == []
