@@ -19,7 +19,6 @@ from torchrl.envs import (
     RewardSum,
     SignTransform,
     Transform,
-    TransformedEnv,
 )
 
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
@@ -88,7 +87,7 @@ TRANSFORMS: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["env", "composition", "env around", "part"])
+@pytest.mark.parametrize("how", ["env", "composition", "appended", "part"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_reward_transform(
     name: str, how: str, policy_model: nn.Module, ref_model: nn.Module, tokenizer: Any
@@ -104,8 +103,7 @@ def test_every_reward_transform(
         kl = KLComputation()
         env = make_env(tokenizer, RetrieveLogProb(policy_model), kl, later)
     else:
-        env = TransformedEnv(make_env(tokenizer, kl), later, auto_unwrap=True)
-        (kl,) = [t for t in env.transform if isinstance(t, RetrieveKL)]  # the env's own copy
+        env = make_env(tokenizer, kl).append_transform(later)
     found = order_warnings(kl.check_order)
     assert [name in text for text in found] == [True] * warns
     assert order_warnings(kl.check_order) == []
