@@ -39,7 +39,7 @@ def test_token_reward(reward: Any, mask: Any, placement: Any, expected: list[flo
 @pytest.mark.parametrize(
     ("reward", "error", "message"),
     [
-        (torch.zeros(2, 3), ValueError, r"shape \(2, 3\) but the kl has \[4, 4\] tokens per sequence"),
+        (torch.zeros(2, 2), ValueError, r"shape \(2, 2\) but the kl has \[4, 4\] tokens per sequence"),
         (torch.zeros(3), ValueError, r"the reward has shape \(3,\): expected as many numbers for each of 2 rows"),
         ("good", TypeError, "the reward must be a tensor, found str"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tensordict import NestedKey
@@ -175,7 +176,7 @@ class _WrappedModel:
 
     @property
     def interface(self) -> ModelInterface:
-        return ModelInterface.of(self.wrapper)
+        return replace(ModelInterface.of(self.wrapper), pad_output=None)  # scores keep the layout of the batch
 
     @property
     def model(self) -> nn.Module | None:

@@ -35,17 +35,18 @@ from torchrl_llm_kl.rollouts import (
     MaskingStrategy,
     ResponseTokens,
     find_key,
+    find_log_probs,
     per_sequence,
     per_token,
     require_key,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot
+from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, check_distributions
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
 _FROM_ACTOR = ("entropy", "kl")
 _FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
-_FOR_METRICS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
+_LOG_PROBS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
@@ -80,7 +81,8 @@ class PolicyLoss(TokenLoss):
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not trained.
-        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
+        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the reference has its own
+            ``max_tokens`` instead of ``tokens_per_batch``.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
             vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
@@ -91,7 +93,8 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``.
+    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``, and log-probs also under
+    ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
         ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics over the
@@ -191,11 +194,17 @@ class PolicyLoss(TokenLoss):
             if changed or functional:
                 raise ValueError(f"actor is a scorer with its own settings: set {changed or 'functional'} there.")
             actor, temperature = self._given_scorer.model, self._given_scorer.temperature
+        if not isinstance(actor, nn.Module):
+            raise TypeError(
+                f"actor must be a torch module or a LogProbScorer, got {type(actor).__name__}: train the model in this process."
+            )
         if functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
         self.__dict__["_reference"] = reference  # no submodule: its parameters are not trained
+        if not isinstance(reference, nn.Module):  # cheap to check now
+            self._reference_scorer  # noqa: B018
         if isinstance(reference, LogProbScorer) and reference.temperature != temperature:
             raise ValueError(
                 f"the policy is scored at temperature {temperature:g} and the reference at {reference.temperature:g}: a KL "
@@ -222,7 +231,11 @@ class PolicyLoss(TokenLoss):
         reference = self.reference
         if reference is None or isinstance(reference, LogProbScorer):
             return reference
-        return self._reference_slot.get(reference, **self._settings)
+        remote = getattr(reference, "log_probs_only", False) is True  # it plans its own batches
+        settings = {
+            name: value for name, value in self._settings.items() if not (remote and name == "tokens_per_batch")
+        }
+        return self._reference_slot.get(reference, **settings)
 
     @property
     def _parts(self) -> list[Part]:
@@ -234,8 +247,11 @@ class PolicyLoss(TokenLoss):
         return {name for part in self._parts for name in part.needs}
 
     def _check_reference(self) -> None:
-        if self.reference is None and "kl" in self._needs:
+        if "kl" not in self._needs:
+            return
+        if self.reference is None:
             raise ValueError("an exact KL is computed from both models: pass the reference model as reference=.")
+        check_distributions(self.actor_network, getattr(self.reference, "model", None), self.reference)
 
     def set_keys(self, **kwargs: Any) -> None:
         """Change where entries are read. The names are listed under *Keys* above."""
@@ -300,16 +316,16 @@ class PolicyLoss(TokenLoss):
         """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them."""
         td, tokens, mask, responses = self._read_tokens(tensordict)
         needs, who = self._data_needs, name_of(self.objective.function)
-        taken = {name for part in self._parts for name in part.inputs} | set(_FOR_METRICS)
+        taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for name in _FROM_DATA:
             key, found = getattr(self.tensor_keys, name), None
-            if name in needs:
+            if name in needs or name in taken:
+                found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
+            if found is None and name in needs:
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 found = require_key(td, key, f"{who} needs {name}", advice)
-            elif name in taken:
-                found = find_key(td, key)
             if found is None:
                 continue
             if name in PER_ROW:
@@ -384,7 +400,7 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
     """
     mask = inputs["mask"]
-    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_FOR_METRICS) if name in inputs}
+    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_LOG_PROBS) if name in inputs}
     log_prob, old = clean["log_prob"], clean.get("old_log_prob")
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
     if old is not None:

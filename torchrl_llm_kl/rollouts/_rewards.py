@@ -51,6 +51,8 @@ def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placemen
         values = _place(flat, like, mask, placement)
     elif counts == sizes:
         values = flat if like.keep is None else flat[like.keep]
+    elif like.keep is not None and counts == like.lengths.tolist():  # rows without the padding of the tokens
+        values = flat
     else:
         found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
         raise ValueError(

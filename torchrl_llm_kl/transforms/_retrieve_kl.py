@@ -12,7 +12,7 @@ from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, check_distributions
 from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
@@ -47,7 +47,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
     Composes two :class:`RetrieveLogProb` and a :class:`KLComputation`; locates the tokens once for both models, and checks
-    that both see the same tokens.
+    that both see the same tokens. Append it after all transforms that write the reward: from here on the reward has one number
+    per token.
 
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
@@ -70,7 +71,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
     Shapes:
-        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout of the tokens.
+        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout that
+        :class:`RetrieveLogProb` of the policy has.
 
     Raises:
         ValueError: at construction, for models that generate, differ in ``pad_output``, or write to one key; on data, see
@@ -122,6 +124,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     ) -> None:
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
+        if estimator == "exact":
+            check_distributions(gen_model, ref_model)
         _check_models(gen_model, ref_model)
         if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
             for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
@@ -130,7 +134,6 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         shared: dict[str, Any] = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
-            "device": device,
             "tokenizer": tokenizer,
             "padding_side": padding_side,
             "history_key": history_key,
@@ -147,12 +150,14 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 entropy_key=entropy_key,
                 detach=detach,
                 adapters=adapters,
+                device=None if isinstance(gen_model, str) else device,
                 **shared,
             ),
             RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
                 adapters=adapters and not base,
+                device=None if base and isinstance(gen_model, str) else device,
                 **shared,
             ),
             KLComputation(
@@ -175,6 +180,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTINGS:
             super().__setattr__(name, value)
+        if name == "estimator" and value == "exact":
+            check_distributions(*(getattr(self[part], "model", None) for part in (_POLICY, _REFERENCE)))
         for part, attribute in _SETTINGS.get(name, ()):
             stays_off = name == "adapters" and part == _REFERENCE and self._reference_is_base
             if not stays_off:
@@ -195,6 +202,14 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         return found
 
     # ------------------------------------------------------------------ computation
+
+    def arrange(self, data: Ragged) -> Ragged:
+        """An output in the layout that the policy's ``pad_output`` requests."""
+        return self[_POLICY].arrange(data)
+
+    def check_order(self) -> None:
+        """Warn about a later transform that writes the reward; see :meth:`KLPenalty.check_order`."""
+        self[_KL].check_order()
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""

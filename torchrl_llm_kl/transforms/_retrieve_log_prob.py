@@ -14,8 +14,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, locate, sub_key
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, evaluating
+from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, in_layout, locate, sub_key
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, check_distributions, evaluating
 from torchrl_llm_kl.transforms._base import (
     Checks,
     NoCollectorError,
@@ -23,6 +23,7 @@ from torchrl_llm_kl.transforms._base import (
     StepTransform,
     collector_policy,
     in_env,
+    to_device,
 )
 
 
@@ -33,6 +34,11 @@ def check_scored_model(model: Any, name: str = "model", transform: str = "Retrie
     if getattr(model, "generate", False) is True:
         raise ValueError(f"The {name} must have `generate=False` to use the `{transform}` transform.")
     return model
+
+
+def _check_reference(reference: Any) -> Any:
+    check_distributions(reference)
+    return reference
 
 
 def full_key_problem(name: str, key: NestedKey) -> str | None:
@@ -85,6 +91,10 @@ class ScoringTransform(StepTransform):
     def _settings(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
 
+    def arrange(self, data: Ragged) -> Ragged:
+        """An output in the layout that the model's ``pad_output`` requests; in that of the data for a bare model."""
+        return in_layout(data, self._interface(), self._options.padding_side)
+
     def locate(self, td: TensorDictBase) -> Located:
         """The tokens, and the mask of those that this model scores."""
         return locate(
@@ -96,8 +106,10 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss.
 
     It scores the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise it renders
-    and tokenises the conversation or text with the model's own template. The result has the layout of those tokens:
-    padded in, padded out; nested in, nested out.
+    and tokenises the conversation or text with the model's own template. The result has the layout of those tokens
+    (padded in, padded out; nested in, nested out), unless a TorchRL wrapper says otherwise: with ``pad_output=False`` it
+    has rows without padding, with ``pad_output=True`` a nested tensor becomes a padded one. A wrapper's ``pad_model_input``
+    has no effect, since the engine needs no padding.
 
     Works in a ``ChatEnv`` (written to ``"next"`` at each step), in an ``LLMCollector``, in a replay buffer (on sample, or
     on extend with ``invert=True``), and called directly, on any number of batch dimensions, with or without ``"next"``.
@@ -111,9 +123,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         assistant_only: score only the assistant's tokens, 0 elsewhere. Default True.
         tokenizer_kwargs: arguments of the chat template, used where conversations must be rendered.
         detach: no gradient and no graph. With False the result is differentiable. Default True.
-        device: move the model there first. Data is not moved.
+        device: move the model there first; not for ``"from_collector"``. Data is not moved.
         tokenizer: replaces the model's own, where text must be tokenised.
-        padding_side: the side of padding where text is tokenised for a model with ``pad_output=True``.
+        padding_side: the side of padding where a model with ``pad_output=True`` gets text or a nested tensor.
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. No effect when the data is one whole conversation.
@@ -131,7 +143,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     ``history_key`` and ``device``.
 
     Shapes:
-        float32 nats ``[*B, T]``, in the layout of the tokens, exactly 0 at padding and at tokens that are not scored.
+        float32 nats ``[*B, T]``, in the layout above, exactly 0 at padding and at tokens that are not scored.
 
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
@@ -150,7 +162,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
 
-    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model}
+    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model, "reference": _check_reference}
     fixed = ScoringTransform.fixed | {"history_key"}
 
     def __init__(
@@ -182,12 +194,21 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:
             raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=.")
+        if reference is not None:
+            check_distributions(model, reference)
         if not isinstance(model, str):
             check_scored_model(model)
-            self.model = model if device is None else model.to(device)
+            self.model = to_device(model, device)
         elif model != "from_collector":
             raise ValueError(f"model must be a model or 'from_collector', got {model!r}.")
+        elif device is not None:
+            raise ValueError(f"device={str(device)!r}: the policy of a collector stays on its device, leave it out.")
         self._history_key = history_key
+        if (tokenizer_kwargs or {}).get("padding") and hasattr(self, "model") and not self._interface().pad_output:
+            raise ValueError(
+                "tokenizer_kwargs['padding']=True, but the model's pad_output, which decides about padding, is "
+                f"{self._interface().pad_output}: build the wrapper with pad_output=True."
+            )
         if log_probs_full_key is None:
             log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
         elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
@@ -261,10 +282,13 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     def check_models(self) -> None:
         """Build the scorers of the models known so far, so that a model that cannot be scored raises an error here."""
-        if hasattr(self, "model"):
-            self._slot.get(self.model, adapters=self.adapters, **self._settings)
+        model = getattr(self, "model", None)
         if self.reference is not None:
             self._ref_slot.get(self.reference, **self._settings)
+        if model is not None:
+            scorer = self._slot.get(model, adapters=self.adapters, **self._settings)
+            if self.entropy_key is not None and scorer.path == "wrapper":
+                check_distributions(model, what="the entropy")
 
     @property
     def reference_scorer(self) -> LogProbScorer | None:
