@@ -43,9 +43,8 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     assert (parts.advantage is None) == (preset.advantage is None)
     assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
     assert (parts.selection is not None) == (name == "raft")
-    scoring = (
-        RetrieveKL if needs_reference else RetrieveLogProb if name not in ("sft", "raft", "asymre") else type(None)
-    )
+    reads_old = name not in ("sft", "raft", "asymre", "opmd", "rec", "dpo")
+    scoring = {(True, True): RetrieveKL, (False, False): type(None)}.get((needs_reference, reads_old), RetrieveLogProb)
     assert type(parts.kl_transform) is scoring
     order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]
     assert parts.transforms == [part for part in order if part is not None]

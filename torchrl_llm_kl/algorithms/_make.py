@@ -132,13 +132,24 @@ def make_algorithm(
 
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
-    kl_transform: RetrieveKL | RetrieveLogProb | None = None
     read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
-    if preset.needs_reference and scored_reference != "data":
-        if preset.kl_reward != "none":
+    charged = preset.kl_reward != "none"
+    old = charged or ("next", "log_probs", "full") in read
+    # A loss with an exact KL scores the reference itself.
+    ref = preset.needs_reference and scored_reference != "data"
+    ref = ref and (charged or ("next", "ref_log_probs", "full") in read or loss.reference is None)
+    kl_transform: RetrieveKL | RetrieveLogProb | None = None
+    if ref and old:
+        if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
-        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=preset.kl_reward != "none", **scoring)
-    elif scored_reference is None and ("next", "log_probs", "full") in read:
+        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring)
+    elif ref:
+        base = isinstance(scored_reference, str)
+        scored = policy if base else scored_reference
+        kl_transform = RetrieveLogProb(
+            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=not base, **scoring
+        )
+    elif old and scored_reference != "data":
         kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
     return AlgorithmParts(
         preset,

@@ -23,8 +23,8 @@ from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 _LOSS_MASK = "loss_mask"
 # Stored with each row: marks of what an earlier `prepare` scored, and the counts of its batch.
-_LOG_PROBS_SCORED = ("prepared", "log_probs")
-_VALUES_SCORED = ("prepared", "values")
+_PREPARED = "prepared"
+_VALUES_SCORED = (_PREPARED, "values")
 _DENOMINATORS = ("denominators", "value_denominators")
 
 
@@ -36,8 +36,8 @@ class AlgorithmParts:
         algorithm: the preset, with its overrides.
         schema: the data's entries before :meth:`prepare`.
         loss: the policy's loss.
-        kl_transform: scores policy and reference, and subtracts the KL from the reward if the algorithm does; scores only the
-            policy for an algorithm without reference; None if the loss reads neither. Append it to the env or the collector
+        kl_transform: scores the policy, the reference or both, whichever the loss, the advantage or the reward reads, and
+            subtracts the KL from the reward if the algorithm does; None if nothing reads either. Append it to the env or the collector
             if the policy is updated between sampling and training; otherwise :meth:`prepare` applies it.
         value_transform: writes the critic's values; None without critic.
         advantage: writes the advantage; None if the objective needs none.
@@ -108,11 +108,11 @@ class AlgorithmParts:
             penalised = reward is not None and per_sequence(batch, reward) is None
             return batch if penalised or not transform[2].add_to_reward else transform[2](batch)
         # torchrl's wrappers store log-probs at the root, without those of first tokens; ours are marked.
-        key = ("next", "log_probs", "full")
+        key, mark = ("next", *transform.log_probs_full_key), (_PREPARED, transform.log_probs_full_key[0])
         found = find_key(batch, key)
-        if found != key and not (found is not None and _is_marked(batch, _LOG_PROBS_SCORED)):
+        if found != key and not (found is not None and _is_marked(batch, mark)):
             batch = transform(batch)
-        _mark(batch, _LOG_PROBS_SCORED)
+        _mark(batch, mark)
         return batch
 
 
