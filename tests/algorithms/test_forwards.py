@@ -17,7 +17,7 @@ from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb
 
 TASK = chain()
 
-#: Which scores a preset reads beside the current log-probs: those of the policy that sampled, those of the reference or teacher.
+#: Which scores a preset reads beside the current log-probs: of the policy that sampled, of the reference or teacher.
 READ: dict[str, tuple[bool, bool]] = {
     "ppo": (True, True),
     "grpo": (True, True),

@@ -37,8 +37,8 @@ class AlgorithmParts:
         schema: the data's entries before :meth:`prepare`.
         loss: the policy's loss.
         kl_transform: scores the policy, the reference or both, whichever the loss, the advantage or the reward reads, and
-            subtracts the KL from the reward if the algorithm does; None if nothing reads either. Append it to the env or the collector
-            if the policy is updated between sampling and training; otherwise :meth:`prepare` applies it.
+            subtracts the KL from the reward if the algorithm does; None if nothing reads either. Append it to the env or the
+            collector if the policy is updated between sampling and training; otherwise :meth:`prepare` applies it.
         value_transform: writes the critic's values; None without critic.
         advantage: writes the advantage; None if the objective needs none.
         selection: masks out answers that are not trained on; None to train on all.

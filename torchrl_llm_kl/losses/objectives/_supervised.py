@@ -181,7 +181,8 @@ def mix_chord(
         usual_aggregation, expert_aggregation: see :func:`mix`.
 
     Returns:
-        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu``, if it follows a schedule, and ``weight_mean``, if weighted.
+        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu``, if it follows a schedule, and ``weight_mean``, if
+        weighted.
 
     Example:
         >>> one = torch.ones(1, 1)
