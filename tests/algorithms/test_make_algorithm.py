@@ -51,7 +51,9 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
 
 
 def test_fields_and_hyper_parameters_find_their_place() -> None:
-    parts = made("mix", mu=0.3, clip_high=0.4, std="batch", epsilon=0.01, kl_loss_coeff=0.2, entropy_coeff=0.05)
+    parts = made(
+        "mix", mu=0.3, clip_high=0.4, std="batch", advantage_epsilon=0.01, kl_loss_coeff=0.2, entropy_coeff=0.05
+    )
     loss, advantage = parts.loss, parts.advantage
     assert advantage is not None
     assert {name: round(float(getattr(loss, name)), 6) for name in ("mu", "clip_low", "clip_high")} == {
@@ -286,13 +288,19 @@ def test_unknown_settings(settings: dict[str, Any], message: str) -> None:
 def test_a_setting_that_two_parts_have() -> None:
     with pytest.raises(
         TypeError,
-        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: pass objective_args=",
+        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: pass objective_tau=\.\.\. or adv",
     ):
         made("opmd", tau=0.5)
     parts = made("opmd", objective_args={"tau": 0.5}, advantage_args={"tau": 2.0})
     assert float(parts.loss.tau) == 0.5
     assert parts.advantage is not None
     assert parts.advantage.hyper["tau"] == 2.0
+    parts = made("opmd", objective_tau=0.25, advantage_tau=3.0)
+    assert float(parts.loss.tau) == 0.25
+    assert parts.advantage is not None
+    assert parts.advantage.hyper["tau"] == 3.0
+    with pytest.raises(TypeError, match=r"'advantage_tau' and advantage_args=\{'tau': \.\.\.\} are the same setting"):
+        made("opmd", advantage_tau=0.5, advantage_args={"tau": 2.0})
 
 
 @pytest.mark.parametrize(

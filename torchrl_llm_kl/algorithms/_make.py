@@ -65,7 +65,8 @@ def make_algorithm(
 
     Raises:
         ValueError: if a required model is missing or a model would be unused; if a scorer's settings differ from the actor's.
-        TypeError: for an unknown setting, or an argument of this function in ``loss_args``.
+        TypeError: for an unknown or ambiguous setting (the message has both meanings), or an argument of this function in
+            ``loss_args``.
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
