@@ -107,16 +107,6 @@ def test_the_reference_may_be_in_the_data() -> None:
     torch.testing.assert_close(total(parts.loss(parts.prepare(kept))), total(grpo().loss(scored)))
 
 
-def test_micro_batches_add_up_critic_too() -> None:
-    parts = make_algorithm("ppo", TASK.policy(), reference=TASK.policy(), critic=TabularCritic(TASK))
-    batch = parts.prepare(rollouts())
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    for loss in (parts.loss, parts.critic_loss):
-        assert loss is not None
-        pieces = [total(loss(batch[rows])) for rows in order.split([3, 1, 12])]
-        torch.testing.assert_close(sum(pieces), total(loss(batch)))
-
-
 def test_raft_trains_the_best_of_each_group_alone() -> None:
     parts = make_algorithm("raft", TASK.policy(), group_size=4)
     batch = parts.prepare(rollouts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -238,7 +239,8 @@ class TokenLoss(LossModule):
             ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do; False if they are summed.
 
         Returns:
-            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
+            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term, and an id of
+            the batch, so that rows of batches that were counted apart are refused.
 
         Raises:
             RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
@@ -252,14 +254,18 @@ class TokenLoss(LossModule):
         with torch.no_grad():
             terms = self._mask_terms(td)
             counts = torch.stack([self._denominator(term).double() for term in terms])  # exact up to 2**53
+            # Random, but not from torch's generators, whose state it would change; one for all ranks.
+            batch_id = counts.new_tensor(secrets.randbits(32))
         if distributed and all_ranks is not False:
+            counts = torch.cat([counts, batch_id.unsqueeze(0)])
             torch.distributed.all_reduce(counts, group=process_group)
+            counts, batch_id = counts[:-1], counts[-1]
             if ranks_average:  # each rank's loss enters the gradient with a factor of 1 / ranks
                 counts = counts / torch.distributed.get_world_size(process_group)
         key = self.tensor_keys.denominators
         own_leaves(tensordict, sub_key(key, "any"))  # do not write into the storage of a replay buffer
         modes: list[tuple[str, str]] = [(term.name, self._mode(term)) for term in terms]
-        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)))
+        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)), batch_id)
         return tensordict
 
 
