@@ -47,7 +47,9 @@ def grpo(**settings: Any) -> AlgorithmParts:
 
 def test_log_probs_are_those_of_policy_and_reference() -> None:
     prompts, answers = torch.tensor([0, 1, 1]), torch.tensor([TASK.answers.index(x) for x in ((1, 0), (3,), (2, 3))])
-    batch = grpo(group_size=3, group_key=None).prepare(TASK.batch(prompts, answers))
+    data = TASK.batch(prompts, answers)
+    data["query"] = prompts
+    batch = grpo().prepare(data)
     uniform = -torch.tensor(13.0, dtype=torch.float64).log()
     for name, expected in (("log_probs", TASK.reference[prompts, answers]), ("ref_log_probs", uniform.expand(3))):
         found = batch["next", name, "full"]
