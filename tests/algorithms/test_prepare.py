@@ -33,8 +33,8 @@ def counting() -> Counting:
     return model
 
 
-def rollouts(rows: int = 16) -> TensorDict:
-    return TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), 2)
+def rollouts(rows: int = 16, group_size: int = 2) -> TensorDict:
+    return TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), group_size)
 
 
 def grpo(**settings: Any) -> AlgorithmParts:
@@ -111,7 +111,7 @@ def test_the_reference_may_be_in_the_data() -> None:
 
 def test_raft_trains_the_best_of_each_group_alone() -> None:
     parts = make_algorithm("raft", TASK.policy(), group_size=4)
-    batch = parts.prepare(rollouts())
+    batch = parts.prepare(rollouts(group_size=4))
     rewards = batch["next", "reward"].reshape(4, 4)
     assert torch.equal(batch["loss_mask"].reshape(4, 4).bool(), rewards == rewards.amax(-1, keepdim=True))
     best = batch[batch["loss_mask"].flatten().bool()].exclude("denominators", "loss_mask")
@@ -120,20 +120,23 @@ def test_raft_trains_the_best_of_each_group_alone() -> None:
 
 def test_raft_keeps_the_given_mask_and_prepares_twice() -> None:
     parts = make_algorithm("raft", TASK.policy(), group_size=4)
-    rewards = rollouts()["next", "reward"].reshape(4, 4)
+    rewards = rollouts(group_size=4)["next", "reward"].reshape(4, 4)
     best = (rewards == rewards.amax(-1, keepdim=True)).flatten()
     rows, tokens = torch.arange(16) % 5 > 0, torch.arange(48).reshape(16, 3) % 7 > 0
     expected = {"rows": best & rows, "column": (best & rows).unsqueeze(-1), "tokens": best.unsqueeze(-1) & tokens}
     assert any((best != x.reshape(16, -1).any(-1)).any() for x in expected.values())
     for name, given in {"rows": rows, "column": rows.unsqueeze(-1), "tokens": tokens}.items():
-        data = rollouts()
+        data = rollouts(group_size=4)
         data["loss_mask"] = given
         for layout in (data, torch.stack(list(data.unbind(0)))):
             batch = parts.prepare(parts.prepare(layout.clone()))
             found = torch.stack([row["loss_mask"] for row in batch.unbind(0)])
             assert found.dtype == torch.bool
             assert torch.equal(found, expected[name])
-    nested, lengths = rollouts(), (rollouts()["masks", "all_attention_mask"].sum(-1) - 1).tolist()
+    nested, lengths = (
+        rollouts(group_size=4),
+        (rollouts(group_size=4)["masks", "all_attention_mask"].sum(-1) - 1).tolist(),
+    )
     responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     nested["loss_mask"] = torch.nested.as_nested_tensor(responses)
     for row, given, keep in zip(parts.prepare(nested)["loss_mask"].unbind(), responses, best, strict=True):

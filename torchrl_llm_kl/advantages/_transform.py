@@ -77,7 +77,8 @@ class Advantage(Transform):
         group_key: for advantages that compare within groups: an entry that is equal for the sequences of a group (integers,
             strings, or the tokens of the prompt). Default ``"query"``, as for torchrl's ``MCAdvantage``.
         group_size: instead of ``group_key``: the number of consecutive sequences of the flattened batch that form a group,
-            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``.
+            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``. The prompts
+            (of first steps) and the entry ``"query"`` are compared, if the data has them.
         layout: ``"sequence"``: one number per sequence, in the shape of the reward if that is one number too (``[*B, 1]`` or
             ``[*B, 1, 1]``), else ``[*B, 1]``. ``"token"``: that number on each response token and 0 elsewhere, ``[*B, T, 1]``
             in the layout of the tokens. Advantages of tokens have no other layout.
@@ -98,8 +99,12 @@ class Advantage(Transform):
     Raises:
         TypeError: for an unknown hyper-parameter.
         ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, a
-            per-token input holds one number per sequence, or arguments contradict the advantage or each other.
+            per-token input holds one number per sequence, ``group_size`` rows have different prompts, or arguments contradict
+            the advantage or each other.
         KeyError: if an entry is missing (names it, lists the entries found, and gives advice).
+
+    Warns:
+        UserWarning: if rows of one ``group_key`` have different prompts, as turns of a conversation have.
 
     Example:
         >>> from tensordict import TensorDict

@@ -49,10 +49,10 @@ def make_algorithm(
             and ``dtype``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
             ``("next", "ref_log_probs", "full")``.
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
-        gen_model: scores the policy's own tokens: the actor by default; ``"from_collector"`` if
+        gen_model: scores the policy's own tokens, where their log-probs are read: the actor by default; ``"from_collector"`` if
             :attr:`~AlgorithmParts.kl_transform` is in the env of a collector with another copy of the policy.
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
-        group_size: instead of a key: the number of consecutive rows that answer one prompt.
+        group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
         temperature: of the sampler; divides the logits of policy and reference.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
@@ -86,7 +86,7 @@ def make_algorithm(
         >>> batch["advantage"].squeeze(-1)
         tensor([ 0.7071, -0.7071])
         >>> out = grpo.loss(batch)
-        >>> (out["loss_objective"] + out["loss_kl_to_ref"]).backward()
+        >>> out.total_loss.backward()
     """
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
