@@ -22,6 +22,9 @@ def uneven(rows: int = 16) -> TensorDict:
     data["query"] = torch.arange(rows) // 4
     data["next", "reward"] = torch.arange(rows).float().cos().unsqueeze(-1)
     data["number"] = torch.arange(rows)
+    data["expert_mask"] = (
+        torch.arange(rows) >= 12
+    )  # for mix_chord: a micro-batch without experts, one with experts alone
     return data
 
 
@@ -53,6 +56,7 @@ def gradient(parts: AlgorithmParts, *batches: TensorDictBase) -> Tensor:
 
 def algorithm(name: str) -> AlgorithmParts:
     given: dict[str, Any] = {"ppo": {"critic": TabularCritic(TASK)}, "grpo": {"group_key": "query"}}.get(name, {})
+    given |= {"mu_decay_steps": 10, "mu_peak": 0.6, "step": 5} if name == "mix_chord" else {}
     return make_algorithm(name, TASK.policy(), reference=None if name == "sft" else TASK.policy(), **given)
 
 
@@ -101,7 +105,7 @@ def test_counts_of_a_replayed_batch_do_not_survive() -> None:
 # ---------------------------------------------------------------------- the two words
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "mix_chord"])
 @pytest.mark.parametrize("settings", [{"number": 3}, {"size": 5}, {"number": 1}, {"size": 1}], ids=str)
 def test_micro_batches_add_up(name: str, settings: dict[str, int]) -> None:
     parts = algorithm(name)

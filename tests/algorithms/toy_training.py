@@ -44,7 +44,8 @@ def train(
         for _ in range(epochs):
             for x in optimisers:
                 x.zero_grad()
-            for part in parts.micro_batches(batch, micro_batches) if micro_batches > 1 else [batch]:
+            shuffled = batch[torch.randperm(len(batch), generator=rng)]
+            for part in parts.micro_batches(shuffled, micro_batches) if micro_batches > 1 else [batch]:
                 for loss in parts.losses:
                     out = loss(part)
                     total(out).backward()
