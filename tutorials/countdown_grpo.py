@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +26,6 @@ import torch
 import transformers
 import typer
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.collectors.llm import LLMCollector
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -44,7 +42,7 @@ from countdown.model import (
 from countdown.report import Metrics, MetricsFile, keep_earlier_run, plot_curves, print_table, progress, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
 from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
-from torchrl_llm_kl.algorithms import get_algorithm
+from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
@@ -120,19 +118,18 @@ def train(
         total_dialog_turns=batch_size * steps,
         flatten_data=True,
     )
-    losses = [loss for loss in (parts.loss, parts.critic_loss) if loss is not None]
-    optimizer = torch.optim.Adam([p for loss in losses for p in loss.parameters() if p.requires_grad], lr=lr)
+    optimizer = torch.optim.Adam([p for loss in parts.losses for p in loss.parameters() if p.requires_grad], lr=lr)
     # Decay to 0: noise in the updates also moves the policy away from the reference, and earns no reward.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
     with progress(algorithm, steps) as advance:
         start = time.perf_counter()
         for step, batch in enumerate(collector):
-            batch = parts.prepare(label(batch, group_size), count=False)  # evaluates the critic, writes advantages
+            batch = parts.prepare(label(batch, group_size))  # evaluates the critic, writes advantages
             answers = batch.select(*LOSS_KEYS, strict=False).contiguous()  # dense and without strings: faster to index
             if experts is not None:
                 answers = with_experts(answers, experts)
-            learn(policy, answers, losses, optimizer)
+            learn(policy, parts, answers, optimizer)
             schedule.step()
             row = summarise(batch, step=step, coefficient=coefficient, seconds=time.perf_counter() - start)
             metrics.append(row)
@@ -144,18 +141,14 @@ def train(
 
 
 def learn(
-    policy: PreTrainedModel,
-    answers: TensorDictBase,
-    losses: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
+    policy: PreTrainedModel, parts: AlgorithmParts, answers: TensorDictBase, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Update the policy on minibatches of one step's answers."""
+    """Update the policy on minibatches of one step's answers: each is a step with its own mean."""
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(answers)).chunk(MINIBATCHES):
+        for minibatch in parts.minibatches(answers, MINIBATCHES):
             optimizer.zero_grad()
-            for loss in losses:
-                out = loss(answers[rows])
-                sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+            for loss in parts.losses:
+                loss(minibatch).total_loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
 

@@ -113,8 +113,8 @@ def train(
             batch = join(ray.get(shares))  # in this order, whichever finishes first
             collecting = time.perf_counter() - before
 
-            batch = parts.prepare(label(batch, group_size), count=False)
-            learn(policy, batch.select(*LOSS_KEYS, strict=False), [parts.loss], optimizer)
+            batch = parts.prepare(label(batch, group_size))
+            learn(policy, parts, batch.select(*LOSS_KEYS, strict=False), optimizer)
             schedule.step()
             row = summarise(batch, step=step, coefficient=coefficient, seconds=time.perf_counter() - start)
             metrics.append(row | {"collecting": collecting})

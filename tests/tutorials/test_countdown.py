@@ -148,7 +148,7 @@ def batch(tokenizer, model, parts):
     env = env.append_transform(RetrieveKL(model, reference, coeff=0.1))
     torch.manual_seed(1)
     batch = env.rollout(1, countdown_grpo.as_policy(model, tokenizer)).reshape(-1)
-    return parts.prepare(label(batch, 4), count=False)
+    return parts.prepare(label(batch, 4))
 
 
 def log_probs(model, batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -22,6 +23,7 @@ from torchrl_llm_kl.rollouts import (
     outcomes,
     per_sequence,
     per_token,
+    prompt_ids,
     require_key,
     sequence_ids_of,
     sequence_integers,
@@ -75,7 +77,8 @@ class Advantage(Transform):
         group_key: for advantages that compare within groups: an entry that is equal for the sequences of a group (integers,
             strings, or the tokens of the prompt). Default ``"query"``, as for torchrl's ``MCAdvantage``.
         group_size: instead of ``group_key``: the number of consecutive sequences of the flattened batch that form a group,
-            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``.
+            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``. The prompts
+            (of first steps) and the entry ``"query"`` are compared, if the data has them.
         layout: ``"sequence"``: one number per sequence, in the shape of the reward if that is one number too (``[*B, 1]`` or
             ``[*B, 1, 1]``), else ``[*B, 1]``. ``"token"``: that number on each response token and 0 elsewhere, ``[*B, T, 1]``
             in the layout of the tokens. Advantages of tokens have no other layout.
@@ -96,8 +99,12 @@ class Advantage(Transform):
     Raises:
         TypeError: for an unknown hyper-parameter.
         ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, a
-            per-token input holds one number per sequence, or arguments contradict the advantage or each other.
+            per-token input holds one number per sequence, ``group_size`` rows have different prompts, or arguments contradict
+            the advantage or each other.
         KeyError: if an entry is missing (names it, lists the entries found, and gives advice).
+
+    Warns:
+        UserWarning: if rows of one ``group_key`` have different prompts, as turns of a conversation have.
 
     Example:
         >>> from tensordict import TensorDict
@@ -284,7 +291,9 @@ class Advantage(Transform):
             response.check_finite({"the old_log_prob": response.gather(log_prob)})
             return response.mean(log_prob)
         if name == "group" and self.group_size is not None:
-            return _groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+            groups = _groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+            _check_neighbours(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+            return groups
         given = self.group_key if name == "group" else self.keys.get(name)
         if given is None:  # a trajectory's own place in the batch
             return _runs_along_time(td) if name == "run" else torch.arange(rows)
@@ -292,7 +301,10 @@ class Advantage(Transform):
         if name == "step":
             return sequence_integers(value, rows, what)
         if name in ("group", "run", "state"):
-            return sequence_ids_of(value, rows, what)
+            ids = sequence_ids_of(value, rows, what)
+            if name == "group" and self.spec.kind == "outcome":
+                _warn_of_turns(td, ids, given)
+            return ids
         numbers = outcomes(td, value, what) if name == "reward" else sequence_sums(value, rows, what)
         check_finite({what: numbers}, place="sequence {}".format, advice="Fix the entry, or drop the row.")
         return numbers
@@ -333,6 +345,53 @@ def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Ten
             f"group_size={size}: pass whole groups, or pass group_key=."
         )
     return torch.arange(rows) // steps // size
+
+
+_TURNS = (
+    "If rows are turns of conversations, use the algorithm multi_step_grpo (the advantage step_wise_grpo), which compares "
+    "whole conversations"
+)
+
+
+def _check_neighbours(td: TensorDictBase, size: int, *, trajectories: bool) -> None:
+    """Raise if the data shows that ``size`` consecutive rows, or trajectories, do not answer one prompt."""
+    rows = torch.arange(td.batch_size.numel())
+    if trajectories:
+        rows = rows[:: td.batch_size[-1]]  # their first steps
+    for what, ids in ((f"entry {DEFAULT_KEYS['group']!r}", _query_ids(td)), ("prompt", prompt_ids(td))):
+        if ids is None:
+            continue
+        ids = ids.to(rows.device)[rows].reshape(-1, size)
+        differs = (ids != ids[:, :1]).reshape(-1)
+        if bool(differs.any()):
+            at = int(differs.nonzero()[0])
+            pair = f"{int(rows[at - at % size])} and {int(rows[at])}"
+            raise ValueError(
+                f"group_size={size}: sequences {pair} would be compared as answers to one prompt, and their {what} differs. "
+                f"{'' if trajectories else f'{_TURNS}. '}Otherwise put the answers to a prompt next to one another, or pass "
+                "group_key=."
+            )
+
+
+def _query_ids(td: TensorDictBase) -> Tensor | None:
+    key = find_key(td, DEFAULT_KEYS["group"])
+    try:
+        return None if key is None else sequence_ids_of(read_column(td, key), td.batch_size.numel(), "the query")
+    except (TypeError, ValueError):  # an entry of another kind
+        return None
+
+
+def _warn_of_turns(td: TensorDictBase, group: Tensor, key: NestedKey) -> None:
+    """Warn if rows of a group have different prompts: turns of a conversation are not answers to one prompt."""
+    prompts = prompt_ids(td)
+    if prompts is None:
+        return
+    pairs = torch.stack([group.cpu(), prompts.cpu()]).unique(dim=1)
+    if pairs.shape[1] > len(pairs[0].unique()):
+        warnings.warn(
+            f"rows of one group (group_key={key!r}) have different prompts, and are compared as answers to one. {_TURNS}.",
+            stacklevel=4,
+        )
 
 
 def _runs_along_time(td: TensorDictBase) -> Tensor:

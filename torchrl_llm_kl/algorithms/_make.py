@@ -50,10 +50,10 @@ def make_algorithm(
             and ``dtype``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
             ``("next", "ref_log_probs", "full")``.
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
-        gen_model: scores the policy's own tokens: the actor by default; ``"from_collector"`` if
+        gen_model: scores the policy's own tokens, where their log-probs are read: the actor by default; ``"from_collector"`` if
             :attr:`~AlgorithmParts.kl_transform` is in the env of a collector with another copy of the policy.
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
-        group_size: instead of a key: the number of consecutive rows that answer one prompt.
+        group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
         temperature: of the sampler; divides the logits of policy and reference.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
@@ -66,7 +66,8 @@ def make_algorithm(
 
     Raises:
         ValueError: if a required model is missing or a model would be unused; if a scorer's settings differ from the actor's.
-        TypeError: for an unknown setting, or an argument of this function in ``loss_args``.
+        TypeError: for an unknown or ambiguous setting (the message has both meanings), or an argument of this function in
+            ``loss_args``.
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
@@ -86,7 +87,7 @@ def make_algorithm(
         >>> batch["advantage"].squeeze(-1)
         tensor([ 0.7071, -0.7071])
         >>> out = grpo.loss(batch)
-        >>> (out["loss_objective"] + out["loss_kl_to_ref"]).backward()
+        >>> out.total_loss.backward()
     """
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
@@ -133,13 +134,24 @@ def make_algorithm(
 
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
-    kl_transform: RetrieveKL | RetrieveLogProb | None = None
     read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
-    if preset.needs_reference and scored_reference != "data":
-        if preset.kl_reward != "none":
+    charged = preset.kl_reward != "none"
+    old = charged or ("next", "log_probs", "full") in read
+    # A loss with an exact KL scores the reference itself.
+    ref = preset.needs_reference and scored_reference != "data"
+    ref = ref and (charged or ("next", "ref_log_probs", "full") in read or loss.reference is None)
+    kl_transform: RetrieveKL | RetrieveLogProb | None = None
+    if ref and old:
+        if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
-        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=preset.kl_reward != "none", **scoring)
-    elif scored_reference is None and ("next", "log_probs", "full") in read:
+        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring)
+    elif ref:
+        base = isinstance(scored_reference, str)
+        scored = policy if base else scored_reference
+        kl_transform = RetrieveLogProb(
+            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=not base, **scoring
+        )
+    elif old and scored_reference != "data":
         kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
     return AlgorithmParts(
         preset,

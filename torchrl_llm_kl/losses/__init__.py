@@ -26,6 +26,7 @@ from torchrl_llm_kl.losses._parts import (
     TopEntropyMask,
 )
 from torchrl_llm_kl.losses._policy_loss import PolicyLoss
+from torchrl_llm_kl.losses._token_loss import LossOutput
 from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
 from torchrl_llm_kl.losses.corrections import (
     apply_correction,
@@ -72,7 +73,7 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 # fmt: off
 __all__ = [
     "AGGREGATIONS", "AdaptiveKLCoefficient", "Aggregation", "Correction", "EntropyBonus", "FixedKLCoefficient",
-    "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler", "LossTerm", "ObjectiveArgs",
+    "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler", "LossOutput", "LossTerm", "ObjectiveArgs",
     "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "PolicyLoss", "TermPart", "TopEntropyMask",
     "UnknownObjectiveError", "ValueLoss", "aggregate", "apo_zero", "apply_correction", "available_objectives",
     "check_placement", "cispo", "clip_cov", "count", "dapo", "dpo", "dppo", "dr_grpo", "entropy_bonus",

@@ -66,8 +66,8 @@ class LossTerm:
 
 
 Terms = tuple[LossTerm, ...]
-#: An input that some settings require -> the hyper-parameter that decides, and the test of its value.
-Conditions = Mapping[str, tuple[str, Callable[[Any], bool]]]
+#: An input that some settings require -> the hyper-parameters that decide, and the test of their values.
+Conditions = Mapping[str, tuple[str | tuple[str, ...], Callable[..., bool]]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ObjectiveSpec:
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         source: where the formula comes from.
         per_row: its inputs of one value per sequence, ``[*B]``.
-        needs_if: inputs that some settings require -> (hyper-parameter, test of its value).
+        needs_if: inputs that some settings require -> (hyper-parameter or several, test of their values).
         hyper: names of its own hyper-parameters.
         defaults: hyper-parameter -> default, for those that have one.
     """
@@ -114,7 +114,13 @@ class ObjectiveSpec:
         if not self.needs_if:
             return self.needs
         given = {**self.defaults, **(hyper or {})}
-        return (*self.needs, *(key for key, (name, test) in self.needs_if.items() if test(given[name])))
+        decided = {key: [given[name] for name in self.deciding(key)] for key in self.needs_if}
+        return (*self.needs, *(key for key, (_, test) in self.needs_if.items() if test(*decided[key])))
+
+    def deciding(self, key: str) -> tuple[str, ...]:
+        """The hyper-parameters that decide whether the input ``key`` is required; none if it always is."""
+        names = self.needs_if[key][0] if key in self.needs_if else ()
+        return (names,) if isinstance(names, str) else names
 
 
 class UnknownObjectiveError(UnknownNameError):
@@ -269,8 +275,8 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
             raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(own)}.")
         for key in spec.required(hyper):
             if key not in tensors:
-                name = spec.needs_if[key][0] if key in spec.needs_if else None
-                otherwise = "" if name is None else f", or change {name}={({**defaults, **hyper})[name]!r}"
+                set_to = [f"{name}={({**defaults, **hyper})[name]!r}" for name in spec.deciding(key)]
+                otherwise = f", or change {', '.join(set_to)}" if set_to else ""
                 raise ValueError(f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob{otherwise}.")
         cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items() if key in own}
         return formula(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)

@@ -28,7 +28,7 @@ from torchrl_llm_kl.losses._objective import (
     spec_of,
 )
 from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummy_inputs, name_of
-from torchrl_llm_kl.losses._token_loss import TokenLoss, merge_metrics, with_graph
+from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, merge_metrics, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
@@ -97,9 +97,10 @@ class PolicyLoss(TokenLoss):
     ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
-        ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics over the
-        masked-in tokens, without graph: the objective's own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``,
-        ``kl_to_ref``, ``entropy``, ``num_tokens``, ``num_sequences``.
+        A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
+        ``"none"``), whose sum is ``out.total_loss``; and metrics over the masked-in tokens, without graph: the objective's
+        own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens``,
+        ``num_sequences``.
 
     Raises:
         TypeError: for an unknown hyper-parameter.
@@ -298,7 +299,7 @@ class PolicyLoss(TokenLoss):
         return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
 
     @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         td, response, inputs = self._read(tensordict)
         inputs |= self._score(response, inputs)

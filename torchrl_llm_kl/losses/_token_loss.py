@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, overload
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
@@ -29,6 +31,67 @@ from torchrl_llm_kl.rollouts import (
     write_denominators,
 )
 
+_ADDED_UP = ("mean", "nanmean", "nansum", "sum")
+
+
+class LossOutput(TensorDict):
+    """The output of a loss module: a TensorDict of ``loss_<term>`` entries and metrics.
+
+    ``reduce=True``, which in a plain TensorDict adds metrics to losses, gives :attr:`total_loss` here, so that the line of
+    torchrl's recipes, ``loss(batch).mean(reduce=True)``, trains on the losses alone.
+
+    Example:
+        >>> out = LossOutput(loss_objective=torch.tensor(2.0), loss_entropy=torch.tensor(-0.5), ESS=torch.tensor(1.0))
+        >>> out.total_loss, out["total_loss"], out.mean(reduce=True)
+        (tensor(1.5000), tensor(1.5000), tensor(1.5000))
+        >>> out.std(reduce=True)
+        Traceback (most recent call last):
+        ...
+        TypeError: std(reduce=True) of a loss would mix losses and metrics: use out.total_loss, or reduce the entries you need.
+    """
+
+    @property
+    def total_loss(self) -> Tensor:
+        """The sum of all ``loss_<term>`` entries, with graph.
+
+        Raises:
+            KeyError: if there is none.
+            ValueError: for a loss per token (aggregation ``"none"``), which has padding: reduce it with a mask.
+        """
+        losses = {key: value for key, value in self.items() if isinstance(key, str) and key.startswith("loss_")}
+        if not losses:
+            raise KeyError(f"no entry of {sorted(map(str, self.keys()))} is a loss: expected loss_<term>.")
+        for key, value in losses.items():
+            if value.is_nested or value.shape != self.batch_size:
+                raise ValueError(
+                    f"{key} has one value per token (aggregation 'none'), padding too: average it over its tokens, or choose "
+                    "another aggregation."
+                )
+        return sum(losses.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.total_loss if isinstance(index, str) and index == "total_loss" else super().__getitem__(index)
+
+    def _cast_reduction(self, *, reduction_name: str, further_reduce: bool, **kwargs: Any) -> Any:
+        # All reductions of a TensorDict end here.
+        td: TensorDict = super()
+        if further_reduce:
+            if reduction_name not in _ADDED_UP:
+                raise TypeError(
+                    f"{reduction_name}(reduce=True) of a loss would mix losses and metrics: use out.total_loss, or reduce the "
+                    "entries you need."
+                )
+            td = TensorDict({"total_loss": self.total_loss}, batch_size=self.batch_size)
+        return td._cast_reduction(reduction_name=reduction_name, further_reduce=further_reduce, **kwargs)
+
+
+# As TensorDict is: DDP looks for the tensors of an output this way.
+register_pytree_node(
+    LossOutput,
+    lambda out: (list(out.values()), (list(out.keys()), out.batch_size)),
+    lambda values, context: LossOutput(dict(zip(context[0], values, strict=True)), batch_size=context[1]),
+)
+
 
 class TokenLoss(LossModule):
     """Base of :class:`~torchrl_llm_kl.losses.PolicyLoss` and :class:`~torchrl_llm_kl.losses.ValueLoss`.
@@ -41,7 +104,7 @@ class TokenLoss(LossModule):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
+        def __call__(self, tensordict: TensorDictBase) -> LossOutput: ...
         @overload
         def __call__(self, **entries: Any) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -134,7 +197,7 @@ class TokenLoss(LossModule):
 
     def _output(
         self, td: TensorDictBase, response: ResponseTokens, terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]
-    ) -> TensorDict:
+    ) -> LossOutput:
         """Each term as ``loss_<name>``, and all metrics without graph."""
         summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
@@ -147,7 +210,7 @@ class TokenLoss(LossModule):
                 denominator = self._denominator(term) if denominators is None else denominators[term.name]
             value = term.weight * aggregate(term.value, term.mask, mode, denominator=denominator)
             out[f"loss_{term.name}"] = response.restore(value) if mode == "none" else value
-        return TensorDict(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
+        return LossOutput(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 
     def _mode(self, term: LossTerm) -> Aggregation:
         return term.aggregation or self.aggregation
@@ -177,7 +240,8 @@ class TokenLoss(LossModule):
             ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do; False if they are summed.
 
         Returns:
-            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
+            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term, and an id of
+            the batch, so that rows of batches that were counted apart are refused.
 
         Raises:
             RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
@@ -191,14 +255,18 @@ class TokenLoss(LossModule):
         with torch.no_grad():
             terms = self._mask_terms(td)
             counts = torch.stack([self._denominator(term).double() for term in terms])  # exact up to 2**53
+            # Random, but not from torch's generators, whose state it would change; one for all ranks.
+            batch_id = counts.new_tensor(secrets.randbits(32))
         if distributed and all_ranks is not False:
+            counts = torch.cat([counts, batch_id.unsqueeze(0)])
             torch.distributed.all_reduce(counts, group=process_group)
+            counts, batch_id = counts[:-1], counts[-1]
             if ranks_average:  # each rank's loss enters the gradient with a factor of 1 / ranks
                 counts = counts / torch.distributed.get_world_size(process_group)
         key = self.tensor_keys.denominators
         own_leaves(tensordict, sub_key(key, "any"))  # do not write into the storage of a replay buffer
         modes: list[tuple[str, str]] = [(term.name, self._mode(term)) for term in terms]
-        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)))
+        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)), batch_id)
         return tensordict
 
     def check_ranks(self, *parts: TensorDictBase, process_group: Any = None, tolerance: float = 0.02) -> None:

@@ -15,7 +15,7 @@ from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, mask
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
-from torchrl_llm_kl.losses._token_loss import TokenLoss, with_graph
+from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
 from torchrl_llm_kl.rollouts import TOKENS_FULL, MaskingStrategy, ResponseTokens, find_key, per_token, require_key
 
 _INPUTS = ("value", "mask", "value_target", "old_value")
@@ -97,7 +97,8 @@ class ValueLoss(TokenLoss):
     on the other side of ``"next"``.
 
     Outputs:
-        ``loss_critic``, ``value_clip_fraction``, ``value_mean``, ``explained_variance``.
+        A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_critic`` and the metrics ``value_clip_fraction``,
+        ``value_mean``, ``explained_variance``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -146,7 +147,7 @@ class ValueLoss(TokenLoss):
         return [LossTerm("critic", mask.float(), mask)]
 
     @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch or a micro-batch; see the class."""
         td, tokens, mask, responses = self._read_tokens(tensordict)
         response = ResponseTokens(tokens, mask)

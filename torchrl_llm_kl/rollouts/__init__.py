@@ -38,6 +38,7 @@ from torchrl_llm_kl.rollouts._tokens import (
     assistant_mask as assistant_mask,
     first_difference as first_difference,
     locate,
+    prompt_ids as prompt_ids,
     response_mask as response_mask,
 )
 

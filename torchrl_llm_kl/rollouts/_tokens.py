@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged, same_rows
-from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros
+from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros, sequence_ids_of
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
 
@@ -177,6 +177,34 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
         "or neither; if pad_token == eos_token, give the tokenizer another pad token: torchrl drops end tokens from "
         "unpadded sequences."
     )
+
+
+def prompt_ids(td: TensorDictBase) -> Tensor | None:
+    """A number per sequence, equal for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
+
+    Prompts are compared without their padding; as text if the data holds no tokens.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> full = torch.tensor([[3, 5], [4, 5], [3, 6]])
+        >>> tokens = TensorDict(prompt=full[:, :1], full=full, batch_size=[3])
+        >>> prompt_ids(TensorDict(tokens=tokens, batch_size=[3])).tolist()
+        [0, 1, 0]
+    """
+    interface = ModelInterface()
+    tokens = read_ragged(td, TOKENS_FULL, sub_key(interface.masks_key, "all_attention_mask"))
+    if tokens is None:
+        text = read_column(td, sub_key(interface.text_key, "prompt"))
+        return None if text is None else sequence_ids_of(text, td.batch_size.numel(), "the prompt")
+    try:
+        response = response_mask(td, tokens, interface)
+    except ValueError:  # whoever scores the data says why
+        return None
+    if response is None:
+        return None
+    lengths = tokens.like((~response).long()).sum()
+    prompts = tokens.values[~response].split(lengths.tolist())
+    return sequence_ids_of(list(prompts), len(prompts), "the prompt") if len(response) > int(response.sum()) else None
 
 
 def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:

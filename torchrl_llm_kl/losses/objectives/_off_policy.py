@@ -245,13 +245,21 @@ def vespo(
     return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
 
 
-@objective("rec", source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4")
+def _rec_reads_ratio(clip_mode: str, weight: str, regularizer: str) -> bool:
+    return clip_mode != "none" or weight not in ("none", "advantage") or regularizer == "k2"
+
+
+@objective(
+    "rec",
+    needs_if={"old_log_prob": (("clip_mode", "weight", "regularizer"), _rec_reads_ratio)},
+    source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4",
+)
 def rec(
     log_prob: Tensor,
     mask: Tensor,
     *,
-    old_log_prob: Tensor,
     advantage: Tensor,
+    old_log_prob: Tensor | None = None,
     clip_mode: str = "none",
     epsilon_low: Scalar = 0.2,
     epsilon_high: Scalar = 0.2,
@@ -288,7 +296,9 @@ def rec(
             ``forward-kl``: ``-regularizer_coef log_prob``, which imitates it.
         regularizer_coef: at least 0.
 
-    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0).
+    ``old_log_prob`` is required where a ratio is read: by a clip mode, by either importance weight and by ``k2``.
+
+    Metrics, if the mode clips: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0).
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -303,7 +313,7 @@ def rec(
     check_range(above=0.0, epsilon_high=epsilon_high, epsilon_high_prime=epsilon_high_prime, temp=temp)
     check_range(low=0.0, regularizer_coef=regularizer_coef)
 
-    log_ratio = log_prob - old_log_prob
+    log_ratio = log_prob - (log_prob.detach() if old_log_prob is None else old_log_prob)
     ratio = bounded_exp(log_ratio.detach())
     sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)
 
@@ -331,7 +341,9 @@ def rec(
         value = value + regularizer_coef * log_ratio.square()
     elif regularizer == "forward-kl":
         value = value - regularizer_coef * log_prob
-    metrics = clip_fractions(~in_range & bad, ~in_range & good, mask)
-    metrics["clip_fraction"] = masked_mean((~in_range).float(), mask)
+    metrics: dict[str, Tensor] = {}
+    if clip_mode != "none":
+        metrics = clip_fractions(~in_range & bad, ~in_range & good, mask)
+        metrics["clip_fraction"] = masked_mean((~in_range).float(), mask)
     per_sequence: Aggregation | None = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else None
     return (LossTerm("objective", value, mask, metrics=metrics, aggregation=per_sequence),)
