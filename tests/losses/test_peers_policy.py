@@ -1,12 +1,13 @@
-"""Values and gradients against Trinity-RFT 0.6.0 and verl 0.9.1, where their code follows their documentation.
+"""Values and gradients against Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16, where their code follows their documentation.
 
 Runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels; see peers.py.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,7 @@ VERL: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("gspo", "gspo", BOUNDS, {}),
     ("sapo", "sapo", {"tau_pos": 1.2, "tau_neg": 1.7}, {"tau_pos": 1.2, "tau_neg": 1.7}),
     ("gpg", "gpg", {}, {}),
+    ("dro", "dro", {"beta": 0.6}, {"dro_beta": 0.6}),
     ("cispo", "cispo", BOUNDS, {}),
     ("dppo", "dppo_tv", {**BOUNDS, "clip_ratio_c": 1.4}, {"clip_ratio_c": 1.4}),
     ("dppo", "dppo_kl", {**BOUNDS, "divergence": "kl"}, {}),
@@ -188,5 +190,54 @@ def test_verls_geometric_mean_where_advantages_are_constant(monkeypatch: pytest.
         batch["advantage"] = batch["advantage"][:, :1].expand_as(batch["mask"])
         loss, gradient = verl_result(core, "geo_mean", batch, "token-mean")
         value, found = ours("gmpo", batch, "seq-mean-token-mean", BOUNDS)
+        assert_close(value, loss, **CLOSE)
+        assert_close(found, gradient, **CLOSE)
+
+
+def trl_result(trainer: Any, batch: dict[str, Tensor], **settings: Any) -> tuple[Tensor, Tensor]:
+    """The loss of TRL's GRPOTrainer and its gradient, on log-probs in place of a model's."""
+    log_prob = batch["log_prob"].clone().requires_grad_()
+    mask = batch["mask"].double()
+    tokens = torch.zeros(len(mask), 0, dtype=torch.long), torch.zeros_like(mask)
+    accelerator = SimpleNamespace(
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, **_: x,
+        num_processes=1,
+        sync_gradients=True,
+    )
+    own = SimpleNamespace(
+        **{
+            "_get_per_token_logps_and_entropies": lambda *_, **__: (log_prob, torch.ones_like(log_prob), None),
+            "_metrics": {"train": collections.defaultdict(list)},
+            "_entropy_bonus_enabled": False,
+            "aux_loss_enabled": False,
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
+            "beta": 0.0,
+            "use_vllm": False,
+            "model": SimpleNamespace(training=True),
+            "current_gradient_accumulation_steps": 1,
+            "accelerator": accelerator,
+            "args": SimpleNamespace(delta=None),
+            **settings,
+        }
+    )
+    inputs = {"prompt_ids": tokens[0], "prompt_mask": tokens[0], "completion_ids": tokens[1], "completion_mask": mask}
+    inputs |= {"advantages": batch["advantage"], "old_per_token_logps": batch["old_log_prob"]}
+    loss = trainer._compute_loss(own, None, inputs)
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
+
+
+def test_trls_luspo(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    bounds = {"epsilon_low": 0.15, "epsilon_high": 0.3}
+    for seed in range(5):
+        batch = batch_of(seed)
+        batch["advantage"] = batch["advantage"][:, :1].expand_as(batch["mask"]).clone()  # TRL's is one per sequence
+        theirs = {**batch, "advantage": batch["advantage"][:, 0]}
+        settings = {"loss_type": "luspo", "importance_sampling_level": "sequence", **bounds}
+        loss, gradient = trl_result(trainer, theirs, **settings)
+        value, found = ours("luspo", batch, "seq-mean-token-sum", {"clip_low": 0.15, "clip_high": 0.3})
         assert_close(value, loss, **CLOSE)
         assert_close(found, gradient, **CLOSE)

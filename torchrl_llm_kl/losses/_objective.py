@@ -332,9 +332,9 @@ def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
 # fmt: off
 #: The names of :func:`get_objective`.
 ObjectiveName = Literal[
-    "apo_zero", "cispo", "clip_cov", "dapo", "dpo", "dppo", "dr_grpo", "gmpo", "gpg", "gspo", "hinge",
-    "importance_sampling", "ipo", "kl_cov", "mix", "mix_chord", "opmd", "ppo", "rec", "robust", "sapo", "sft", "sft_is",
-    "sft_phi", "sppo", "sppo_hard", "topr", "vespo",
+    "apo_zero", "cispo", "clip_cov", "dapo", "dpo", "dppo", "dr_grpo", "dro", "gmpo", "gpg", "gspo", "hinge",
+    "importance_sampling", "ipo", "kl_cov", "luspo", "mix", "mix_chord", "opmd", "ppo", "rec", "robust", "sapo", "sft",
+    "sft_is", "sft_phi", "sppo", "sppo_hard", "topr", "vespo",
 ]
 # fmt: on
 
@@ -364,6 +364,7 @@ class ObjectiveArgs(TypedDict, total=False):
     cutoff_prob: Scalar
     delta_sequence_masking: Scalar
     divergence: Literal["tv", "kl"]
+    dro_beta: Scalar
     enable_mask_clip: bool
     enable_phi_function: bool
     enable_sequence_masking: bool
