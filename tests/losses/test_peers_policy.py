@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from peers import load
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import aggregate, get_objective, spec_of
+from torchrl_llm_kl.losses import AdaptiveEntropyCoefficient, aggregate, get_objective, spec_of
 
 # Both divide by counts + 1e-8.
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
@@ -194,8 +195,10 @@ def test_verls_geometric_mean_where_advantages_are_constant(monkeypatch: pytest.
         assert_close(found, gradient, **CLOSE)
 
 
-def trl_result(trainer: Any, batch: dict[str, Tensor], **settings: Any) -> tuple[Tensor, Tensor]:
-    """The loss of TRL's GRPOTrainer and its gradient, on log-probs in place of a model's."""
+def trl_result(
+    trainer: Any, batch: dict[str, Tensor], *, own: SimpleNamespace | None = None, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """The loss of TRL's GRPOTrainer and its gradient, on log-probs in place of a model's. ``own`` is the trainer's state."""
     log_prob = batch["log_prob"].clone().requires_grad_()
     mask = batch["mask"].double()
     tokens = torch.zeros(len(mask), 0, dtype=torch.long), torch.zeros_like(mask)
@@ -206,9 +209,10 @@ def trl_result(trainer: Any, batch: dict[str, Tensor], **settings: Any) -> tuple
         num_processes=1,
         sync_gradients=True,
     )
-    own = SimpleNamespace(
-        **{
-            "_get_per_token_logps_and_entropies": lambda *_, **__: (log_prob, torch.ones_like(log_prob), None),
+    own = own or SimpleNamespace()
+    own.__dict__.update(
+        {
+            "_get_per_token_logps_and_entropies": lambda *_, **__: (log_prob, batch.get("entropy", mask), None),
             "_metrics": {"train": collections.defaultdict(list)},
             "_entropy_bonus_enabled": False,
             "aux_loss_enabled": False,
@@ -241,3 +245,28 @@ def test_trls_luspo(monkeypatch: pytest.MonkeyPatch) -> None:
         value, found = ours("luspo", batch, "seq-mean-token-sum", {"clip_low": 0.15, "clip_high": 0.3})
         assert_close(value, loss, **CLOSE)
         assert_close(found, gradient, **CLOSE)
+
+
+def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bonus that its trainer adds in each of six steps, and its coefficient after each."""
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    ours = AdaptiveEntropyCoefficient(0.01, target=0.4, delta=0.02, low=0.005, high=0.045)
+    control: dict[str, Any] = {"entropy_coef": 0.01, "_last_world_entropy": math.inf, "_entropy_window_stats": None}
+    args = {"entropy_target": 0.4, "entropy_coef_delta": 0.02, "entropy_coef_min": 0.005, "entropy_coef_max": 0.045}
+    fixed = {"loss_type": "bnpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2}
+    seen = []
+    for scale in (0.3, 0.2, 0.1, 0.5, 0.6, 0.9, 0.2):
+        batch = batch_of(0)
+        batch["entropy"] = scale * (1 + 0.1 * batch["log_prob"].sin())
+        theirs = {**batch, "advantage": batch["advantage"][:, 0]}
+        plain, _ = trl_result(trainer, theirs, **fixed)
+        own, more = SimpleNamespace(**control), {"_entropy_bonus_enabled": True, "use_adaptive_entropy": True}
+        settings = {**fixed, **more, "args": SimpleNamespace(delta=None, **args)}
+        loss, _ = trl_result(trainer, theirs, own=own, **settings)
+        control = {name: getattr(own, name) for name in control}
+        entropy = batch["entropy"][batch["mask"]].mean()
+        assert_close(plain - loss, ours() * entropy, **CLOSE)
+        seen.append(float(ours()))
+        ours.update(entropy)
+        assert math.isclose(ours.value, control["entropy_coef"], rel_tol=1e-5)
+    assert seen == pytest.approx([0.0, 0.03, 0.045, 0.045, 0.0, 0.0, 0.0])

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, KLPlacementWarning, check_placement
+from torchrl_llm_kl.estimators import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    FixedKLCoefficient,
+    KLPlacementWarning,
+    check_placement,
+)
 from torchrl_llm_kl.losses._arithmetic import AGGREGATIONS, Aggregation, aggregate, count
 from torchrl_llm_kl.losses._objective import (
     LossTerm,
@@ -73,14 +79,14 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 # fmt: off
 __all__ = [
-    "AGGREGATIONS", "AdaptiveKLCoefficient", "Aggregation", "Correction", "EntropyBonus", "FixedKLCoefficient",
-    "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler", "LossTerm", "ObjectiveArgs",
-    "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "PolicyLoss", "TermPart", "TopEntropyMask",
-    "UnknownObjectiveError", "ValueLoss", "aggregate", "apo_zero", "apply_correction", "available_objectives",
-    "check_placement", "cispo", "clip_cov", "count", "dapo", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
-    "entropy_threshold", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "importance_weights",
-    "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "luspo", "mix", "mix_chord", "mu_schedule", "objective",
-    "off_policy_sequence_mask", "opmd", "ppo", "rec", "robust", "sapo", "select_clip_cov", "select_kl_cov", "sft",
-    "sft_is", "sft_phi", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr", "value_error", "vespo",
+    "AGGREGATIONS", "AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "Aggregation", "Correction", "EntropyBonus",
+    "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler", "LossTerm",
+    "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "PolicyLoss", "TermPart",
+    "TopEntropyMask", "UnknownObjectiveError", "ValueLoss", "aggregate", "apo_zero", "apply_correction",
+    "available_objectives", "check_placement", "cispo", "clip_cov", "count", "dapo", "dpo", "dppo", "dr_grpo", "dro",
+    "entropy_bonus", "entropy_threshold", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling",
+    "importance_weights", "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "luspo", "mix", "mix_chord", "mu_schedule",
+    "objective", "off_policy_sequence_mask", "opmd", "ppo", "rec", "robust", "sapo", "select_clip_cov", "select_kl_cov",
+    "sft", "sft_is", "sft_phi", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr", "value_error", "vespo",
 ]
 # fmt: on

@@ -219,7 +219,8 @@ class EntropyBonus(TermPart):
     """Entropy bonus: minus the policy's entropy over the whole vocabulary, :func:`~torchrl_llm_kl.losses.entropy_bonus`.
 
     Args:
-        coeff: its weight, dimensionless.
+        coeff: its weight, dimensionless; a number, or a coefficient such as
+            :class:`~torchrl_llm_kl.AdaptiveEntropyCoefficient`.
 
     Keyword Args:
         leave_out_experts: leave out the sequences of experts, as Trinity's ``mix`` does.
