@@ -27,9 +27,17 @@ from torchrl_llm_kl.losses._objective import (
     get_objective,
     spec_of,
 )
-from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummy_inputs, name_of
+from torchrl_llm_kl.losses._parts import (
+    Correction,
+    Part,
+    RolloutArgs,
+    TermPart,
+    dummy_inputs,
+    name_of,
+    rollout_corrections,
+)
 from torchrl_llm_kl.losses._token_loss import TokenLoss, merge_metrics, with_graph
-from torchrl_llm_kl.losses.corrections import apply_correction
+from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
@@ -50,8 +58,8 @@ _MASKS = ("expert_mask", "selected")
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
 
-class PolicyArgs(ObjectiveArgs, total=False):
-    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``."""
+class PolicyArgs(ObjectiveArgs, RolloutArgs, total=False):
+    """Hyper-parameters of objectives, verl's settings of corrections, and Trinity's name of ``aggregation``."""
 
     loss_agg_mode: Aggregation | None
 
@@ -71,7 +79,9 @@ class PolicyLoss(TokenLoss):
         terms: :class:`~torchrl_llm_kl.losses.KLToReference`, :class:`~torchrl_llm_kl.losses.KLToSampler`,
             :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the protocol of objectives.
         corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
-            :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
+            :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
+            :class:`~torchrl_llm_kl.losses.TopEntropyMask`. verl's settings (``rollout_is="token"``, ``rollout_rs=...``) add
+            theirs; see :func:`~torchrl_llm_kl.losses.rollout_corrections`.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
             ``loss_agg_mode``.
         max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``.
@@ -96,7 +106,8 @@ class PolicyLoss(TokenLoss):
     Outputs:
         ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics over the
         masked-in tokens, without graph: the objective's own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``,
-        ``kl_to_ref``, ``entropy``, ``num_tokens``, ``num_sequences``.
+        ``kl_to_ref``, ``entropy``, ``num_tokens``, ``num_sequences``; for data with ``sampler_log_prob`` those of
+        :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of ``old_log_prob`` or else of the current policy.
 
     Raises:
         TypeError: for an unknown hyper-parameter.
@@ -159,6 +170,7 @@ class PolicyLoss(TokenLoss):
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
         own: dict[str, Any] = dict(hyper)
+        rollout: Any = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
         if "loss_agg_mode" in own:
             if aggregation is not None:
                 raise TypeError("'loss_agg_mode' and 'aggregation' are the same argument: pass one of them.")
@@ -166,6 +178,7 @@ class PolicyLoss(TokenLoss):
         if spec is not None:
             own = spec.hyperparameters.translate(own)
             aggregation = aggregation or spec.aggregation
+        corrections = [*corrections, *rollout_corrections(**rollout)]
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         settings = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "dtype": dtype}
         self._set_models(actor, reference, settings, functional)
@@ -369,10 +382,10 @@ class PolicyLoss(TokenLoss):
         """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
-        for correction in self.corrections:
+        for number, correction in enumerate(self.corrections, start=1):
             weights, seen = correction(inputs)
             terms = apply_correction(terms, weights, inputs["mask"])
-            metrics |= seen
+            metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
 
@@ -381,7 +394,8 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Metrics independent of the objective.
 
     ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
-    them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
+    them and ``kl_to_sampler``; with the sampler's own the :func:`mismatch_metrics`; with reference log-probs ``kl_to_ref``;
+    with entropies ``entropy``.
     """
     mask = inputs["mask"]
     clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_FOR_METRICS) if name in inputs}
@@ -391,8 +405,10 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         metrics |= _ratio_metrics(log_prob, old, mask)
     sampler = clean.get("sampler_log_prob", old)
     if sampler is not None:
-        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative.
-        metrics["kl_to_sampler"] = _k3(sampler, log_prob, mask)
+        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative. NaN: not scored.
+        metrics["kl_to_sampler"] = _k3(sampler, log_prob, mask & ~sampler.isnan())
+    if "sampler_log_prob" in clean:
+        metrics |= mismatch_metrics(log_prob if old is None else old, clean["sampler_log_prob"], mask)
     if "ref_log_prob" in clean:
         metrics["kl_to_ref"] = _k3(log_prob, clean["ref_log_prob"], mask)
     if "entropy" in inputs:
