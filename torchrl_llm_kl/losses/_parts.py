@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
-from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._numerics import Scalar, check_choice
 from torchrl_llm_kl._registry import Hyperparameters
 from torchrl_llm_kl.estimators import check_placement
 from torchrl_llm_kl.losses._objective import INPUTS, spec_of
@@ -41,8 +42,8 @@ class Part(nn.Module):
         hyper: its hyper-parameters; omitted ones have the function's defaults.
 
     Raises:
-        ValueError: if the function rejects a hyper-parameter.
-        TypeError: if it has no such hyper-parameter.
+        ValueError: if the function rejects a hyper-parameter, or one is a tensor of several numbers or with grad.
+        TypeError: if it has no such hyper-parameter, or one that must be a number is not.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[str, ...] = INPUTS, /, **hyper: Any) -> None:
@@ -55,7 +56,8 @@ class Part(nn.Module):
         self._required = tuple(name for name in inputs if name in without and name not in ("log_prob", "mask"))
         self.settings: dict[str, Any] = {}
         defaults = {name: signature[name].default for name in signature if name not in {*inputs, *without}}
-        self._floats = frozenset(name for name, value in defaults.items() if isinstance(value, float))
+        self._floats = frozenset(name for name, x in signature.items() if isinstance(x.default, float) or _is_scalar(x))
+        hyper = {name: self._number(name, value) for name, value in hyper.items()}
         for name, value in {**defaults, **hyper}.items():
             self._store(name, value)
         self._check(hyper)
@@ -98,6 +100,7 @@ class Part(nn.Module):
         """
         if name in self._modules:
             raise TypeError(f"{name} is a {type(self._modules[name]).__name__}: change that, not {name}.")
+        value = self._number(name, value)
         if not isinstance(value, Tensor):
             self._check({**self.hyper, name: value})
         buffer = self._buffers.get(name)
@@ -108,9 +111,22 @@ class Part(nn.Module):
         self.settings.pop(name, None)
         self._store(name, value)
 
+    def _number(self, name: str, value: Any) -> Any:
+        """A hyper-parameter that is a number as float or 0-dim tensor, whatever kind of number was given."""
+        if name not in self._floats or value is None or isinstance(value, nn.Module):
+            return value
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.requires_grad:
+                found = (
+                    "requires grad but would be copied" if value.requires_grad else f"has shape {tuple(value.shape)}"
+                )
+                raise ValueError(f"{name} {found}: pass one number, or a module that returns it.")
+            return value.reshape(())
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, a tensor or a module, got {value!r}.")
+        return float(value)
+
     def _store(self, name: str, value: Any) -> None:
-        if type(value) is int and name in self._floats:
-            value = float(value)
         if isinstance(value, nn.Module):
             self.add_module(name, value)
         elif name in _COUNTERS:
@@ -148,6 +164,11 @@ class Part(nn.Module):
         shown = {name: repr(value) for name, value in self.settings.items()}
         shown |= {name: f"{float(value):g}" for name, value in self._buffers.items() if value is not None}
         return ", ".join([name_of(self.function), *(f"{key}={value}" for key, value in shown.items())])
+
+
+def _is_scalar(parameter: inspect.Parameter) -> bool:
+    """Whether a hyper-parameter is annotated as a number that may be a tensor."""
+    return str(parameter.annotation).startswith("Scalar") or parameter.annotation in (Scalar, Scalar | None)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -14,7 +14,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl._numerics import (
+    Scalar,
+    check_choice,
+    check_is_mask,
+    check_is_scalar,
+    check_range,
+    check_same_shape,
+    masked_mean,
+)
 from torchrl_llm_kl.estimators import get_estimator
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
@@ -31,7 +39,7 @@ def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | 
     """Multiply the values of loss terms by weights. Their masks, and so their denominators, are unchanged.
 
     A term with one value per token gets the weight of each token. One with a value per sequence, ``[*B, 1]``, gets the mean
-    weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite.
+    weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite. Weights pass none.
 
     Args:
         terms: usually those of the objective, not the KL to the reference.
@@ -61,8 +69,10 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
             raise ValueError(
                 f"{term.name} has one value per sequence: pass mask=, to average the weights over its tokens."
             )
+        check_same_shape(weights=weights, mask=mask)
+        check_is_mask(mask=mask)
         weights = sequence_mean(weights, mask)
-    weights = weights.to(term.value.dtype)
+    weights = weights.detach().to(term.value.dtype)
     return term.replace(value=torch.where(weights == 0, 0, term.value) * weights)
 
 
@@ -122,6 +132,7 @@ def importance_weights(
     """
     check_choice(("token", "sequence", "geometric"), level=level)
     check_choice(("truncate", "mask"), mode=mode)
+    check_is_scalar(low=low, high=high)
     if isinstance(high, (int, float)) and not high > 0:
         raise ValueError(f"high must be greater than 0, got {high}.")
     if isinstance(low, (int, float)) and not low >= 0:
@@ -209,6 +220,7 @@ def rejection_mask(
     Source: Liu et al. 2025, "When Speed Kills Stability" (masked importance sampling, geometric mask); names: verl 0.9.1.
     """
     check_choice(get_args(Divergence), divergence=divergence)
+    check_is_scalar(low=low, high=high)
     level, estimator = divergence.rsplit("_", 1)
     if low is None and high is None:
         raise ValueError(f"{divergence} rejects nothing without a bound: pass high= (or low=, for k1).")
@@ -330,6 +342,7 @@ def off_policy_sequence_mask(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), eq. 9.
     """
     check_range(low=0.0, delta=delta)
+    check_is_scalar(delta=delta)
     now, old, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
     drift = sequence_mean(old - now, mask)
     dropped = (drift > delta) & (advantage < 0)
@@ -358,6 +371,8 @@ def top_entropy_mask(
 
     Source: Wang et al. 2025 (arXiv 2506.01939), "Beyond the 80/20 Rule".
     """
+    check_range(threshold=threshold)  # not NaN
+    check_is_scalar(threshold=threshold)
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction)
     (entropy,) = checked(mask, entropy=entropy)
@@ -383,6 +398,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> 
     Source: Wang et al. 2025 (arXiv 2506.01939).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
+    check_is_scalar(fraction=fraction)
     (entropy,) = checked(mask, entropy=entropy)
     if entropy.numel() == 0:
         return entropy.new_zeros(())
