@@ -93,6 +93,15 @@ def test_bounds_are_part_of_what_is_kept_and_agreement_is_never_rejected(diverge
         assert rejection_mask(same, same, mask, divergence=divergence, low=0.0, high=0.0)[0].tolist() == [[1, 1]]
 
 
+def test_masked_out_tokens_reject_nothing() -> None:
+    """A bound that is a tensor is not read: it may exclude 0, the value of masked-out tokens."""
+    weights, metrics = rejection_mask(
+        f64([[-1.5, -1.0]]), f64([[-1.0, -1.0]]), torch.tensor([[True, False]]), divergence="seq_max_k1", low=f64(0.1)
+    )
+    assert weights.tolist() == [[1, 0]]
+    assert metrics["seq_max_k1_seq_masked_fraction"] == 0
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_rejection_of_anything(divergence: str) -> None:
     """Not scored is not rejected; impossible in one of the two is; no token, no metric."""

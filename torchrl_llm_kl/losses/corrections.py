@@ -236,14 +236,9 @@ def rejection_mask(
     value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
     if level in ("seq_sum", "seq_mean"):
         value = (sequence_sum if level == "seq_sum" else sequence_mean)(value, mask)
-    rejected = torch.zeros_like(value, dtype=torch.bool)
-    if low is not None:
-        rejected = rejected | (value < low)
-    if high is not None:
-        rejected = rejected | (value > high)
-    rejected = mask & rejected
+    rejected = mask & (value != clamp(value, low, high))
     if level == "seq_max":
-        rejected = mask & rejected.any(-1, keepdim=True)
+        rejected = rejected.any(-1, keepdim=True)
     dtype = value.dtype
     metrics = {
         f"{divergence}_masked_fraction": masked_mean(rejected.to(dtype), mask),
