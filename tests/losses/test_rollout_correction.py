@@ -183,6 +183,21 @@ def test_mismatch_metrics_by_hand() -> None:
         assert found[name].item() == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
+def test_metrics_of_sequences_that_all_differ_one_way() -> None:
+    """The third has no tokens; of the last the trainer did not score one."""
+    old, sampler = f64([[-1.5, -2.0], [-0.75, 9.0], [7.0, 7.0], [NAN, -1.25]]), f64([[-1.0, -1.0]] * 4)
+    sampler[1, 0] = -0.5
+    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True]])
+    found = mismatch_metrics(old, sampler, mask)
+    assert found["mismatch_k1"].item() == pytest.approx((0.5 + 1.0 + 0.25 + 0.25) / 4)
+    assert found["log_ppl_diff_max"].item() == pytest.approx(0.75)
+    assert found["log_ppl_diff_min"].item() == pytest.approx(0.25)
+    other = mismatch_metrics(sampler, old, mask)
+    assert (other["log_ppl_diff_max"].item(), other["log_ppl_diff_min"].item()) == pytest.approx((-0.25, -0.75))
+    far = mismatch_metrics(torch.full((1, 2), -1.0), torch.full((1, 2), -1e4), torch.ones(1, 2) == 1)
+    assert all(value.isfinite() for value in far.values())
+
+
 def test_tokens_that_the_sampler_did_not_score_are_left_out_of_the_metrics() -> None:
     old, sampler = f64([[-1.0, -2.0, -9.0], [-4.0, -1.0, -1.0]]), f64([[-1.5, -1.0, NAN], [NAN, NAN, NAN]])
     everywhere = torch.ones(2, 3, dtype=torch.bool)
