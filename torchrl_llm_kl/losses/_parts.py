@@ -382,10 +382,9 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
         ValueError: for an unknown or unsupported value, and a threshold that has no use.
 
     Example:
-        >>> rollout_corrections(rollout_is="token", rollout_rs="token_k1,seq_max_k3", rollout_rs_threshold="0.5_2.0,0.1")
-        [ImportanceWeights(importance_weights, level='token', mode='truncate', low=None, high=2), RejectionMask(rejection_mask,
-        divergence='token_k1', low=-0.693147, high=0.693147), RejectionMask(rejection_mask, divergence='seq_max_k3', low=None,
-        high=0.1)]
+        >>> weights, mask = rollout_corrections(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+        >>> weights.high, mask.low, mask.high
+        (tensor(2.), tensor(-0.6931), tensor(0.6931))
 
     Source: verl 0.9.1, ``RolloutCorrectionConfig``.
     """
