@@ -26,6 +26,7 @@ import torch
 import transformers
 import typer
 from tensordict import TensorDictBase
+from torch import nn
 from torchrl.collectors.llm import LLMCollector
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 

@@ -100,7 +100,9 @@ def test_a_custom_preset() -> None:
 
 
 def test_arguments_for_the_loss_and_the_masks() -> None:
-    parts = made("dr_grpo", reference=None, max_len=7, loss_args={"log_entropy": True, "tokens_per_batch": 64})
+    verl = {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.2}
+    parts = made("dr_grpo", reference=None, max_len=7, loss_args={"log_entropy": True, "tokens_per_batch": 64, **verl})
+    assert "divergence='seq_max_k3'" in repr(parts.loss.corrections)
     assert parts.loss.max_len == 7
     assert parts.loss.log_entropy
     assert parts.loss.scorer.tokens_per_batch == 64

@@ -25,7 +25,7 @@ from torchrl_llm_kl.algorithms._schema import SchemaName
 from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives
 
 #: Critic, reference, rollouts beside experts, advantages in the trainer, rows may be balanced: Trinity-RFT 0.6.0's
-#: ``algorithm.py``, which has no dr_grpo.
+#: ``algorithm.py``, which has no dr_grpo, luspo and dro.
 FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "sft": (0, 0, 0, 0, 1),
     "ppo": (1, 1, 0, 1, 1),
@@ -38,6 +38,8 @@ FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "topr": (0, 1, 0, 0, 1),
     "cispo": (0, 1, 0, 0, 1),
     "gspo": (0, 1, 0, 0, 1),
+    "luspo": (0, 0, 0, 0, 1),
+    "dro": (0, 0, 0, 0, 1),
     "sapo": (0, 1, 0, 0, 1),
     "mix": (0, 1, 1, 0, 1),
     "mix_chord": (0, 1, 1, 0, 1),
@@ -64,6 +66,15 @@ PRESETS: dict[str, tuple[str, str | None, str, int, str, dict[str, Any]]] = {
     "topr": ("topr", "reinforce", "k2", 2, "experience", {}),
     "cispo": ("cispo", "grpo", "k2", 2, "experience", {}),
     "gspo": ("gspo", "grpo", "k2", 2, "experience", {}),
+    "luspo": ("luspo", "grpo", "none", 8, "experience", {}),
+    "dro": (
+        "dro",
+        "opmd",
+        "none",
+        8,
+        "experience",
+        {"objective_args": {"level": "sequence"}, "aggregation": "seq-mean-token-sum"},
+    ),
     "sapo": ("sapo", "grpo", "k2", 2, "experience", {}),
     "opmd": ("opmd", "opmd", "k2", 2, "experience", {}),
     "asymre": ("opmd", "asymre", "none", 2, "experience", {}),

@@ -188,7 +188,18 @@ def derivative_is_the_gradient(case: str) -> bool:
 
 #: Their values are multiplied by weights that pass no gradient: the derivative of the value is another one.
 WEIGHTED = {
-    *("ppo-pg", "gspo-token", "cispo", "cispo-masked", "topr-token", "topr-sequence", "vespo", "dppo-tv", "dppo-kl"),
+    *(
+        "ppo-pg",
+        "gspo-token",
+        "luspo",
+        "cispo",
+        "cispo-masked",
+        "topr-token",
+        "topr-sequence",
+        "vespo",
+        "dppo-tv",
+        "dppo-kl",
+    ),
     *("rec-one-side", "rec-ring", "rec-gspo", "sft_is", "sft_phi", "sft_phi-cutoff", "mix_chord"),
 }
 

@@ -34,11 +34,11 @@ _TESTS = {
     "objectives/_clipped.py": tuple(f"test_{name}.py" for name in ("ppo", "dapo", "gspo", "gmpo", "cispo", "sapo")),
     "objectives/_covariance.py": ("test_covariance.py",),
     "objectives/_off_policy.py": tuple(
-        f"test_{name}.py" for name in ("plain_gradients", "topr", "sppo", "dppo", "vespo", "rec")
+        f"test_{name}.py" for name in ("plain_gradients", "topr", "sppo", "dro", "dppo", "vespo", "rec")
     ),
     "objectives/_preference.py": ("test_dpo.py",),
     "objectives/_supervised.py": ("test_sft.py", "test_mix.py"),
-    "corrections.py": ("test_corrections.py", "test_ppo.py"),
+    "corrections.py": ("test_corrections.py", "test_rollout_correction.py", "test_wrong_inputs.py", "test_ppo.py"),
     "terms.py": ("test_terms.py", "test_needs.py"),
     "_arithmetic.py": tuple(
         f"test_{name}.py" for name in ("ppo", "gspo", "plain_gradients", "sft", "dpo", "corrections", "mix")

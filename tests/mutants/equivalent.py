@@ -42,6 +42,13 @@ _same(
     "0 divided by anything",
     '"effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 2, square),',
 )
+for _function in ("rejection_mask", "mismatch_metrics"):
+    _same(
+        "losses/corrections.py",
+        _function,
+        "masked-out tokens are dropped again further on",
+        "old, sampler = checked((mask | True), old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)",
+    )
 _same(
     "losses/corrections.py",
     "top_entropy_mask",

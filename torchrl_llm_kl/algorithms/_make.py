@@ -18,7 +18,7 @@ from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
 from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
-from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, TermPart, ValueLoss
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, RolloutArgs, TermPart, ValueLoss
 from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -57,8 +57,8 @@ def make_algorithm(
         temperature: of the sampler; divides the logits of policy and reference.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
-        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch``, ``dtype``
-            (which then applies to old and reference log-probs too), ...
+        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
+            ...), ``tokens_per_batch``, ``dtype`` (which then applies to old and reference log-probs too), ...
         overrides: changes of the preset; see :class:`AlgorithmOverrides`.
 
     Returns:
@@ -239,6 +239,7 @@ _SET_HERE = {
 def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
     parameters = inspect.signature(PolicyLoss.__init__).parameters.values()
     known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _SET_HERE]
+    known += RolloutArgs.__annotations__
     for name in loss_args:
         if name in _SET_HERE:
             raise TypeError(f"loss_args must not hold {name!r}: {_SET_HERE[name]}.")

@@ -17,8 +17,8 @@ from torchrl_llm_kl.losses import get_objective, spec_of
 # fmt: off
 #: Every preset.
 AlgorithmName = Literal[
-    "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "sapo", "opmd", "asymre", "sppo",
-    "rec", "sft", "raft", "dpo", "mix", "mix_chord", "on_policy_distill", "jsd", "multi_step_grpo", "gigpo",
+    "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "luspo", "sapo", "dro", "opmd",
+    "asymre", "sppo", "rec", "sft", "raft", "dpo", "mix", "mix_chord", "on_policy_distill", "jsd", "multi_step_grpo", "gigpo",
 ]
 # fmt: on
 
@@ -124,10 +124,29 @@ _add(
     repeat_times=_REPEATS,
 )
 _add(
+    Algorithm("luspo", "luspo", advantage="grpo", repeat_times=8),
+    objective="Liu et al. 2026 (arXiv 2602.05261): GSPO times the length; clip 3e-4 / 4e-4 as GSPO",
+    repeat_times="groups of the size of dr_grpo's",
+)
+_add(
     Algorithm("sapo", "sapo", advantage="grpo", kl_loss="k2", repeat_times=2),
     objective="Gao et al. 2025 (arXiv 2511.20347): temperatures 1.0 and 1.05",
     kl_loss=_KL_K2,
     repeat_times=_REPEATS,
+)
+_add(
+    Algorithm(
+        "dro",
+        "dro",
+        objective_args={"level": "sequence"},
+        advantage="opmd",
+        aggregation="seq-mean-token-sum",
+        repeat_times=8,
+    ),
+    objective="Richemond et al. 2024 (arXiv 2405.19107), section 3: log-probs of whole answers; beta 0.05: Tinker's example",
+    advantage="Kimi k1.5 (arXiv 2501.12599), section 2.3.2: the mean of the group for the value of the prompt",
+    aggregation="the same papers: log-probs of whole answers",
+    repeat_times="groups of the size of dr_grpo's",
 )
 _add(
     Algorithm("opmd", "opmd", advantage="opmd", kl_loss="k2", repeat_times=2),

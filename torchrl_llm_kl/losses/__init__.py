@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, KLPlacementWarning, check_placement
+from torchrl_llm_kl.estimators import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    FixedKLCoefficient,
+    KLPlacementWarning,
+    check_placement,
+)
 from torchrl_llm_kl.losses._arithmetic import AGGREGATIONS, Aggregation, aggregate, count
 from torchrl_llm_kl.losses._objective import (
     LossTerm,
@@ -22,17 +28,23 @@ from torchrl_llm_kl.losses._parts import (
     KLToReference,
     KLToSampler,
     OffPolicySequenceMask,
+    RejectionMask,
+    RolloutArgs,
     TermPart,
     TopEntropyMask,
+    rollout_corrections,
 )
 from torchrl_llm_kl.losses._policy_loss import PolicyLoss
 from torchrl_llm_kl.losses._token_loss import LossOutput
 from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
 from torchrl_llm_kl.losses.corrections import (
+    Divergence,
     apply_correction,
     entropy_threshold,
     importance_weights,
+    mismatch_metrics,
     off_policy_sequence_mask,
+    rejection_mask,
     top_entropy_mask,
 )
 from torchrl_llm_kl.losses.objectives import (
@@ -43,6 +55,7 @@ from torchrl_llm_kl.losses.objectives import (
     dpo,
     dppo,
     dr_grpo,
+    dro,
     gmpo,
     gpg,
     gspo,
@@ -50,6 +63,7 @@ from torchrl_llm_kl.losses.objectives import (
     importance_sampling,
     ipo,
     kl_cov,
+    luspo,
     mix,
     mix_chord,
     mu_schedule,
@@ -72,14 +86,16 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 # fmt: off
 __all__ = [
-    "AGGREGATIONS", "AdaptiveKLCoefficient", "Aggregation", "Correction", "EntropyBonus", "FixedKLCoefficient",
-    "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler", "LossOutput", "LossTerm", "ObjectiveArgs",
-    "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "PolicyLoss", "TermPart", "TopEntropyMask",
-    "UnknownObjectiveError", "ValueLoss", "aggregate", "apo_zero", "apply_correction", "available_objectives",
-    "check_placement", "cispo", "clip_cov", "count", "dapo", "dpo", "dppo", "dr_grpo", "entropy_bonus",
-    "entropy_threshold", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "importance_weights",
-    "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "mix", "mix_chord", "mu_schedule", "objective",
-    "off_policy_sequence_mask", "opmd", "ppo", "rec", "robust", "sapo", "select_clip_cov", "select_kl_cov", "sft",
-    "sft_is", "sft_phi", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr", "value_error", "vespo",
+    "AGGREGATIONS", "AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "Aggregation", "Correction", "Divergence",
+    "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler",
+    "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask",
+    "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
+    "aggregate", "apo_zero", "apply_correction", "available_objectives", "check_placement", "cispo", "clip_cov",
+    "count", "dapo", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus", "entropy_threshold", "get_objective", "gmpo",
+    "gpg", "gspo", "hinge", "importance_sampling", "importance_weights", "ipo", "kl_cov", "kl_to_ref",
+    "kl_to_sampler", "luspo", "mismatch_metrics", "mix", "mix_chord", "mu_schedule", "objective",
+    "off_policy_sequence_mask", "opmd", "ppo", "rec", "rejection_mask", "robust", "rollout_corrections", "sapo",
+    "select_clip_cov", "select_kl_cov", "sft", "sft_is", "sft_phi", "spec_of", "sppo", "sppo_hard",
+    "top_entropy_mask", "topr", "value_error", "vespo",
 ]
 # fmt: on

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, cast
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape
+from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_is_number, check_is_scalar, check_same_shape
 from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clean
 
@@ -26,6 +26,8 @@ PER_ROW = ("pair_id", "chosen")
 #: Every input. All other arguments are hyper-parameters.
 INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_ROW)
 _BOOLEAN = ("expert_mask", "selected", "chosen")
+# Inputs that keep their graph; all others are data.
+_WITH_GRAPH = ("log_prob", "entropy", "kl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class LossTerm:
         aggregation: how this part is summed (see :func:`~torchrl_llm_kl.losses.aggregate`); None: as the rest of the loss.
 
     Raises:
-        ValueError: if value and mask have different shapes.
+        ValueError: if value and mask have different shapes, or the weight is not one number.
         TypeError: if the mask is not boolean.
     """
 
@@ -59,6 +61,7 @@ class LossTerm:
     def __post_init__(self) -> None:
         check_same_shape(value=self.value, mask=self.mask)
         check_is_mask(mask=self.mask)
+        check_is_scalar(weight=self.weight)
 
     def replace(self, **changes: Any) -> LossTerm:
         """A copy with some fields changed."""
@@ -162,10 +165,11 @@ def objective(
     ``chosen``           ``[*B]``      bool, True for the preferred sequence of its pair
     ==================== ============= ==================================================================================
 
-    Every objective accepts the first six, whether it reads them or not, so that all can be called alike. All raise a
+    Every objective accepts the first six, whether it reads them or not, so that all can be called alike. Gradients flow into
+    ``log_prob``, ``entropy`` and ``kl`` alone: the others are data, even if they have a graph. All objectives raise a
     ``ValueError`` for unequal shapes, for a missing input and for a hyper-parameter out of range, and a ``TypeError`` for a
-    mask that is not boolean and for an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim tensor, which is
-    never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
+    mask that is not boolean, numbers that are, and an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim
+    tensor, which is never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
 
     The formulas write ``A`` for the advantage, ``r = exp(log_prob - old_log_prob)`` for the probability ratio and ``sg`` for
     stop-gradient.
@@ -267,6 +271,8 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
         rows = {key: given[key] for key in PER_ROW if given.get(key) is not None}
         check_same_shape(mask=mask, log_prob=log_prob, **tensors)
         check_is_mask(mask=mask, **{key: given.get(key) for key in _BOOLEAN})
+        check_is_number(log_prob=log_prob, **{key: x for key, x in tensors.items() if key not in _BOOLEAN})
+        check_is_scalar(**hyper)
         for key, value in rows.items():
             if value.shape != mask.shape[:-1]:
                 expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
@@ -278,7 +284,8 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
                 set_to = [f"{name}={({**defaults, **hyper})[name]!r}" for name in spec.deciding(key)]
                 otherwise = f", or change {', '.join(set_to)}" if set_to else ""
                 raise ValueError(f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob{otherwise}.")
-        cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items() if key in own}
+        tensors = {key: x if key in _WITH_GRAPH else x.detach() for key, x in tensors.items() if key in own}
+        cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items()}
         return formula(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
 
     call.__doc__ = f"{inspect.cleandoc(formula.__doc__ or '')}\n\n{_SHARED_DOC}\n\nSource: {spec.source}."
@@ -338,9 +345,9 @@ def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
 # fmt: off
 #: The names of :func:`get_objective`.
 ObjectiveName = Literal[
-    "apo_zero", "cispo", "clip_cov", "dapo", "dpo", "dppo", "dr_grpo", "gmpo", "gpg", "gspo", "hinge",
-    "importance_sampling", "ipo", "kl_cov", "mix", "mix_chord", "opmd", "ppo", "rec", "robust", "sapo", "sft", "sft_is",
-    "sft_phi", "sppo", "sppo_hard", "topr", "vespo",
+    "apo_zero", "cispo", "clip_cov", "dapo", "dpo", "dppo", "dr_grpo", "dro", "gmpo", "gpg", "gspo", "hinge",
+    "importance_sampling", "ipo", "kl_cov", "luspo", "mix", "mix_chord", "opmd", "ppo", "rec", "robust", "sapo", "sft",
+    "sft_is", "sft_phi", "sppo", "sppo_hard", "topr", "vespo",
 ]
 # fmt: on
 
@@ -370,6 +377,7 @@ class ObjectiveArgs(TypedDict, total=False):
     cutoff_prob: Scalar
     delta_sequence_masking: Scalar
     divergence: Literal["tv", "kl"]
+    dro_beta: Scalar
     enable_mask_clip: bool
     enable_phi_function: bool
     enable_sequence_masking: bool

@@ -27,9 +27,17 @@ from torchrl_llm_kl.losses._objective import (
     get_objective,
     spec_of,
 )
-from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummy_inputs, name_of
-from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, merge_metrics, with_graph
-from torchrl_llm_kl.losses.corrections import apply_correction
+from torchrl_llm_kl.losses._parts import (
+    Correction,
+    Part,
+    RolloutArgs,
+    TermPart,
+    dummy_inputs,
+    name_of,
+    rollout_corrections,
+)
+from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
+from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
@@ -51,8 +59,8 @@ _MASKS = ("expert_mask", "selected")
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
 
-class PolicyArgs(ObjectiveArgs, total=False):
-    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``."""
+class PolicyArgs(ObjectiveArgs, RolloutArgs, total=False):
+    """Hyper-parameters of objectives, verl's settings of corrections, and Trinity's name of ``aggregation``."""
 
     loss_agg_mode: Aggregation | None
 
@@ -71,8 +79,10 @@ class PolicyLoss(TokenLoss):
     Keyword Args:
         terms: :class:`~torchrl_llm_kl.losses.KLToReference`, :class:`~torchrl_llm_kl.losses.KLToSampler`,
             :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the protocol of objectives.
-        corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
-            :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
+        corrections: factors of the objective, or functions that return them: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
+            :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
+            :class:`~torchrl_llm_kl.losses.TopEntropyMask`. verl's settings (``rollout_is="token"``, ``rollout_rs=...``) add
+            theirs; see :func:`~torchrl_llm_kl.losses.rollout_corrections`.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
             ``loss_agg_mode``.
         max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``.
@@ -100,7 +110,8 @@ class PolicyLoss(TokenLoss):
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
         ``"none"``), whose sum is ``out.total_loss``; and metrics over the masked-in tokens, without graph: the objective's
         own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens``,
-        ``num_sequences``.
+        ``num_sequences``; for data with ``sampler_log_prob`` those of :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
+        ``old_log_prob`` or else of the current policy.
 
     Raises:
         TypeError: for an unknown hyper-parameter.
@@ -148,7 +159,7 @@ class PolicyLoss(TokenLoss):
         objective: ObjectiveName | Callable[..., tuple[LossTerm, ...]] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., tuple[LossTerm, ...]]] = (),
-        corrections: Sequence[Correction] = (),
+        corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]] = (),
         aggregation: Aggregation | None = None,
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
@@ -163,6 +174,7 @@ class PolicyLoss(TokenLoss):
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
         own: dict[str, Any] = dict(hyper)
+        rollout: Any = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
         if "loss_agg_mode" in own:
             if aggregation is not None:
                 raise TypeError("'loss_agg_mode' and 'aggregation' are the same argument: pass one of them.")
@@ -170,12 +182,18 @@ class PolicyLoss(TokenLoss):
         if spec is not None:
             own = spec.hyperparameters.translate(own)
             aggregation = aggregation or spec.aggregation
+        factors = [x if isinstance(x, Part) else Correction(x) for x in (*corrections, *rollout_corrections(**rollout))]
+        parts = [term if isinstance(term, Part) else TermPart(term) for term in terms]
+        for name, kind, given in (("terms", TermPart, parts), ("corrections", Correction, factors)):
+            wrong = [x for x in given if not isinstance(x, kind)]
+            if wrong:
+                other = "corrections" if name == "terms" else "terms"
+                raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         settings = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "dtype": dtype}
         self._set_models(actor, reference, settings, functional)
         self.objective = TermPart(function, **own)
-        self.terms = nn.ModuleList(term if isinstance(term, Part) else TermPart(term) for term in terms)
-        self.corrections = nn.ModuleList(corrections)
+        self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
         self.log_entropy = log_entropy
         exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
         for part in self._parts[1:]:
@@ -255,7 +273,11 @@ class PolicyLoss(TokenLoss):
         check_distributions(self.actor_network, getattr(self.reference, "model", None), self.reference)
 
     def set_keys(self, **kwargs: Any) -> None:
-        """Change where entries are read. The names are listed under *Keys* above."""
+        """Change where entries are read. The names are listed under *Keys* above.
+
+        An optional entry that changes the loss (``loss_mask``, ``expert_mask``, ``selected``, ``sampler_log_prob``,
+        ``pair_id``, ``chosen``) is required once it is set to another key than its default.
+        """
         renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
         if len(renamed) != len(kwargs):
             raise TypeError(f"got an entry under two of its names: {', '.join(kwargs)}.")
@@ -324,7 +346,7 @@ class PolicyLoss(TokenLoss):
             key, found = getattr(self.tensor_keys, name), None
             if name in needs or name in taken:
                 found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
-            if found is None and name in needs:
+            if found is None and (name in needs or (name in taken and self._is_set(name))):
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 found = require_key(td, key, f"{who} needs {name}", advice)
             if found is None:
@@ -338,9 +360,9 @@ class PolicyLoss(TokenLoss):
             flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
             if name == "old_log_prob" and name in needs:
                 mask = self._reader.without_unscored(mask, flat[name], tokens, found)
+        flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in _MASKS if name in flat}
         response = ResponseTokens(tokens, mask)
         inputs = {name: response.gather(value) for name, value in flat.items()}
-        inputs |= {name: inputs[name].bool() for name in _MASKS if name in inputs}
         return td, response, {**inputs, **rows, "mask": response.mask}
 
     def _check_finite(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
@@ -386,32 +408,42 @@ class PolicyLoss(TokenLoss):
         """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
-        for correction in self.corrections:
-            weights, seen = correction(inputs)
-            terms = apply_correction(terms, weights, inputs["mask"])
-            metrics |= seen
+        mask, experts = inputs["mask"], inputs.get("expert_mask")
+        correction: Correction
+        for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
+            if experts is None or not {"old_log_prob", "sampler_log_prob"} & set(correction.needs):
+                weights, seen = correction(inputs)
+            else:  # no policy sampled the experts' tokens: there is nothing to correct
+                weights, seen = correction({**inputs, "mask": mask & ~experts})
+                weights = torch.where(mask & experts, 1, weights)
+            terms = apply_correction(terms, weights, mask)
+            metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
 
 @torch.no_grad()
 def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics independent of the objective.
+    """Metrics independent of the objective, and except the first two and the entropy of the tokens that are not experts'.
 
     ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
-    them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
+    them and ``kl_to_sampler``; with the sampler's own the :func:`mismatch_metrics`; with reference log-probs ``kl_to_ref``;
+    with entropies ``entropy``.
     """
-    mask = inputs["mask"]
+    mask, experts = inputs["mask"], inputs.get("expert_mask")
+    sampled = mask if experts is None else mask & ~experts
     clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_LOG_PROBS) if name in inputs}
     log_prob, old = clean["log_prob"], clean.get("old_log_prob")
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
     if old is not None:
-        metrics |= _ratio_metrics(log_prob, old, mask)
+        metrics |= _ratio_metrics(log_prob, old, sampled & ~old.isnan())
     sampler = clean.get("sampler_log_prob", old)
     if sampler is not None:
-        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative.
-        metrics["kl_to_sampler"] = _k3(sampler, log_prob, mask)
+        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative. NaN: not scored.
+        metrics["kl_to_sampler"] = _k3(sampler, log_prob, sampled & ~sampler.isnan())
+    if "sampler_log_prob" in clean:
+        metrics |= mismatch_metrics(log_prob if old is None else old, clean["sampler_log_prob"], sampled)
     if "ref_log_prob" in clean:
-        metrics["kl_to_ref"] = _k3(log_prob, clean["ref_log_prob"], mask)
+        metrics["kl_to_ref"] = _k3(log_prob, clean["ref_log_prob"], sampled)
     if "entropy" in inputs:
         metrics["entropy"] = masked_mean(inputs["entropy"], mask)
     return metrics

@@ -15,6 +15,7 @@ from torch.utils._pytree import register_pytree_node
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
@@ -27,6 +28,7 @@ from torchrl_llm_kl.rollouts import (
     find_key,
     per_token,
     read_denominators,
+    require_key,
     sub_key,
     write_denominators,
 )
@@ -91,6 +93,8 @@ register_pytree_node(
     lambda out: (list(out.values()), (list(out.keys()), out.batch_size)),
     lambda values, context: LossOutput(dict(zip(context[0], values, strict=True)), batch_size=context[1]),
 )
+# Optional entries that change the loss.
+_OPTIONAL = ("loss_mask", "expert_mask", "selected", "sampler_log_prob", "pair_id", "chosen")
 
 
 class TokenLoss(LossModule):
@@ -154,8 +158,14 @@ class TokenLoss(LossModule):
         if name in exposed:
             part, own = exposed[name]
             part.put(own, value)
+        elif isinstance(value, (int, float, Tensor)) and not hasattr(self, name) and did_you_mean(name, exposed):
+            raise AttributeError(f"{type(self).__name__} has no {name!r} to set.{did_you_mean(name, exposed)}")
         else:
             super().__setattr__(name, value)
+
+    def _is_set(self, name: str) -> bool:
+        """Whether an optional entry that changes the loss was given another key."""
+        return name in _OPTIONAL and getattr(self.tensor_keys, name) != getattr(self._AcceptedKeys, name)
 
     @property
     def tensor_keys(self) -> Any:
@@ -190,9 +200,12 @@ class TokenLoss(LossModule):
         td = reader.with_batch_dims(tensordict)
         located = reader.locate(td)
         mask, key = located.mask, find_key(td, self.tensor_keys.loss_mask)
+        if key is None and self._is_set("loss_mask"):
+            advice = "Add the entry, or say where it is with set_keys(loss_mask=...)."
+            require_key(td, self.tensor_keys.loss_mask, "loss_mask was set to another key", advice)
         responses = None if self.masking_strategy == "generic" else mask
         if key is not None:
-            mask = mask & per_token(td, key, located.tokens, responses, fill=0).bool()
+            mask = mask & as_mask(per_token(td, key, located.tokens, responses, fill=0), key)
         return td, located.tokens, mask, responses
 
     def _output(
@@ -217,6 +230,11 @@ class TokenLoss(LossModule):
 
     def _denominator(self, term: LossTerm) -> Tensor:
         mode = self._mode(term)
+        if mode == "seq-mean-token-sum-norm" and self.max_len is not None and term.mask.shape[-1] > self.max_len:
+            raise ValueError(
+                f"max_len={self.max_len}, but a sequence has {term.mask.shape[-1]} trained tokens: pass the length limit of "
+                "the sampler, over all turns that are trained."
+            )
         return count(term.mask, mode, max_len=self.max_len if mode == "seq-mean-token-sum-norm" else None)
 
     def count(
@@ -309,6 +327,15 @@ class TokenLoss(LossModule):
             RuntimeError: the gradient is 0.5 times that of the batch ... it was also divided by 2, the number of parts. ...
         """
         check_ranks(self, parts, process_group, tolerance)
+
+
+def as_mask(value: Tensor, key: NestedKey) -> Tensor:
+    """A mask as bool. One of numbers must hold 0 and 1 alone, which is read on the host: it is no weight."""
+    if value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
+        raise ValueError(
+            f"{key!r} is a mask: expected True and False, or 1 and 0, got other numbers. Weight the advantage."
+        )
+    return value.bool()
 
 
 def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:

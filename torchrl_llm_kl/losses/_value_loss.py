@@ -11,8 +11,8 @@ from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
+from torchrl_llm_kl._numerics import Scalar, check_is_scalar, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl.losses._arithmetic import Aggregation, checked, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
@@ -51,6 +51,7 @@ def value_error(
 
     Raises:
         ValueError: if shapes differ or ``clip_value`` is negative.
+        TypeError: if the mask is not boolean.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -60,12 +61,13 @@ def value_error(
     Source: Schulman et al., baselines ``ppo2`` (2017).
     """
     check_same_shape(value=value, mask=mask, value_target=value_target, old_value=old_value)
+    check_is_scalar(clip_value=clip_value, coeff=coeff)
     check_range(low=0.0, clip_value=clip_value)
-    value, target = torch.where(mask, value, 0), torch.where(mask, value_target, 0)
+    value, target = checked(mask, value=value, value_target=value_target.detach())
     error = (value - target).square()
     clipped = torch.zeros_like(mask)
     if old_value is not None and clip_value is not None:
-        old = torch.where(mask, old_value, 0)
+        (old,) = checked(mask, old_value=old_value.detach())
         bounded = (old + clamp(value - old, -clip_value, clip_value) - target).square()
         clipped = bounded > error
         error = torch.maximum(error, bounded)

@@ -136,6 +136,49 @@ def sppo(
     return (LossTerm("objective", value, mask, metrics=clip_fractions(below, above, mask)),)
 
 
+@objective(
+    "dro",
+    aliases={"dro_beta": "beta"},
+    source="Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V; per token and towards the "
+    "sampler: verl 0.9.1; beta: the example of Thinking Machines' Tinker",
+)
+def dro(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    beta: Scalar = 0.05,
+    level: str = "token",
+) -> tuple[LossTerm, ...]:
+    r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
+
+    The gradient is ``-(A - beta log r)`` times that of the log-prob: a regression of ``beta log r`` on the advantage, over
+    ``beta``, on the data of any fixed policy. It vanishes where ``beta log r = A``. For answers of the old policy, rewards of
+    whole answers and ``A = r - beta log E exp(r / beta)`` (the advantage ``opmd`` with ``opmd_baseline="logavgexp"``) that
+    is ``pi_old exp(r / beta)``, with ``level="sequence"``.
+
+    Hyper-parameters:
+        beta: weight of the quadratic penalty, above 0, in units of the advantage per nat. verl: ``dro_beta``; the paper:
+            ``tau``.
+        level: ``"token"``: each token on its own (verl, Tinker); ``"sequence"``: the log-prob of the whole answer, its mean
+            advantage and one value, ``[*B, 1]`` (the paper).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> dro(log_prob, mask, old_log_prob=old, advantage=advantage, beta=0.4)[0].value
+        tensor([[ 1.0500, -1.8000]])
+    """
+    check_range(above=0.0, beta=beta)
+    check_choice(("token", "sequence"), level=level)
+    log_ratio = log_prob - old_log_prob
+    if level == "sequence":
+        log_prob, log_ratio = sequence_sum(log_prob, mask), sequence_sum(log_ratio, mask)
+        advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
+    return (LossTerm("objective", -advantage * log_prob + beta / 2 * log_ratio.square(), mask),)
+
+
 #: Bounds of each divergence: the authors' settings.
 _DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
