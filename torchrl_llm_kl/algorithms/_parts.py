@@ -61,7 +61,7 @@ class AlgorithmParts:
         return [part for part in parts if part is not None]
 
     def prepare(self, batch: TensorDictBase, *, count: bool = True) -> TensorDictBase:
-        """Check a batch, score it, and write its advantages and the denominators of its losses.
+        """Check a batch, score it, and write its advantages, :meth:`PolicyLoss.batch_inputs` and the denominators of its losses.
 
         Scores from the env or an earlier call are kept; advantages are computed from the current rewards. A KL that was
         scored but not yet subtracted (the reward is one number per sequence) is subtracted.
@@ -91,6 +91,9 @@ class AlgorithmParts:
             _mark(batch, _VALUES_SCORED)
         for part in written:
             batch = part(batch)
+        once = self.loss.once
+        if once is not None and not (once.mismatched and self.loss.reference is None):
+            batch = self.loss.batch_inputs(batch)
         return self.count(batch) if count else batch
 
     def count(self, batch: TensorDictBase) -> TensorDictBase:
