@@ -61,7 +61,7 @@ class AlgorithmParts:
         return [part for part in parts if part is not None]
 
     def prepare(self, batch: TensorDictBase, *, count: bool = True) -> TensorDictBase:
-        """Check a batch, score it, and write its advantages, :meth:`PolicyLoss.batch_inputs` and the denominators of its losses.
+        """Check a batch, score it, and write its advantages, batch inputs (``kto``, ``bco``, ``aot``) and denominators.
 
         Scores from the env or an earlier call are kept; advantages are computed from the current rewards. A KL that was
         scored but not yet subtracted (the reward is one number per sequence) is subtracted.

@@ -104,7 +104,7 @@ def pair_up(
     weight = None
     if weighting != "none":
         aligned = log_prob if sharp_log_prob is None or weighting != "aligned" else sharp_log_prob - log_prob
-        weight = pairing.pairs(sequence_mean(aligned.detach(), mask)).sum(-1, keepdim=True).exp()
+        weight = bounded_exp(pairing.pairs(sequence_mean(aligned.detach(), mask)).sum(-1, keepdim=True))
     point = None if reference_point is None else pairing.pairs(reference_point)[:, :1]
     both = present.all(-1, keepdim=True)
     return Pairs(ratio[:, :1], ratio[:, 1:], both, beta, weight, point, log_prob, mask, pairing)
@@ -118,15 +118,19 @@ def _desensitised(ratio: Tensor, mask: Tensor, ld_alpha: Scalar, pairing: Pairin
     return torch.where(common, ratio, ld_alpha * ratio)
 
 
+#: Cap of the exponents of f-divergences, in nats: float32 has room for the square, which :func:`ipo` takes.
+_LARGEST = LARGEST_LOG_RATIO / 2
+
+
 def _derivative(ratio: Tensor, f_divergence: FDivergence, f_alpha: Scalar) -> Tensor:
     r"""``f'`` at :math:`\pi / \pi_{ref}`, whose log is given, less its value at 1."""
     if f_divergence == "forward_kl":
-        return 1 - bounded_exp(-ratio)
+        return 1 - (-ratio).clamp(max=_LARGEST).exp()
     if f_divergence == "js_divergence":
         return math.log(2) + logsigmoid(ratio)
     if f_divergence == "alpha_divergence":
         check_range(above=0.0, high=1.0, f_alpha=f_alpha)
-        return -torch.expm1((-f_alpha * ratio).clamp(max=LARGEST_LOG_RATIO)) / f_alpha
+        return -torch.expm1((-f_alpha * ratio).clamp(max=_LARGEST)) / f_alpha
     check_choice(("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"), f_divergence=f_divergence)
     return ratio
 
@@ -263,8 +267,8 @@ def dpo(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
             for 1. Below 1, an answer gains less by being longer.
         f_divergence: the divergence that penalises the distance to the reference. With ``u = exp(c)``, ``c`` becomes
             ``c`` (``"reverse_kl"``), ``1 - 1 / u`` (``"forward_kl"``), ``log(2 u / (1 + u))`` (``"js_divergence"``) or
-            ``(1 - u**-f_alpha) / f_alpha`` (``"alpha_divergence"``), and so does ``l``; beyond 80 nats without gradient.
-            Metrics are of these.
+            ``(1 - u**-f_alpha) / f_alpha`` (``"alpha_divergence"``), and so does ``l``; powers of ``u`` above exp(40) are
+            capped there, without gradient. Metrics are of these.
         f_alpha: of the alpha-divergence; in ``(0, 1]``, reverse KL towards 0 and forward KL at 1.
         weighting: factor of the pair's loss, without gradient (WPO): ``"probability"``: the product over both answers of
             ``exp(mean log_prob)``; ``"aligned"``: ``log_prob`` less the log of its mean over the policy's own tokens,
