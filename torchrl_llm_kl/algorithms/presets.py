@@ -181,17 +181,17 @@ _add(
 )
 _add(
     Algorithm("cpo", "cpo", repeat_times=2, schema="dpo"),
-    objective="Xu et al. 2024 (arXiv 2401.08417), eqs. 3 and 5; beta 0.1 and the likelihood with weight 1: the same paper",
+    objective="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; beta 0.1: the same paper",
     repeat_times="a chosen and a rejected answer",
 )
 _add(
     Algorithm("orpo", "orpo", repeat_times=2, schema="dpo"),
-    objective="Hong et al. 2024 (arXiv 2403.07691), eqs. 6 and 7; weight 0.1: TRL 1.16, the paper's for Mistral-7B",
+    objective="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; weight 0.1: TRL 1.16, the paper's for Mistral-7B",
     repeat_times="a chosen and a rejected answer",
 )
 _add(
     Algorithm("kto", "kto", schema="unpaired"),
-    objective="Ethayarajh et al. 2024 (arXiv 2402.01306), eqs. 7 and 8; beta 0.1 and weights 1: the same paper, section 4",
+    objective="Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7; beta 0.1 and weights 1: the same paper, section 4",
 )
 _add(
     Algorithm("bco", "bco", schema="unpaired"),

@@ -481,7 +481,12 @@ def nca_pair(pairs: Pairs) -> Tensor:
 # ------------------------------------------------------------------ without a reference
 
 
-@preference("cpo", (), aliases={"cpo_alpha": "nll_coeff"}, source="Xu et al. 2024 (arXiv 2401.08417), eqs. 3 and 5")
+@preference(
+    "cpo",
+    (),
+    aliases={"cpo_alpha": "nll_coeff"},
+    source="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood",
+)
 def cpo(
     pairs: Pairs,
     *,
@@ -545,7 +550,7 @@ def simpo(pairs: Pairs, *, margin: Scalar = 1.0, label_smoothing: Scalar = 0.0) 
     "orpo",
     (),
     length_normalised=True,
-    source="Hong et al. 2024 (arXiv 2403.07691), eqs. 2, 6 and 7; the weight 0.1: section 5",
+    source="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B",
 )
 def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-mean") -> tuple[Tensor, LossTerm]:
     r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
@@ -556,7 +561,7 @@ def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-
 
     Hyper-parameters:
         beta: weight of the odds ratio, above 0; the paper's lambda.
-        nll_aggregation: how the likelihood is summed over tokens; the paper averages over each answer (eq. 2). None: as the
+        nll_aggregation: how the likelihood is summed over tokens; the paper averages over each answer (eq. 3). None: as the
             rest of the loss.
 
     Returns:

@@ -54,7 +54,7 @@ def kto_reference_point(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor)
     "kto",
     aggregation="seq-mean-token-sum",
     once=Once("reference_point", kto_reference_point, mismatched=True),
-    source="Ethayarajh et al. 2024 (arXiv 2402.01306), eqs. 7 and 8",
+    source="Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7",
 )
 def kto(
     log_prob: Tensor,
@@ -80,8 +80,8 @@ def kto(
 
     Hyper-parameters:
         beta: per nat, above 0; greater: closer to the reference.
-        desirable_weight, undesirable_weight: of the two kinds, at least 0. The paper keeps
-            ``desirable_weight * desirable answers`` between 1 and 4/3 of ``undesirable_weight * undesirable answers``.
+        desirable_weight, undesirable_weight: of the two kinds, at least 0. With as many times the weight as there are fewer
+            answers of a kind, both kinds count alike; up to 4/3 of that is usual for the desirable one.
 
     Returns:
         One term, ``objective``, with one value per sequence ``[*B, 1]``. Metrics: ``chosen_reward`` and ``rejected_reward``
