@@ -43,9 +43,8 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     assert (parts.advantage is None) == (preset.advantage is None)
     assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
     assert (parts.selection is not None) == (name == "raft")
-    scoring = (
-        RetrieveKL if needs_reference else RetrieveLogProb if name not in ("sft", "raft", "asymre") else type(None)
-    )
+    of_current_alone = ("sft", "raft", "asymre", "simpo", "cpo", "orpo")
+    scoring = RetrieveKL if needs_reference else RetrieveLogProb if name not in of_current_alone else type(None)
     assert type(parts.kl_transform) is scoring
     order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]
     assert parts.transforms == [part for part in order if part is not None]
@@ -240,7 +239,11 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
         ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
         ("grpo", {"aggregation": "mean"}, r"unknown aggregation 'mean'"),
         ("grpo", {"kl_loss": "k4"}, r"k4"),
-        ("grpo", {"schema": "experiences"}, r"schema must be one of 'sft', 'dpo', 'experience'.*got 'experiences'"),
+        (
+            "grpo",
+            {"schema": "experiences"},
+            r"schema must be one of 'sft', 'dpo', 'unpaired', 'experience'.*got 'experiences'",
+        ),
         ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
         ("grpo", {"kl_reward_coeff": float("nan")}, r"kl_reward_coeff must be a finite number of at least 0, got nan"),
         ("grpo", {"entropy_coeff": float("inf")}, r"entropy_coeff must be a finite number, got inf"),
