@@ -43,7 +43,8 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     assert (parts.advantage is None) == (preset.advantage is None)
     assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
     assert (parts.selection is not None) == (name == "raft")
-    reads_old = name not in ("sft", "raft", "asymre", "opmd", "rec", "dpo")
+    of_current_alone = ("sft", "raft", "asymre", "opmd", "rec", "dpo", "simpo", "cpo", "orpo", "kto", "bco")
+    reads_old = name not in of_current_alone
     scoring = {(True, True): RetrieveKL, (False, False): type(None)}.get((needs_reference, reads_old), RetrieveLogProb)
     assert type(parts.kl_transform) is scoring
     order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]
@@ -243,7 +244,11 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
         ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
         ("grpo", {"aggregation": "mean"}, r"unknown aggregation 'mean'"),
         ("grpo", {"kl_loss": "k4"}, r"k4"),
-        ("grpo", {"schema": "experiences"}, r"schema must be one of 'sft', 'dpo', 'experience'.*got 'experiences'"),
+        (
+            "grpo",
+            {"schema": "experiences"},
+            r"schema must be one of 'sft', 'dpo', 'unpaired', 'experience'.*got 'experiences'",
+        ),
         ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
         ("grpo", {"kl_reward_coeff": float("nan")}, r"kl_reward_coeff must be a finite number of at least 0, got nan"),
         ("grpo", {"entropy_coeff": float("inf")}, r"entropy_coeff must be a finite number, got inf"),

@@ -260,6 +260,7 @@ def test_data_that_a_schema_refuses(schema: str, data: TensorDictBase, message: 
 def test_data_that_a_schema_accepts(schema: str) -> None:
     data = rollouts()
     data["expert_mask"] = torch.zeros(16, 1, dtype=torch.bool)
+    data["chosen"] = torch.ones(16, dtype=torch.bool)
     data["step"] = torch.arange(16)
     for layout in (data, data.reshape(4, 4), torch.stack(list(data.unbind(0)))):
         SCHEMAS[schema].check(layout)
@@ -287,3 +288,45 @@ def test_the_table_of_a_schema() -> None:
     assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |"
     assert "| `expert_mask` | `[*B]` | boolean | True for the answers of experts |" in lines
     assert sum("(optional)" in line for line in lines) == 7
+
+
+# ---------------------------------------------------------------------- what an objective takes from the whole batch
+
+
+def labelled() -> TensorDict:
+    data = rollouts().exclude(("next", "reward"))
+    data["chosen"] = torch.arange(16) % 3 == 0
+    return data
+
+
+def test_the_reference_point_is_computed_before_the_batch_is_split() -> None:
+    """Of the reference itself the KL is 0; half way between the log-ratios of both kinds it is not."""
+    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    for name, actor, reference in (("kto", uniform, TASK.policy()), ("bco", TASK.policy(), uniform)):
+        parts = make_algorithm(name, actor, reference=reference, beta=0.3)
+        batch = parts.prepare(labelled())
+        assert batch["reference_point"].shape == (16,)
+        assert len(batch["reference_point"].unique()) == 1
+        assert batch["reference_point"][0] != 0
+        whole = total(parts.loss(batch))
+        torch.testing.assert_close(sum(total(parts.loss(rows)) for rows in batch.split(5)), whole)
+    assert not make_algorithm("kto", uniform, reference=uniform).prepare(labelled())["reference_point"].any()
+    assert "reference_point" not in make_algorithm("dpo", TASK.policy(), reference=uniform).prepare(rollouts())
+
+
+def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
+    parts = make_algorithm("kto", TASK.policy(), reference="data")
+    data = labelled()
+    data["next"] = TensorDict(
+        ref_log_probs=TensorDict(full=-torch.ones(16, TASK.longest), batch_size=[16]), batch_size=[16]
+    )
+    with pytest.raises(KeyError, match=r"kto needs reference_point.*batch_inputs\(batch\) computes it"):
+        parts.prepare(data)
+    data["reference_point"] = torch.full((16,), 0.25)
+    assert (parts.prepare(data)["reference_point"] == 0.25).all()
+    assert total(parts.loss(data)).isfinite()
+
+
+def test_unpaired_data_has_a_label_for_each_answer() -> None:
+    with pytest.raises(SchemaError, match=r"'chosen' \[\*B\] is missing: True for a desirable answer"):
+        SCHEMAS["unpaired"].check(rollouts())

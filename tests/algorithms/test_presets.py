@@ -35,6 +35,11 @@ FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "opmd": (0, 1, 0, 0, 1),
     "asymre": (0, 0, 0, 0, 1),
     "dpo": (0, 1, 0, 0, 0),
+    "simpo": (0, 0, 0, 0, 0),
+    "cpo": (0, 0, 0, 0, 0),
+    "orpo": (0, 0, 0, 0, 0),
+    "kto": (0, 1, 0, 0, 1),
+    "bco": (0, 1, 0, 0, 1),
     "topr": (0, 1, 0, 0, 1),
     "cispo": (0, 1, 0, 0, 1),
     "gspo": (0, 1, 0, 0, 1),
@@ -83,6 +88,11 @@ PRESETS: dict[str, tuple[str, str | None, str, int, str, dict[str, Any]]] = {
     "sft": ("sft", None, "none", 1, "sft", {}),
     "raft": ("sft", None, "none", 8, "experience", {"keep_best": True}),
     "dpo": ("dpo", None, "none", 2, "dpo", {"aggregation": "seq-mean-token-sum"}),
+    "simpo": ("simpo", None, "none", 2, "dpo", {}),
+    "cpo": ("cpo", None, "none", 2, "dpo", {}),
+    "orpo": ("orpo", None, "none", 2, "dpo", {}),
+    "kto": ("kto", None, "none", 1, "unpaired", {}),
+    "bco": ("bco", None, "none", 1, "unpaired", {}),
     "mix": ("mix", "grpo", "k2", 8, "mix", {"leave_out_experts": True}),
     "mix_chord": ("mix_chord", "grpo", "k2", 8, "mix", {"leave_out_experts": True}),
     "multi_step_grpo": ("ppo", "step_wise_grpo", "k2", 8, "trajectory", {}),
@@ -161,6 +171,8 @@ def test_flags_follow_from_the_other_fields() -> None:
     assert facts["mix"] == ("mix", True, True, True)
     assert facts["dpo"] == ("default", False, False, False)
     assert facts["sft"] == ("default", False, True, False)
+    assert facts["simpo"] == ("default", False, False, False)
+    assert facts["kto"] == ("default", False, True, False)
     assert facts["grpo"] == ("default", False, True, True)
 
 
@@ -219,4 +231,6 @@ def test_tables() -> None:
     assert "learning test" not in algorithm_table()
     assert "| `ppo` | yes | yes |  | yes | yes |" in flags
     assert "| `dpo` |  | yes |  |  |  |" in flags
+    assert "| `kto` | `kto` | — | in the objective | `seq-mean-token-sum` | 1 | `unpaired` |" in table
+    assert "| `simpo` | `simpo` | — | none | `seq-mean-token-sum` | 2 | `dpo` |" in table
     assert "| `sft` | `objective` |" in source_table()

@@ -138,20 +138,20 @@ _same(
 )
 _same(
     "losses/objectives/_preference.py",
-    "_interleaving",
+    "interleaving",
     "the first one raises",
     "for at in (found != 1).any(-1).nonzero().flatten().tolist()[:2]:",
 )
 _same(
     "losses/objectives/_preference.py",
-    "_interleaving",
+    "interleaving",
     "on a CPU every sort is stable",
     "first = (~chosen).long().argsort(stable=False)",
     "return first[pair_id[first].argsort(stable=False)]",
 )
 _same(
     "losses/objectives/_preference.py",
-    "_preference",
+    "finish",
     "both have one dtype",
     '"reward_accuracy": masked_mean((won > lost).to(lost.dtype), mask),',
 )

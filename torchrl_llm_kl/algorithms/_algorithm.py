@@ -134,7 +134,7 @@ class Algorithm:
     @property
     def on_policy(self) -> bool:
         """Whether it trains on the policy's own answers."""
-        return self.schema not in ("sft", "dpo")
+        return self.schema not in ("sft", "dpo", "unpaired")
 
     @property
     def needs_reference(self) -> bool:

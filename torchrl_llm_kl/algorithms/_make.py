@@ -18,7 +18,16 @@ from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
 from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
-from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, RolloutArgs, TermPart, ValueLoss
+from torchrl_llm_kl.losses import (
+    EntropyBonus,
+    KLToReference,
+    PolicyLoss,
+    RolloutArgs,
+    TermPart,
+    ValueLoss,
+    get_objective,
+    spec_of,
+)
 from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -105,6 +114,8 @@ def make_algorithm(
         )
     loss_args = dict(loss_args or {})
     _check_loss_args(loss_args)
+    objective_spec = spec_of(get_objective(preset.objective))
+    assert objective_spec is not None
     scoring = _scoring_settings(actor, temperature, loss_args)
     scored_reference = _reference_to_score(actor, reference, scoring)
     policy = _to_score(actor, scoring, "actor") if gen_model is None else _to_score(gen_model, scoring, "gen_model")
@@ -113,6 +124,8 @@ def make_algorithm(
 
     if not isinstance(actor, LogProbScorer):
         loss_args["temperature"] = temperature
+    once = objective_spec.once
+    scores_in_loss = preset.kl_loss == "exact" or (once is not None and once.mismatched)
     loss = PolicyLoss(
         actor,
         preset.objective,
@@ -120,7 +133,7 @@ def make_algorithm(
         aggregation=preset.aggregation,
         max_len=max_len,
         masking_strategy=masking_strategy,
-        reference=_exact_reference(actor, reference, scoring) if preset.kl_loss == "exact" else None,
+        reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
         **loss_args,
         **preset.objective_args,
     )
@@ -281,8 +294,8 @@ def _reference_to_score(actor: Any, reference: Any, settings: Mapping[str, Any])
     return _to_score(reference, settings, "reference")
 
 
-def _exact_reference(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
-    """The reference in the form that a loss with an exact KL accepts; None if there is no model."""
+def _reference_of_loss(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
+    """The reference in the form that a loss accepts, for an exact KL or mismatched answers; None if there is no model."""
     if not isinstance(reference, str):
         return reference
     return LogProbScorer(_inner(actor), adapters=False, **settings) if reference == "base" else None

@@ -77,7 +77,7 @@ class AlgorithmParts:
         return [self.loss] if self.critic_loss is None else [self.loss, self.critic_loss]
 
     def prepare(self, batch: TensorDictBase, *, count: bool = False) -> TensorDictBase:
-        """Check a batch, score it, and write its advantages.
+        """Check a batch, score it, and write its advantages and batch inputs (``kto``, ``bco``, ``aot``).
 
         Scores from the env or an earlier call are kept; advantages are computed from the current rewards. A KL that was
         scored but not yet subtracted (the reward is one number per sequence) is subtracted. Each loss of the result or of any
@@ -110,6 +110,9 @@ class AlgorithmParts:
             _mark(batch, _VALUES_SCORED)
         for part in written:
             batch = part(batch)
+        once = self.loss.once
+        if once is not None and not (once.mismatched and self.loss.reference is None):
+            batch = self.loss.batch_inputs(batch)
         if count:
             return self.count(batch)
         if not batch.is_locked:

@@ -14,7 +14,7 @@ from torchrl_llm_kl._registry import Registry
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.rollouts import describe_entries, find_key
 
-SchemaName = Literal["sft", "dpo", "experience", "mix", "trajectory", "distill"]
+SchemaName = Literal["sft", "dpo", "unpaired", "experience", "mix", "trajectory", "distill"]
 
 
 class SchemaError(ValueError):
@@ -178,6 +178,12 @@ _PAIR = (
     Entry("pair_id", "[*B]", "integer", "equal for the two answers of a pair", "sequence", False),
     Entry("chosen", "[*B]", "boolean", "True for the better one", "sequence", False),
 )
+_UNPAIRED = (
+    Entry("chosen", "[*B]", "boolean", "True for a desirable answer, False for an undesirable one", "sequence"),
+    Entry(
+        "reference_point", "[*B]", "number", "nats, of the whole batch, if prepare cannot score it", "sequence", False
+    ),
+)
 _EXPERT = Entry("expert_mask", "[*B]", "boolean", "True for the answers of experts", "sequence")
 
 #: The kinds of data, by name.
@@ -185,6 +191,7 @@ SCHEMAS: Registry[Schema] = Registry("schema")
 for _schema in (
     Schema("sft", _TOKENS),
     Schema("dpo", (*_TOKENS, *_PAIR, _LOG_PROBS[1]), paired=True),
+    Schema("unpaired", (*_TOKENS, *_UNPAIRED, _LOG_PROBS[1])),
     Schema("experience", (*_TOKENS, _REWARD, _GROUP, *_LOG_PROBS)),
     Schema("mix", (*_TOKENS, _EXPERT, _REWARD, _GROUP, *_LOG_PROBS)),
     Schema("trajectory", (*_TOKENS, _REWARD, *_TRAJECTORY, *_LOG_PROBS)),

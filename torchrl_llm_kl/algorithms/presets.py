@@ -18,7 +18,8 @@ from torchrl_llm_kl.losses import get_objective, spec_of
 #: Every preset.
 AlgorithmName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "luspo", "sapo", "dro", "opmd",
-    "asymre", "sppo", "rec", "sft", "raft", "dpo", "mix", "mix_chord", "on_policy_distill", "jsd", "multi_step_grpo", "gigpo",
+    "asymre", "sppo", "rec", "sft", "raft", "dpo", "simpo", "cpo", "orpo", "kto", "bco", "mix", "mix_chord",
+    "on_policy_distill", "jsd", "multi_step_grpo", "gigpo",
 ]
 # fmt: on
 
@@ -193,6 +194,29 @@ _add(
     repeat_times="a chosen and a rejected answer",
 )
 _add(
+    Algorithm("simpo", "simpo", repeat_times=2, schema="dpo"),
+    objective="Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0, margin 1.0: the authors' for Llama-3-Base-8B",
+    repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("cpo", "cpo", repeat_times=2, schema="dpo"),
+    objective="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; beta 0.1: the same paper",
+    repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("orpo", "orpo", repeat_times=2, schema="dpo"),
+    objective="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; weight 0.1: TRL 1.16, the paper's for Mistral-7B",
+    repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("kto", "kto", schema="unpaired"),
+    objective="Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7; beta 0.1 and weights 1: the same paper, section 4",
+)
+_add(
+    Algorithm("bco", "bco", schema="unpaired"),
+    objective="Jung et al. 2024 (arXiv 2404.04656), the loss with the reward shift; beta 0.1: that of dpo",
+)
+_add(
     Algorithm("mix", "mix", advantage="grpo", kl_loss="k2", leave_out_experts=True, repeat_times=8, schema="mix"),
     objective=f"{_TRINITY}: mu 0.1",
     kl_loss=_KL_K2,
@@ -311,10 +335,10 @@ def _row(preset: Algorithm) -> list[str]:
         kl.append(f"loss: `{preset.kl_loss}`, {preset.kl_loss_coeff:g}")
     if preset.kl_reward != "none":
         kl.append(f"reward: `{preset.kl_reward}`, {preset.kl_reward_coeff:g}")
-    if preset.objective == "dpo":
-        kl.append("in the objective")
     spec = spec_of(get_objective(preset.objective))
     assert spec is not None
+    if "ref_log_prob" in spec.needs:
+        kl.append("in the objective")
     return [
         f"`{preset.name}`",
         _call(preset.objective, preset.objective_args),

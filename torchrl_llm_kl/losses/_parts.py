@@ -188,6 +188,8 @@ def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
         "expert_mask": torch.tensor([[False], [True]], device=device),
         "pair_id": torch.zeros(2, dtype=torch.long, device=device),
         "chosen": torch.tensor([True, False], device=device),
+        "reference_point": zeros.squeeze(-1),
+        "match_id": torch.zeros(2, dtype=torch.long, device=device),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import masked_mean
+from torchrl_llm_kl._numerics import check_finite, masked_mean
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
@@ -24,6 +25,7 @@ from torchrl_llm_kl.losses._objective import (
     LossTerm,
     ObjectiveArgs,
     ObjectiveName,
+    Once,
     get_objective,
     spec_of,
 )
@@ -38,12 +40,14 @@ from torchrl_llm_kl.losses._parts import (
 )
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
+from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
     ResponseTokens,
     find_key,
     find_log_probs,
+    mismatch,
     per_sequence,
     per_token,
     require_key,
@@ -52,7 +56,7 @@ from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, check_distribution
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
-_FROM_ACTOR = ("entropy", "kl")
+_FROM_ACTOR = ("entropy", "kl", "sharp_log_prob")
 _FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
 _LOG_PROBS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
@@ -103,8 +107,8 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``, and log-probs also under
-    ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
+    ``chosen``, ``reference_point``, ``match_id``, ``denominators``. An entry is also found on the other side of ``"next"``,
+    and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
@@ -132,7 +136,8 @@ class PolicyLoss(TokenLoss):
         >>> sorted(key for key in loss(data).keys() if key.startswith("loss_"))
         ['loss_entropy', 'loss_objective']
 
-    .. seealso:: :meth:`count`, for losses of micro-batches that add up to that of the batch.
+    .. seealso:: :meth:`count`, for losses of micro-batches that add up to that of the batch, and :meth:`batch_inputs`, for
+        objectives that compare an answer with the whole batch.
     """
 
     @dataclass
@@ -147,6 +152,8 @@ class PolicyLoss(TokenLoss):
         selected: NestedKey = "selected"
         pair_id: NestedKey = "pair_id"
         chosen: NestedKey = "chosen"
+        reference_point: NestedKey = "reference_point"
+        match_id: NestedKey = "match_id"
         denominators: NestedKey = "denominators"
 
     actor_network: nn.Module
@@ -205,7 +212,7 @@ class PolicyLoss(TokenLoss):
 
     def _set_models(self, actor: Any, reference: Any, settings: dict[str, Any], functional: bool) -> None:
         self._settings, self._functional = settings, functional
-        self._slot, self._reference_slot = ScorerSlot(), ScorerSlot()
+        self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
         self._given_scorer = actor if isinstance(actor, LogProbScorer) else None
         temperature = settings["temperature"]
         if self._given_scorer is not None:
@@ -255,6 +262,23 @@ class PolicyLoss(TokenLoss):
             name: value for name, value in self._settings.items() if not (remote and name == "tokens_per_batch")
         }
         return self._reference_slot.get(reference, **settings)
+
+    @property
+    def _sharp_scorer(self) -> LogProbScorer:
+        """The scorer of the actor at half the temperature."""
+        given = self._given_scorer
+        if given is None:
+            settings = self._settings
+        else:
+            settings = {"tokens_per_batch": given.tokens_per_batch, "dtype": given.dtype, "adapters": given.adapters}
+        model = self.actor_network if given is None else given.model
+        return self._sharp_slot.get(model, **{**settings, "temperature": self.scorer_temperature / 2})
+
+    @property
+    def once(self) -> Once | None:
+        """The input that :meth:`batch_inputs` computes once for a whole batch; None if the objective has none."""
+        spec = spec_of(self.objective.function)
+        return None if spec is None else spec.once
 
     @property
     def _parts(self) -> list[Part]:
@@ -335,19 +359,63 @@ class PolicyLoss(TokenLoss):
         booleans = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *PER_ROW)}
         return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | booleans)[0]
 
-    def _read(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
-        """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them."""
+    def batch_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Store what the objective takes from a whole batch with each row: ``reference_point`` or ``match_id``, if it has one.
+
+        Call it on the batch of an optimiser step, before :meth:`count` and before splitting. It scores the batch with the
+        current policy, without gradient. For ``kto`` it scores mismatched prompts and answers (see
+        :func:`~torchrl_llm_kl.rollouts.mismatch`), with the policy and with ``reference``. With several ranks, each takes its
+        own batch.
+
+        Args:
+            tensordict: the batch of an optimiser step.
+
+        Returns:
+            ``tensordict``, with a new entry ``[*B]`` (``set_keys``); unchanged for other objectives.
+
+        Raises:
+            ValueError: for ``kto`` without ``reference``.
+        """
+        once = self.once
+        if once is None:
+            return tensordict
+        td, response, inputs = self._read(tensordict, without=once.name)
+        if once.mismatched:
+            if self._reference_scorer is None:
+                raise ValueError(
+                    f"{name_of(self.objective.function)} scores mismatched prompts and answers with the reference: pass the "
+                    f"model as reference=, or store {once.name!r} yourself ({once.function.__name__})."
+                )
+            response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
+            inputs = {"mask": response.mask}
+        with torch.no_grad():
+            inputs |= self._score(response, inputs)
+        self._check_finite(response, inputs)
+        taken = inspect.signature(once.function).parameters
+        value = once.function(**{name: x for name, x in inputs.items() if name in taken})
+        key = getattr(self.tensor_keys, once.name)
+        own_leaves(tensordict, key)  # do not write into the storage of a replay buffer
+        return tensordict.set(key, value.reshape(td.batch_size).to(td.device or value.device))
+
+    def _read(
+        self, tensordict: TensorDictBase, *, without: str | None = None
+    ) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
+        """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them but one."""
         td, tokens, mask, responses = self._read_tokens(tensordict)
-        needs, who = self._data_needs, name_of(self.objective.function)
+        needs, who = self._data_needs - {without}, name_of(self.objective.function)
         taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for name in _FROM_DATA:
             key, found = getattr(self.tensor_keys, name), None
+            if name == without:
+                continue
             if name in needs or name in taken:
                 found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
             if found is None and (name in needs or (name in taken and self._is_set(name))):
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
+                if self.once is not None and self.once.name == name:
+                    advice = f"batch_inputs(batch) computes it from a whole batch. {advice}"
                 found = require_key(td, key, f"{who} needs {name}", advice)
             if found is None:
                 continue
@@ -382,6 +450,13 @@ class PolicyLoss(TokenLoss):
             key = getattr(self.tensor_keys, name, None)
             named[name if key is None else f"{name} ({key!r})"] = value
         response.check_finite(named)
+        rows = {name: inputs[name] for name in PER_ROW if name in inputs and inputs[name].is_floating_point()}
+        for name, value in rows.items():
+            named = {f"{name} ({getattr(self.tensor_keys, name)!r})": value}
+            read = inputs["mask"].any(-1)
+            check_finite(
+                named, read=read, place="sequence {}".format, advice="Fix the entry, or mask the sequence out."
+            )
 
     def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs that the models compute."""
@@ -399,7 +474,14 @@ class PolicyLoss(TokenLoss):
             ref = scores.ref_log_prob
             if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
                 ref = reference.score(response.tokens, response.flat_mask)
-        found = {"log_prob": scores.log_prob, "entropy": scores.entropy, "kl": scores.kl, "ref_log_prob": ref}
+            sharp = self._sharp_scorer.score(response.tokens, response.flat_mask) if "sharp_log_prob" in needs else None
+        found = {
+            "log_prob": scores.log_prob,
+            "entropy": scores.entropy,
+            "kl": scores.kl,
+            "ref_log_prob": ref,
+            "sharp_log_prob": sharp,
+        }
         out = {name: response.gather(x.values) for name, x in found.items() if x is not None and name not in inputs}
         trained = self.actor_network.parameters() if own is None else own.values(True, True)
         return {**out, "log_prob": with_graph(out["log_prob"], trained)}

@@ -175,8 +175,8 @@ def _true_gradient(
                 p.grad = None
             for part in parts:
                 part = part.clone(recurse=False)
-                write_denominators(part, key, dict(zip(modes, counts.unbind(), strict=True)))
-                torch.stack([x for name, x in loss(part).items() if name.startswith("loss_")]).sum().backward()
+                write_denominators(part, key, dict(zip(modes, counts.unbind(), strict=True)), counts.new_zeros(()))
+                loss(part).total_loss.backward()
             truth = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         finally:
             for p, gradient in zip(parameters, before, strict=True):

@@ -24,7 +24,7 @@ from torchrl_llm_kl.rollouts._keys import (
     sub_key as sub_key,
 )
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, in_layout as in_layout
-from torchrl_llm_kl.rollouts._response import ResponseTokens
+from torchrl_llm_kl.rollouts._response import ResponseTokens, mismatch
 from torchrl_llm_kl.rollouts._rewards import (
     RewardPlacement,
     read_denominators as read_denominators,
@@ -53,6 +53,7 @@ __all__ = [
     "TokenisingOptions",
     "find_key",
     "locate",
+    "mismatch",
     "per_sequence",
     "per_token",
     "require_key",
