@@ -180,13 +180,14 @@ def _read_linear(states: States, head: nn.Linear, targets: Tensor, wanted: Wante
 
 @torch.no_grad()
 def _moments(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, **own: Any) -> Columns:
-    """The moments of ``p``, from the tempered ``q = p ** 2 / c`` with ``c = sum p ** 2``, whose logits are twice those of ``p``.
+    """The moments of ``p`` from ``q = p ** 2 / c`` with ``c = sum p ** 2``, which has the temperature of ``p``, halved.
 
     ``log c = 2 log p - log q`` at any token, and ``sum p ** 2 log p = c E_q[log p] = c (log c - H(q)) / 2``.
     """
     p = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature, **own)
     q = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature / 2, **own)
-    assert p.entropy is not None and q.entropy is not None
+    assert p.entropy is not None
+    assert q.entropy is not None
     log_c = 2 * p.log_prob - q.log_prob
     collision = log_c.exp()
     return {

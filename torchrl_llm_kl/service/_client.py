@@ -170,7 +170,8 @@ class RemoteScorer:
         """Log-probs and entropies, as :meth:`LogProbScorer.evaluate` returns them.
 
         Raises:
-            ValueError: for gradients, an exact KL, top-k and moments, which need the model in this process; and as the scorer does.
+            ValueError: for gradients, an exact KL, top-k and moments, which need the model in this process; and as the
+                scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None or top_k:

@@ -62,8 +62,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         ref_log_probs_full_key: where the reference's go. Default ``("ref_log_probs", "full")``.
         estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
             vocabulary at each token (both must have the same one).
-        entropy_key, moments_key: where to write the policy's entropy, and two more moments of its distribution, if anywhere; see
-            :class:`RetrieveLogProb`.
+        entropy_key, moments_key: where to write the policy's entropy and two more moments of its distribution, if anywhere;
+            see :class:`RetrieveLogProb`.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
             temperature: of both models; see :class:`RetrieveLogProb`.

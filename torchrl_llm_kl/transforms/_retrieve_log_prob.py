@@ -128,9 +128,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         reference: another model; also write the exact KL to it over the whole vocabulary, from the same pass.
         exact_kl_key: where the exact KL goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of the distribution that each token was drawn from, if anywhere.
-        moments_key: below which key to write ``"collision"`` and ``"discriminator"``, two more moments of that distribution (see
-            :class:`~torchrl_llm_kl.scoring.Scores`), if anywhere: inputs of the advantages ``optimal_token_baseline`` and
-            ``clip_v``. They have no gradient, and a model behind a service does not return them.
+        moments_key: below which key to write ``"collision"`` and ``"discriminator"`` of that distribution, if anywhere: inputs
+            of the advantages ``optimal_token_baseline`` and ``clip_v``; see :class:`~torchrl_llm_kl.scoring.Scores`. They have
+            no gradient, and a model behind a service does not return them.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
