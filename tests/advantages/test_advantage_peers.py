@@ -249,9 +249,7 @@ def test_opo(verl: Any) -> None:
 def test_pass_at_k(verl: Any, std: bool) -> None:
     settings = {"norm_adv_by_std_in_grpo": std}
     want = of_verl(verl.compute_grpo_passk_outcome_advantage, epsilon=0.3, config=settings)
-    got = get_advantage("grpo_passk")(
-        REWARD.double(), torch.tensor(GROUP), **own("pass_at_k", settings), epsilon=0.3
-    )
+    got = get_advantage("grpo_passk")(REWARD.double(), torch.tensor(GROUP), **own("pass_at_k", settings), epsilon=0.3)
     assert_close(got.unsqueeze(-1) * RESPONSE, want)
     with pytest.raises(ValueError, match="at least 2 samples"):  # here 0
         of_verl(verl.compute_grpo_passk_outcome_advantage, index=np.arange(9), config=settings)

@@ -88,9 +88,7 @@ def test_optimal_token_baseline_keeps_groups_apart_and_gives_one_alone_0() -> No
     got = optimal_token_baseline(group=torch.tensor([8, 3, 8]), **batch)
     assert (got[1] == 0).all()
     rows = torch.tensor([0, 2])
-    pair = optimal_token_baseline(
-        group=torch.tensor([0, 0]), **{name: x[rows] for name, x in batch.items()}
-    )
+    pair = optimal_token_baseline(group=torch.tensor([0, 0]), **{name: x[rows] for name, x in batch.items()})
     assert_close(got[rows], pair)
     # Beside an answer without tokens there is nothing to compare with either.
     batch["mask"][2] = False

@@ -120,9 +120,7 @@ TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "reinforce_plus_plus_baseline": lambda x, y, mask: reinforce_plus_plus_baseline(
         *outcomes(x, y, mask, torch.arange(len(x)).double()), mask
     ),
-    "optimal_token_baseline": lambda x, y, mask: optimal_token_baseline(
-        x, outcomes(x, y, mask)[1], y, -x, mask
-    ),
+    "optimal_token_baseline": lambda x, y, mask: optimal_token_baseline(x, outcomes(x, y, mask)[1], y, -x, mask),
     "clip_b": lambda x, y, mask: clip_b(*outcomes(x, y, mask), x, -y, mask),
     "clip_v": lambda x, y, mask: clip_v(*outcomes(x, y, mask), x, -y, x * y, mask, mu=0.1),
 }
