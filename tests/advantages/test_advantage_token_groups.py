@@ -90,6 +90,8 @@ def test_optimal_token_baseline_keeps_groups_apart_and_gives_one_alone_0() -> No
     rows = torch.tensor([0, 2])
     pair = optimal_token_baseline(group=torch.tensor([0, 0]), **{name: x[rows] for name, x in batch.items()})
     assert_close(got[rows], pair)
+    first = (0.5 * 3 - 0.5) / 1
+    assert_close(pair, torch.tensor([[3 - first, 0, 2, 2], [-1 - first, 0, 0, 0]], **F64))
     # Beside an answer without tokens there is nothing to compare with either.
     batch["mask"][2] = False
     assert (optimal_token_baseline(group=torch.tensor([8, 3, 8]), **batch) == 0).all()
@@ -103,6 +105,9 @@ def test_optimal_token_baseline_of_equal_returns_is_0_and_of_certain_tokens_the_
     outcome = torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 6.0]])
     got = optimal_token_baseline(outcome, ids, torch.zeros(3, 2), torch.ones(3, 2), mask)
     assert_close(got, torch.tensor([[-2.0, -2], [-1, -1], [3, 3]]))
+    # A squared norm that rounding makes negative is 0 too.
+    rounded = torch.tensor([[1 - 6e-8, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    assert_close(optimal_token_baseline(outcome, ids, torch.zeros(3, 2), rounded, mask), got)
 
 
 def test_the_weight_of_a_token_is_the_squared_norm_of_its_gradient() -> None:

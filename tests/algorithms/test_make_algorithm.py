@@ -44,7 +44,11 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
     assert (parts.selection is not None) == (name == "raft")
     scoring = (
-        RetrieveKL if needs_reference else RetrieveLogProb if name not in ("sft", "raft", "asymre") else type(None)
+        RetrieveKL
+        if needs_reference
+        else RetrieveLogProb
+        if name not in ("sft", "raft", "asymre", "opo")
+        else type(None)
     )
     assert type(parts.kl_transform) is scoring
     order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]

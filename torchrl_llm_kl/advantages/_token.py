@@ -160,7 +160,7 @@ def optimal_token_baseline(
     """
     (returns, _), groups = estimate(reward, torch.zeros_like(reward), mask, 1.0, 1.0), Groups(group.flatten())
     # The squared norm is not negative, but its rounding may be.
-    norm = torch.where(mask, (1 - 2 * old_log_prob.exp() + collision).clamp(min=0), 0)
+    norm = (1 - 2 * old_log_prob.exp() + collision).clamp(min=0)  # 0 outside the mask too
     order = (~mask).byte().argsort(dim=-1, stable=True)  # response tokens first, as in `estimate`
     total, weight = (x.gather(-1, order).flatten(0, -2) for x in (returns, norm.cumsum(-1)))
     present = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1).flatten().unsqueeze(-1)
@@ -168,8 +168,7 @@ def optimal_token_baseline(
     weight = torch.where(groups.sum(weight) == 0, present.to(weight.dtype), weight)  # certain tokens: the plain mean
     # Subtract the minimum first: equal returns and their mean are then exactly 0.
     above = torch.where(present, total - groups.min(total.masked_fill(~present, torch.inf)), 0)
-    sums = groups.sum(weight)
-    result = above - groups.sum(weight * above) / torch.where(sums == 0, 1, sums)
+    result = above - groups.sum(weight * above) / groups.sum(weight)
     if handle_zero_tail:
         alone = (groups.sum(present.long()) == 1) & (groups.sum(present.any(-1).long()) > 1).unsqueeze(-1)
         result = torch.where(alone, total, result)
