@@ -14,6 +14,8 @@ from toy_training import best_probability, train
 from torchrl_llm_kl.algorithms import ALGORITHMS, make_algorithm
 
 GROUP = 4
+#: Those whose advantage is not linear in the reward; more of them in test_learning_baselines.py.
+OTHERS = ["optimal_token_baseline", "clip_b", "clip_v"]
 #: algorithm -> advantage that is linear in the reward, and by how much the mean policy gradient then multiplies it: a mean
 #: of four that has the answer itself in it leaves 3/4, and the objective of opmd is divided by 1 + tau = 2.
 LINEAR: dict[str, tuple[str | None, float]] = {
@@ -32,6 +34,8 @@ LINEAR: dict[str, tuple[str | None, float]] = {
     "asymre": (None, 3 / 8),
     "sppo": (None, 3 / 4),
     "rec": (None, 3 / 4),
+    "opo": (None, 3 / 4),  # all answers of that task have one length
+    "reinforce_plus_plus_baseline": ("dr_grpo", 3 / 4),
 }
 ADAM = {"optimiser": partial(torch.optim.Adam, betas=(0.8, 0.98)), "lr": 0.2}
 
@@ -41,7 +45,7 @@ def settings(name: str, **more: Any) -> dict[str, Any]:
     return {**({"max_len": 2} if name == "dr_grpo" else {}), **more}
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
 def test_the_preset_finds_the_best_answer(name: str) -> None:
     """Nothing changed: scaled advantages, and a KL too weak to hold anything back."""
     task = chain()
@@ -49,12 +53,13 @@ def test_the_preset_finds_the_best_answer(name: str) -> None:
     given = {"reference": reference} if ALGORITHMS[name].use_reference else {}
     parts = make_algorithm(name, actor, **settings(name), **given)
     often = {"epochs": 2, "micro_batches": 3, "steps": 25} if name in ("grpo", "dapo") else {"steps": 40}
+    often = {"steps": 60} if name == "clip_b" else often  # without some of the failures
     assert best_probability(task, actor) < 0.1
     train(parts, lambda rng: task.sample(actor, 128, rng, GROUP), **ADAM, **often)
     assert best_probability(task, actor) > 0.9
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", [*LINEAR, "clip_b", "clip_v"])
 def test_kl_in_the_reward_leads_to_pi_star(name: str) -> None:
     """Whatever the scale of the advantage: at pi* all answers have the same reward less penalty, and none an advantage."""
     task, beta = chain(), 0.5

@@ -43,7 +43,7 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     assert (parts.advantage is None) == (preset.advantage is None)
     assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
     assert (parts.selection is not None) == (name == "raft")
-    of_current_alone = ("sft", "raft", "asymre", "opmd", "rec", "dpo", "simpo", "cpo", "orpo", "kto", "bco")
+    of_current_alone = ("sft", "raft", "asymre", "opo", "opmd", "rec", "dpo", "simpo", "cpo", "orpo", "kto", "bco")
     reads_old = name not in of_current_alone
     scoring = {(True, True): RetrieveKL, (False, False): type(None)}.get((needs_reference, reads_old), RetrieveLogProb)
     assert type(parts.kl_transform) is scoring

@@ -25,7 +25,7 @@ from torchrl_llm_kl.algorithms._schema import SchemaName
 from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives
 
 #: Critic, reference, rollouts beside experts, advantages in the trainer, rows may be balanced: Trinity-RFT 0.6.0's
-#: ``algorithm.py``, which has no dr_grpo, luspo and dro.
+#: ``algorithm.py``, which has no dr_grpo, luspo, dro and none of verl's.
 FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "sft": (0, 0, 0, 0, 1),
     "ppo": (1, 1, 0, 1, 1),
@@ -56,6 +56,13 @@ FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "dapo": (0, 0, 0, 0, 1),
     "dr_grpo": (0, 0, 0, 0, 1),
     "gigpo": (0, 1, 0, 0, 1),
+    "opo": (0, 0, 0, 0, 1),
+    "reinforce_plus_plus_baseline": (0, 1, 0, 1, 1),
+    "optimal_token_baseline": (0, 0, 0, 1, 1),
+    "pass_at_k": (0, 1, 0, 0, 1),
+    "gdpo": (0, 1, 0, 1, 1),
+    "clip_b": (0, 0, 0, 1, 1),
+    "clip_v": (0, 0, 0, 1, 1),
     "jsd": (0, 0, 0, 1, 1),
 }
 FLAG_NAMES = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_trainer", "can_balance_batch")
@@ -85,6 +92,13 @@ PRESETS: dict[str, tuple[str, str | None, str, int, str, dict[str, Any]]] = {
     "asymre": ("opmd", "asymre", "none", 2, "experience", {}),
     "sppo": ("sppo", "opmd", "none", 2, "experience", {}),
     "rec": ("rec", "rec", "k2", 2, "experience", {}),
+    "opo": ("gpg", "opo", "none", 8, "experience", {}),
+    "reinforce_plus_plus_baseline": ("ppo", "reinforce_plus_plus_baseline", "k2", 2, "experience", {}),
+    "optimal_token_baseline": ("ppo", "optimal_token_baseline", "none", 4, "experience", {}),
+    "pass_at_k": ("ppo", "pass_at_k", "k2", 8, "experience", {}),
+    "gdpo": ("ppo", "gdpo", "k2", 8, "rewards", {}),
+    "clip_b": ("ppo", "clip_b", "none", 16, "experience", {}),
+    "clip_v": ("ppo", "clip_v", "none", 8, "experience", {}),
     "sft": ("sft", None, "none", 1, "sft", {}),
     "raft": ("sft", None, "none", 8, "experience", {"keep_best": True}),
     "dpo": ("dpo", None, "none", 2, "dpo", {"aggregation": "seq-mean-token-sum"}),

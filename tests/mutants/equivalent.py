@@ -202,6 +202,12 @@ _same(
 )
 _same(
     "advantages/_group.py",
+    "opo",
+    "any number of a group will do to measure from",
+    "above = reward - groups.max(reward) # as in Groups.centred",
+)
+_same(
+    "advantages/_group.py",
     "Groups.rank",
     "on a CPU every sort is stable",
     "order = x.argsort(stable=False)",

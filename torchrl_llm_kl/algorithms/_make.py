@@ -107,6 +107,11 @@ def make_algorithm(
         grouping = {"group_key": group_key, "group_size": group_size}
     elif group_key is not None or group_size is not None:
         raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
+    if spec is not None and "rewards" in spec.needs and preset.kl_reward != "none":
+        raise ValueError(
+            f"kl_reward={preset.kl_reward!r} adds the KL to one reward, and {spec.name} normalises several apart: pass "
+            "kl_reward='none', and kl_loss= for a KL in the loss."
+        )
     if critic is not None and masking_strategy == "generic":
         raise ValueError(
             "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
@@ -148,8 +153,11 @@ def make_algorithm(
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
     read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
+    of_policy = read & {("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator")}
+    for key in of_policy:
+        scoring[f"{key[1]}_key"] = key[1]
     charged = preset.kl_reward != "none"
-    old = charged or ("next", "log_probs", "full") in read
+    old = charged or bool(of_policy) or ("next", "log_probs", "full") in read
     # A loss with an exact KL scores the reference itself.
     ref = preset.needs_reference and scored_reference != "data"
     ref = ref and (charged or ("next", "ref_log_probs", "full") in read or loss.reference is None)

@@ -18,8 +18,9 @@ from torchrl_llm_kl.losses import get_objective, spec_of
 #: Every preset.
 AlgorithmName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "luspo", "sapo", "dro", "opmd",
-    "asymre", "sppo", "rec", "sft", "raft", "dpo", "simpo", "cpo", "orpo", "kto", "bco", "mix", "mix_chord",
-    "on_policy_distill", "jsd", "multi_step_grpo", "gigpo",
+    "asymre", "sppo", "rec", "opo", "reinforce_plus_plus_baseline", "optimal_token_baseline", "pass_at_k", "gdpo", "clip_b",
+    "clip_v", "sft", "raft", "dpo", "simpo", "cpo", "orpo", "kto", "bco", "mix", "mix_chord", "on_policy_distill", "jsd",
+    "multi_step_grpo", "gigpo",
 ]
 # fmt: on
 
@@ -173,6 +174,72 @@ _add(
     advantage="the same paper: centred in the group",
     kl_loss=_KL_K2,
     repeat_times=_REPEATS,
+)
+
+# ------------------------------------------------------------------ other baselines, several rewards, control of the entropy
+
+_ANSWERS = "none prescribed: a group of several"
+_ENTROPY = "Wang et al. 2026 (arXiv 2602.03392)"
+
+_add(
+    Algorithm("opo", "gpg", advantage="opo", repeat_times=8),
+    objective="Hao et al. 2025 (arXiv 2505.23585): exactly on-policy, so no ratio to clip; no KL, no entropy bonus",
+    advantage="the same paper: the mean reward of the group, weighted by length",
+    repeat_times=_ANSWERS,
+)
+_add(
+    Algorithm(
+        "reinforce_plus_plus_baseline",
+        "ppo",
+        advantage="reinforce_plus_plus_baseline",
+        kl_loss="k2",
+        repeat_times=2,
+        compute_advantage_in_trainer=True,
+    ),
+    advantage="Hu et al. 2025 (arXiv 2501.03262), REINFORCE++-baseline: centred in the group, whitened over the batch",
+    kl_loss=_KL_K2,
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm(
+        "optimal_token_baseline",
+        "ppo",
+        advantage="optimal_token_baseline",
+        repeat_times=4,
+        compute_advantage_in_trainer=True,
+    ),
+    advantage="Li et al. 2026, 'The Optimal Token Baseline' (ICML): weights from the logit-gradient proxy",
+    repeat_times="the same paper, abstract: as good with 4 answers as others with 32",
+)
+_add(
+    Algorithm("pass_at_k", "ppo", advantage="pass_at_k", kl_loss="k2", repeat_times=8),
+    advantage="Tang et al. 2025 (arXiv 2503.19595): pass@k, leave one out; k is the number of answers",
+    kl_loss=_KL_K2,
+    repeat_times=_ANSWERS,
+)
+_add(
+    Algorithm(
+        "gdpo",
+        "ppo",
+        advantage="gdpo",
+        kl_loss="k2",
+        repeat_times=8,
+        compute_advantage_in_trainer=True,
+        schema="rewards",
+    ),
+    advantage="Liu et al. 2026 (arXiv 2601.05242), eqs. 4-7: each reward scaled in the group, their sum in the batch",
+    kl_loss=_KL_K2,
+    repeat_times=_ANSWERS,
+)
+_add(
+    Algorithm("clip_b", "ppo", advantage="clip_b", repeat_times=16, compute_advantage_in_trainer=True),
+    advantage=f"{_ENTROPY}, Clip_B; 2.5 deviations: {_TRINITY}, by the same authors",
+    repeat_times="Trinity-RFT, examples/entropy/clipb.yaml, which has no KL",
+)
+_add(
+    Algorithm("clip_v", "ppo", advantage="clip_v", repeat_times=8, compute_advantage_in_trainer=True),
+    advantage=f"{_ENTROPY}, Clip_V; 8.5 deviations, 1e-4 of the tokens: {_TRINITY}, by the same authors",
+    repeat_times="Trinity-RFT, examples/entropy/clipv.yaml, which has no KL",
 )
 
 # ------------------------------------------------------------------ experts' answers, preferences, a teacher

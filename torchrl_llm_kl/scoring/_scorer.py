@@ -214,6 +214,7 @@ class LogProbScorer:
         attention_mask: Tensor | None = None,
         entropy: bool = False,
         top_k: int = 0,
+        moments: bool = False,
         reference: LogProbScorer | None = None,
         direction: Literal["reverse", "forward"] = "reverse",
         grad: bool = False,
@@ -232,6 +233,8 @@ class LogProbScorer:
             entropy: of the distribution over the whole vocabulary that each token was drawn from.
             top_k: number of most probable tokens to return, with the log of the total probability of all others. These
                 have no gradient.
+            moments: ``collision`` and ``discriminator`` of :class:`Scores`, for advantages; one more sweep of the head, without
+                gradient.
             reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It
                 runs without gradient.
             direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``.
@@ -250,12 +253,12 @@ class LogProbScorer:
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
-        wanted = Wanted(entropy, None if reference is None else direction, top_k)
+        wanted = Wanted(entropy, None if reference is None else direction, top_k, moments)
         scorers = [self] if reference is None else [self, reference]
         for scorer in scorers:
             if wanted != Wanted() and log_probs_only(scorer.model):
                 raise ValueError(
-                    f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
+                    f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k, moments and an exact KL need the "
                     "transformers model itself."
                 )
         if grad and not self.adapters:

@@ -130,6 +130,12 @@ class RemoteModel:
         return f"{type(self).__name__}({self.spec.name!r}, num_replicas={self.spec.num_replicas})"
 
 
+def _local_only() -> ValueError:
+    return ValueError(
+        "an exact KL, top-k and moments need the model in this process: the service sends log-probs and entropies."
+    )
+
+
 class RemoteScorer:
     """Scores on a service, with the interface of :class:`~torchrl_llm_kl.LogProbScorer`.
 
@@ -164,6 +170,7 @@ class RemoteScorer:
         attention_mask: Tensor | None = None,
         entropy: bool = False,
         top_k: int = 0,
+        moments: bool = False,
         reference: Any = None,
         direction: str = "reverse",
         grad: bool = False,
@@ -172,16 +179,14 @@ class RemoteScorer:
         """Log-probs and entropies, as :meth:`LogProbScorer.evaluate` returns them.
 
         Raises:
-            ValueError: for gradients, an exact KL and top-k, which need the model in this process; and as the scorer does.
+            ValueError: for gradients, an exact KL, top-k and moments, which need the model in this process; and as the
+                scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None or top_k:
-            raise ValueError(
-                "an exact KL and top-k need the model in this process: the service sends log-probs and entropies."
-            )
-        return self.begin(
-            sequences, mask, attention_mask=attention_mask, entropy=entropy, grad=grad, remember=remember
-        )()
+            raise _local_only()
+        options: dict[str, Any] = {"entropy": entropy, "moments": moments, "grad": grad, "remember": remember}
+        return self.begin(sequences, mask, attention_mask=attention_mask, **options)()
 
     def begin(
         self,
@@ -190,10 +195,13 @@ class RemoteScorer:
         *,
         attention_mask: Tensor | None = None,
         entropy: bool = False,
+        moments: bool = False,
         grad: bool = False,
         remember: bool = False,
     ) -> Callable[[], Scores]:
         """Send the requests; returns a function that waits for the scores of :meth:`evaluate`."""
+        if moments:
+            raise _local_only()
         if grad:
             raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
         settings = replace(self.settings, entropy=entropy, remember=remember and self.settings.remember)

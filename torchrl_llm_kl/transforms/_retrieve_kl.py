@@ -25,7 +25,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "dtype", "memory", "scope", "temperature")
     },
-    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key")},
+    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "moments_key")},
     **{
         name: ((_KL, name),)
         for name in [
@@ -63,7 +63,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         ref_log_probs_full_key: where the reference's go. Default ``("ref_log_probs", "full")``.
         estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
             vocabulary at each token (both must have the same one).
-        entropy_key: where to write the policy's entropy, if anywhere.
+        entropy_key, moments_key: where to write the policy's entropy and two more moments of its distribution, if anywhere;
+            see :class:`RetrieveLogProb`.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
             temperature: of both models; see :class:`RetrieveLogProb`.
@@ -116,6 +117,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         old_log_probs_key: NestedKey | None = None,
         reward_key: NestedKey = "reward",
         entropy_key: NestedKey | None = None,
+        moments_key: NestedKey | None = None,
         adapters: bool = True,
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
@@ -148,6 +150,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 gen_model,
                 log_probs_full_key=gen_log_probs_full_key,
                 entropy_key=entropy_key,
+                moments_key=moments_key,
                 detach=detach,
                 adapters=adapters,
                 device=None if isinstance(gen_model, str) else device,
@@ -227,9 +230,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         outputs |= kl.charged(next_td, penalty, located.mask)
-        if scores.entropy is not None:
-            outputs[gen.entropy_key] = scores.entropy
-        return outputs
+        return outputs | gen.requested(scores)
 
 
 # ------------------------------------------------------------------ checks

@@ -51,6 +51,9 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
     )
 
 
+_MOMENTS = ("collision", "discriminator")
+
+
 class ScoringTransform(StepTransform):
     """The base of the transforms that locate the tokens of a step and score them under one model."""
 
@@ -137,6 +140,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         reference: another model; also write the exact KL to it over the whole vocabulary, from the same pass.
         exact_kl_key: where the exact KL goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of the distribution that each token was drawn from, if anywhere.
+        moments_key: below which key to write ``"collision"`` and ``"discriminator"`` of that distribution, if anywhere: inputs
+            of the advantages ``optimal_token_baseline`` and ``clip_v``; see :class:`~torchrl_llm_kl.scoring.Scores`. They have
+            no gradient, and a model behind a service does not return them.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
@@ -185,6 +191,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         reference: Any = None,
         exact_kl_key: NestedKey | None = None,
         entropy_key: NestedKey | None = None,
+        moments_key: NestedKey | None = None,
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
@@ -216,19 +223,21 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self.log_probs_full_key = log_probs_full_key
         self.reference = reference
         self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
-        self.entropy_key = entropy_key
+        self.entropy_key, self.moments_key = entropy_key, moments_key
         self.declare()
         self.check_models()
 
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The model's input; the log-probs, and the exact KL and the entropy if requested."""
+        """The model's input; the log-probs, and the exact KL, the entropy and the moments if requested."""
         out = [self.log_probs_full_key]
         if self.reference is not None:
             out.append(self.exact_kl_key)
         if self.entropy_key is not None:
             out.append(self.entropy_key)
+        if self.moments_key is not None:
+            out += [sub_key(self.moments_key, name) for name in _MOMENTS]
         return list(self._known_interface().in_keys), out
 
     @property
@@ -247,11 +256,14 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
         scores = self.evaluate(self.locate(td), self.reference_scorer)
-        found = {
-            self.log_probs_full_key: scores.log_prob,
-            self.exact_kl_key: scores.kl,
-            self.entropy_key: scores.entropy,
-        }
+        found = {self.log_probs_full_key: scores.log_prob, self.exact_kl_key: scores.kl}
+        return {key: values for key, values in found.items() if values is not None} | self.requested(scores)
+
+    def requested(self, scores: Scores) -> dict[NestedKey, Ragged]:
+        """The entropy and the moments among the scores, by key."""
+        found = {self.entropy_key: scores.entropy}
+        if self.moments_key is not None:
+            found |= {sub_key(self.moments_key, name): getattr(scores, name) for name in _MOMENTS}
         return {key: values for key, values in found.items() if key is not None and values is not None}
 
     def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
@@ -267,7 +279,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     @property
     def _requested(self) -> dict[str, Any]:
-        return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)}
+        moments = {} if self.moments_key is None else {"moments": True}
+        return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)} | moments
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
         """Whether both tokenise text alike, judging by their settings."""
