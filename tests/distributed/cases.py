@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from toy_models import tiny_model
 
 from torchrl_llm_kl import PolicyLoss
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
+from toy_models import tiny_model
 
 VOCAB, STEPS, RATE = 96, 3, 0.5
 PACK = 32  # tokens of a pack: a batch of one rank needs several, another's one
@@ -60,7 +59,9 @@ def build(dtype: torch.dtype = torch.float64, *, lora: bool = False, **config: A
     model = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).to(dtype).train()
     for module in list(model.modules()):
         for name, norm in list(module.named_children()):
-            if type(norm).__name__ == "Qwen2RMSNorm":  # computes in float32, whose rounding depends on the order of sums
+            if (
+                type(norm).__name__ == "Qwen2RMSNorm"
+            ):  # computes in float32, whose rounding depends on the order of sums
                 own = nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon, dtype=dtype)
                 own.load_state_dict(norm.state_dict())
                 setattr(module, name, own)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 
-if TYPE_CHECKING:
-    from torchrl_llm_kl.losses._token_loss import TokenLoss
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**22  # values whose bits are held as int64 at once
 _WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
 _AVERAGE = "or average p.grad over the ranks after backward()"
 
 
-def check_ranks(loss: TokenLoss, parts: Sequence[TensorDictBase], group: Any, tolerance: float) -> None:
-    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`."""
+def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: Any, tolerance: float) -> None:
+    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
     ranks = _num_ranks(group)
     _check_tensors(loss, group, ranks)
     if not parts:
@@ -129,7 +126,7 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, 
 
 
 def _true_gradient(
-    loss: TokenLoss, parts: Sequence[TensorDictBase], group: Any, ranks: int
+    loss: Any, parts: Sequence[TensorDictBase], group: Any, ranks: int
 ) -> tuple[list[Tensor], float | None]:
     """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
 
@@ -178,8 +175,8 @@ def _true_gradient(
                 p.grad = None
             for part in parts:
                 part = part.clone(recurse=False)
-                write_denominators(part, key, dict(zip(modes, counts.unbind(), strict=True)))
-                torch.stack([x for name, x in loss(part).items() if name.startswith("loss_")]).sum().backward()
+                write_denominators(part, key, dict(zip(modes, counts.unbind(), strict=True)), counts.new_zeros(()))
+                loss(part).total_loss.backward()
             truth = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         finally:
             for p, gradient in zip(parameters, before, strict=True):

@@ -34,10 +34,10 @@ from torchrl_llm_kl.scoring._model import (
 )
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
 from torchrl_llm_kl.scoring._probe import choose_route
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_wrapper, scoring_version, unwrap
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
 from torchrl_llm_kl.scoring._wrapping import OutOfMemoryGuard, Ranks, inside
 
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
@@ -163,16 +163,25 @@ class LogProbScorer:
         return None if self._route is None else self._route.path
 
     def score(
-        self, sequences: Ragged, mask: Tensor | None = None, *, grad: bool = False, remember: bool = False
+        self,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        grad: bool = False,
+        remember: bool = False,
     ) -> Ragged:
         """Log-probs of the masked-in tokens.
 
         Args:
-            sequences: token ids without padding; ``values [N]`` of an integer dtype. Rows may be empty.
-            mask: True at tokens to score; ``[N]`` bool, in the order of ``sequences.values``. None scores every token
-                but the first of each sequence, which has no prefix.
+            sequences: token ids of an integer dtype: a :class:`~torchrl_llm_kl.Ragged` (``values [N]``), a list of rows
+                (lists or tensors), a nested tensor, or a padded tensor ``[*B, T]`` with ``attention_mask``. Rows may be empty.
+            mask: True at tokens to score; ``[N]`` bool, in the order of the tokens without padding; also a list of rows, or
+                ``[*B, T]`` for padded token ids. None scores every token but the first of each sequence, which has no prefix.
 
         Keyword Args:
+            attention_mask: 1 or True at tokens, 0 or False at padding, which may be on either side; ``[*B, T]``. Required by,
+                and only for, a padded tensor.
             grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits
                 are computed again in the backward instead of held. By default no part of the graph is kept.
             remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs
@@ -180,22 +189,35 @@ class LogProbScorer:
                 :attr:`shares_prefixes` is False.
 
         Returns:
-            ``sequences.like(log_probs)``: nats, ``[N]`` float32 on the device of ``sequences``; exactly 0 where the
-            mask is False.
+            The log-probs as ``values [N]``: nats, float32 on the device of ``sequences``; exactly 0 where the mask is False.
+            ``restore()`` converts them to the form of ``sequences`` (padded, nested or a list), with 0 at padding.
 
         Raises:
-            ValueError: if there is no sequence, the mask selects a first token, a sequence is too long for the model,
-                a token id is outside its vocabulary, or a log-prob is not finite. Each message names the sequence.
+            TypeError: if ``sequences`` or a row has another type.
+            ValueError: if there is no sequence, the mask selects padding or a first token, a sequence is too long for the
+                model, a token id is outside its vocabulary, or a log-prob is not finite (each message names the sequence);
+                if the attention mask is missing or no mask of the token ids.
+
+        Example:
+            >>> class Uniform(torch.nn.Module):
+            ...     def forward(self, input_ids):
+            ...         return (torch.zeros(*input_ids.shape, 4),)
+            >>> ids, real = torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+            >>> LogProbScorer(Uniform()).score(ids, attention_mask=real).restore()
+            tensor([[ 0.0000, -1.3863, -1.3863],
+                    [ 0.0000, -1.3863,  0.0000]])
         """
-        return self.evaluate(sequences, mask, grad=grad, remember=remember).log_prob
+        return self.evaluate(sequences, mask, attention_mask=attention_mask, grad=grad, remember=remember).log_prob
 
     def evaluate(
         self,
-        sequences: Ragged,
-        mask: Tensor | None = None,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
         *,
+        attention_mask: Tensor | None = None,
         entropy: bool = False,
         top_k: int = 0,
+        moments: bool = False,
         reference: LogProbScorer | None = None,
         direction: Literal["reverse", "forward"] = "reverse",
         grad: bool = False,
@@ -208,11 +230,14 @@ class LogProbScorer:
             mask: see :meth:`score`.
 
         Keyword Args:
+            attention_mask: see :meth:`score`.
             grad: see :meth:`score`.
             remember: see :meth:`score`; in the caches of both models.
             entropy: of the distribution over the whole vocabulary that each token was drawn from.
             top_k: number of most probable tokens to return, with the log of the total probability of all others. These
                 have no gradient.
+            moments: ``collision`` and ``discriminator`` of :class:`Scores`, for advantages; one more sweep of the head, without
+                gradient.
             reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It
                 runs without gradient.
             direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``.
@@ -226,24 +251,25 @@ class LogProbScorer:
         """
         scorers = [self] if reference is None else [self, reference]
         ranks = Ranks([scorer.model for scorer in scorers])
-        wanted = Wanted(entropy, None if reference is None else direction, top_k)
+        wanted = Wanted(entropy, None if reference is None else direction, top_k, moments)
         with ranks.together():
             check_range(0, top_k=top_k)
             check_choice(("reverse", "forward"), direction=direction)
             self._check_wanted(wanted, reference, grad)
-            request = Request.build(sequences, mask, may_be_empty=bool(ranks.groups))
+            tokens, mask = read_sequences(sequences, mask, attention_mask)
+            request = Request.build(tokens, mask, may_be_empty=bool(ranks.groups))
             for scorer in scorers:
                 scorer._check_request(request)
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
             if self._wrapper is None:
                 elements, columns = _run(scorers, ranks, request, wanted, grad, remember)
             else:
-                device, budget = sequences.values.device, self.tokens_per_batch or 8192
+                device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, grad)
                 columns = {"log_prob": log_probs}
             with ranks.together():
                 request.check_finite(elements, columns["log_prob"])
-        return Scores.spread(sequences, elements, **columns)
+        return Scores.spread(tokens, elements, **columns)
 
     def forget(self) -> None:
         """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
@@ -257,9 +283,9 @@ class LogProbScorer:
                 "compares the two at one temperature, that of the sampler."
             )
         for scorer in (self,) if reference is None else (self, reference):
-            if wanted != Wanted() and scorer._wrapper is not None:
+            if wanted != Wanted() and log_probs_only(scorer.model):
                 raise ValueError(
-                    f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
+                    f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k, moments and an exact KL need the "
                     "transformers model itself."
                 )
         if grad and not self.adapters:
