@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import widen
 from torchrl_llm_kl.scoring._model import body_and_head, locked, send
 
 varlen_attn: Any

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ def unwrapped(model: Any) -> Any:
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and dist.is_available() and isinstance(model, _wrappers()):
-            inner = model.module
+            inner = model.module  # type: ignore[attr-defined]
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -104,7 +104,7 @@ def _groups_of(model: nn.Module) -> list[Any]:
         if isinstance(module, _wrappers()):
             found[id(module.process_group)] = module.process_group
         if is_fsdp2(module):
-            module.reshard()  # layers may be unsharded after a forward; then their parameters do not tell
+            cast(Any, module).reshard()  # layers may be unsharded after a forward; then their parameters do not tell
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             found |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
