@@ -155,7 +155,7 @@ def share(split: str, rank: int, ranks: int) -> TensorDict:
     if split == "no response":
         if not last:
             return rows[others]
-        rows["masks", "all_assistant_mask"] = torch.zeros_like(rows["masks", "all_assistant_mask"])
+        rows["loss_mask"] = torch.zeros_like(rows["masks", "all_assistant_mask"])
         return rows[:2]
     rng = torch.Generator().manual_seed(int(split))  # a random split
     owner = torch.randint(ranks, (len(SHAPES),), generator=rng)

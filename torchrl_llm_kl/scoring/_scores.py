@@ -57,7 +57,7 @@ class Scores(NamedTuple):
 
         def place(values: Tensor) -> Ragged:
             out = values.new_zeros((sequences.values.shape[0], *values.shape[1:]))
-            if elements.numel():
+            if elements.numel() or values.requires_grad:  # a rank without tokens takes part in the backward
                 out = out.index_copy(0, elements.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
