@@ -305,7 +305,7 @@ def assert_written(variant: Any, original: Any, name: str, value: Any) -> None:
 
 def rows_of(td: Any, key: Any) -> list[torch.Tensor]:
     """The rows of an entry with or without padding."""
-    return list(td[key].unbind(0))
+    return [row[key] for row in td.unbind(0)]
 
 
 WRITES = [("temperature", 0.5), ("assistant_only", False)]
