@@ -219,10 +219,11 @@ class AlgorithmParts:
         check_range(1, number=number, size=size)
         batch = _flat(batch)
         units, what = torch.arange(len(batch)), "rows"
-        if "pair_id" in self.loss.objective.inputs:  # a loss of pairs needs both answers
-            key, what = find_key(batch, self.loss.tensor_keys.pair_id), "pairs"
-            ids = None if key is None else per_sequence(batch, key)
-            units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
+        for name in {"pair_id", "match_id"} & {*self.loss.objective.inputs}:  # a loss of pairs needs both answers
+            key = find_key(batch, getattr(self.loss.tensor_keys, name))
+            if key is not None or name == "pair_id":
+                ids, what = None if key is None else per_sequence(batch, key), "pairs"
+                units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
         lengths = units.bincount()
         if size is not None:
             most = size // int(lengths.max())
