@@ -81,7 +81,7 @@ def write(folder: Path) -> None:
                 if digest in seen:
                     continue
                 seen.add(digest)
-                stem, count = f"{_slug(package)}-{version}__{_slug(name)}", 1
+                stem, count = f"{slug(package)}-{version}__{slug(name)}", 1
                 while (path := folder / f"{stem}{f'-{count}' if count > 1 else ''}.jinja").exists():
                     count += 1
                 path.write_text(text, encoding="utf-8")
@@ -205,7 +205,7 @@ def reads_messages(template: str) -> bool:
         return False
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-")
 
 
