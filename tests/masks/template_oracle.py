@@ -27,10 +27,10 @@ Span = tuple[int, int]
 Turn = tuple[int, int, int]  # start, end, and up to where it may start as well
 
 EOS = "<EOS>"
-Z = "\U000f1234"
+Z, OTHER = "\U000f1234", "\U000f4321"
 _CONTROL = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _THINKING = re.compile(r"(?:\s*(?:</?think>|<\|channel>thought|<channel\|>))+\s*")
-_UNIT = re.compile(rf"{_CONTROL.pattern}|\w+|\s|[^\w\s]")
+_UNIT = re.compile(rf"{_CONTROL.pattern}|\w+|\s|#+|[^\w\s]")
 
 
 def system(content: str) -> Message:
@@ -137,7 +137,9 @@ class Template:
         self.control = "".join([word for word in special if "think" not in word][:3]) or "</s>"
         self.parts = False
         shown = [self._shows_content(parts) for parts in (False, True)]
-        self.parts, self.is_chat = not shown[0] and shown[1], any(shown)
+        self.parts = not shown[0] and shown[1]
+        # Llama Guard's template quotes a conversation, no turn of which is the model's.
+        self.is_chat = any(shown) and "safety assessment" not in source
 
     def _shows_content(self, parts: bool) -> bool:
         self.parts = parts
@@ -274,7 +276,8 @@ class Oracle:
         plain = self.render([*self.messages[:k], {"role": "assistant", "content": Z}], False)
         if text.startswith(before):
             at = len(before)
-            if before == without and not self.always and text[at:shown].strip():
+            no_prompt = before == without and not self.always and text[at:shown].strip()
+            if no_prompt or text[at:shown].lstrip().startswith(self.leads):
                 # No generation prompt: what the template writes before any content is the header.
                 if plain is None or not plain.startswith(before):
                     raise NoOracle("no generation prompt")
@@ -291,13 +294,15 @@ class Oracle:
             at = text.rfind(part, low, shown)
             if part.strip() and at >= 0 and (plain is None or part in plain.split(Z)[0]):
                 return self._either(at + len(part))
-        if text.startswith(without):  # the turn goes on after a tool's answer
-            return self._either(len(without))
+        if text.startswith(without):  # the turn goes on after a tool's answer, or its header is not the prompt
+            at = len(without)
+            own = plain[at:].split(Z)[0] if plain is not None and plain.startswith(without) else ""
+            return self._either(at if not _THINKING.sub("", own).strip() else at + len(_common(own, text[at:])))
         ending = self.tail(self.messages[:k], k - 1) if k and not header else None
-        if ending is None:
+        shared = _common(text[low:shown], ending or "")
+        if not shared.strip():
             raise NoOracle("no generation prompt before the turn")
-        at = low + len(_common(text[low:shown], ending))
-        return at, at
+        return low + len(shared), low + len(shared)
 
     def _either(self, at: int) -> Span:
         tags = _THINKING.match(self.text, at)
@@ -307,7 +312,7 @@ class Oracle:
         """After the end-of-turn token: what the template writes there whether or not the conversation goes on."""
         rest = self.text[shown:]
         upto = self.messages[: k + 1]
-        then = [user("x"), assistant("x"), tool("x")]
+        then = [user(OTHER), assistant(OTHER), tool(OTHER)]
         if self.messages[k].get("tool_calls"):
             then.insert(0, then.pop())
         alone = self.tail(upto, k)
@@ -328,20 +333,25 @@ class Oracle:
         return len(self.text[: shown + len(own)].rstrip())
 
     @cached_property
-    def lead(self) -> str:
-        """The first unit of a rendering: what a role header begins with."""
-        opened = (self.render([user(Z)], False) or "").removeprefix("<BOS>").lstrip()
-        return next(iter(_UNIT.findall(opened)), "")
+    def leads(self) -> tuple[str, ...]:
+        """What a role header may begin with: the first unit of a rendering, the last control token before a message."""
+        opened = (self.render([user(Z)], False) or "").split(Z)[0].removeprefix("<BOS>").lstrip()
+        return (*_UNIT.findall(opened)[:1], *re.findall(rf"(?m)^(?:{_CONTROL.pattern})", opened)[-1:])
 
     @cached_property
     def always(self) -> str:
         """The header of the next answer, if the template writes it after each conversation without being asked."""
         ending = (self.render([user(Z)], False) or "").split(Z)[-1]
-        return ending[ending.find(self.lead) :] if self.lead in ending else ""
+        return ending[len(self.until_header(ending)) :]
+
+    def until_header(self, ending: str) -> str:
+        return ending[: min((at for lead in self.leads if (at := ending.find(lead)) >= 0), default=len(ending))]
 
     def without_header(self, ending: str) -> str:
         """Without the beginning of the next role header."""
-        return ending.split(self.lead)[0] if self.always else ending.rstrip().removesuffix(self.lead)
+        if self.always:
+            return self.until_header(ending)
+        return next((cut for x in self.leads if (cut := ending.rstrip().removesuffix(x)) != ending.rstrip()), ending)
 
     def tail(self, messages: list[Message], k: int) -> str | None:
         try:
