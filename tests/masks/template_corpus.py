@@ -66,7 +66,9 @@ PACKAGES = (
 def templates() -> dict[str, str]:
     """``{package-version__template: text}`` of the folder that the environment names; empty without one."""
     folder = os.environ.get(VARIABLE)
-    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.jinja"))} if folder else {}
+    return (
+        {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.jinja"))} if folder else {}
+    )
 
 
 def write(folder: Path) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from os.path import commonprefix
 from typing import Any
 
 from template_pairs import CALL, CONTROL_TOKEN, assistant, user
@@ -108,7 +107,14 @@ CONVERSATIONS: dict[str, list[Message]] = {
     "user last": [user("Hi"), assistant("Hello"), user("Bye")],
     "prompted": [user("Hi"), assistant("Hello"), user("Bye"), assistant("Bye bye")],
     "short": [user("a"), assistant("a"), user("."), assistant(".")],
-    "the same": [user("Go on"), assistant("Go on"), user("Go on"), assistant("Go on"), user("Go on"), assistant("Go on")],
+    "the same": [
+        user("Go on"),
+        assistant("Go on"),
+        user("Go on"),
+        assistant("Go on"),
+        user("Go on"),
+        assistant("Go on"),
+    ],
 }
 OPTIONS: dict[str, dict[str, Any]] = {"tools: schema": {"tools": [SCHEMA]}, "prompted": {"add_generation_prompt": True}}
 
@@ -283,7 +289,7 @@ class Oracle:
                     raise NoOracle("no generation prompt")
                 at += len(_common(plain[at:].split(Z)[0], text[at:]))
             return at, at
-        header = (self.always + before[len(commonprefix([before, without])) :]).lstrip()
+        header = (self.always + before[_shared(before, without) :]).lstrip()
         previous = self.shown(self.messages, k - 1, self.prompt) if k else None
         low = previous[1] if previous else 0
         if k and self.messages[k - 1]["role"] == "assistant" and not text[low:shown].strip():
@@ -388,7 +394,7 @@ def variants(messages: Sequence[Message], k: int) -> list[tuple[list[Message], b
 
 def _common(*texts: str) -> str:
     """The whole units that the texts share at their beginning."""
-    shared = len(commonprefix(texts))
+    shared = _shared(*texts)
     boundaries = []
     for text in texts:
         at, ends = 0, {0}
@@ -399,3 +405,9 @@ def _common(*texts: str) -> str:
                 break
         boundaries.append(ends)
     return texts[0][: max(x for x in set.intersection(*boundaries) if x <= shared)]
+
+
+def _shared(*texts: str) -> int:
+    """Number of leading characters that the texts share."""
+    unequal = (at for at, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+    return next(unequal, min(map(len, texts)))

@@ -12,9 +12,9 @@ pytest.importorskip("trl", reason="the conversations are those of TRL's pairs")
 
 import template_corpus
 from template_oracle import CONVERSATIONS, OPTIONS, Template, check, expected_spans
-from toy_tokenizer import CHATML
 
 from torchrl_llm_kl.masks import render_conversation
+from toy_tokenizer import CHATML
 
 TEMPLATES = template_corpus.templates()
 
@@ -57,7 +57,10 @@ THINKS = (
     "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-INST = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+INST = (
+    "{% for m in messages %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+)
 BETWEEN = (
     "{% for m in messages %}{{ '' if loop.first else '<end>' }}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<end><assistant>{% endif %}"
