@@ -328,11 +328,11 @@ class Oracle:
         others = tails[:1] if last else [alone]
         if not others or others[0] is None:
             raise NoOracle("the template refuses other continuations")
-        own = self.without_header(_common(rest, others[0]))
+        own, goes_on = self.without_header(_common(rest, others[0])), k + 1 < len(self.messages)
         # The last turn may end differently from the others.
         if last and not _CONTROL.search(own):
             own = self.without_header(rest)
-        elif not last and (not own.strip() or own.strip() != others[0].strip()) and len(tails) > 1:
+        elif not last and len(tails) > 1 and (own.strip() != others[0].strip() or (goes_on and not own.strip())):
             own = self.without_header(_common(rest, *tails))
         if not own.strip() and rest.startswith(EOS):
             own = EOS
@@ -342,7 +342,7 @@ class Oracle:
     def leads(self) -> tuple[str, ...]:
         """What a role header may begin with: the first unit of a rendering, the last control token before a message."""
         opened = (self.render([user(Z)], False) or "").split(Z)[0].removeprefix("<BOS>").lstrip()
-        return (*_UNIT.findall(opened)[:1], *re.findall(rf"(?m)^(?:{_CONTROL.pattern})", opened)[-1:])
+        return (*_UNIT.findall(opened)[:1], *re.findall(rf"(?m)^(?:{_CONTROL.pattern})(?=\w)", opened)[-1:])
 
     @cached_property
     def always(self) -> str:
