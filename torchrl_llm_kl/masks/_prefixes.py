@@ -8,7 +8,7 @@ the whole conversation (it drops their reasoning, say), so texts are compared fr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torchrl_llm_kl.masks._messages import ASSISTANT, TurnNotFoundError
 from torchrl_llm_kl.masks._template import FILLER, Renderings, Trace, common_prefix_length
@@ -17,7 +17,8 @@ from torchrl_llm_kl.masks._template import FILLER, Renderings, Trace, common_pre
 CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
 # Units in which two texts are compared.
 _UNITS = re.compile(rf"{CONTROL}|\w+|\s|[^\w\s]")
-_NAMES = re.compile(rf"{CONTROL}|\w+")
+_TOKENS = re.compile(CONTROL)
+_HEADER = re.compile(rf"(?:{CONTROL})\W*?\w+|{CONTROL}|\w+")
 
 
 def end_of_shared_units(text: str, other: str, at: int) -> int:
@@ -50,21 +51,26 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
         if prompt and text.startswith(given, place):
             return place + len(given)
         shared = end_of_shared_units(text, given, place)
-    names = {match[0] for p in (prompt, *_known_prompts(chat)) if (match := _NAMES.search(p))}
+    headers = _headers((prompt, *_known_prompts(chat)))
     ended = _end_of_text(without, whole) if turn else 0
-    if traced is not None and not _has_name(text[traced:own], names) and (ended is None or traced >= ended):
+    if traced is not None and not _holds(text[traced:own], headers) and (ended is None or traced >= ended):
         return traced
     if before is None or ended is None:
         raise not_found(chat, turn, "it rejects the conversation up to that turn, or renders it differently")
     if prompt:  # the template writes another header than the prompt: they share the role's name
-        if text[ended:shared].strip() and not _has_name(text[shared:own], names):
+        if text[ended:shared].strip() and not _holds(text[shared:own], headers):
             return shared
         raise not_found(chat, turn, f"the turn does not begin with the generation prompt {prompt!r}")
     return _after_constant_header(chat, whole, turn, ended)
 
 
-def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int, traced: int | None) -> int:
-    """The end of the model's output; ``own`` is the last mark of the turn's content, ``traced`` a candidate."""
+def end_of_turn(
+    chat: Renderings, whole: Trace, turn: int, start: int, own: int, traced: int | None, header: str
+) -> int:
+    """The end of the model's output; ``own`` is the last mark of the turn's content, ``traced`` a candidate.
+
+    ``header`` is the text before the turn: its control tokens start turns, and end none.
+    """
     upto, text = chat.prefix(turn + 1, False), whole.text
     if upto is None:
         if traced is None:
@@ -74,33 +80,29 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
     tail = upto.text[at:].rstrip()
     end = place + len(tail)
     if text[place:].rstrip() == tail:
-        return _end_of_text_end(chat, upto, turn, max(start, own), traced)
-    if text.startswith(tail, place):
-        if traced is None or traced == end:
+        return _end_of_last_turn(chat, upto, turn, max(start, own), traced, header)
+    after = max(start, own)
+    if not text.startswith(tail, place):  # the template writes the end differently if another message follows
+        end = end_of_shared_units(text, tail, place)
+        end = place + len(text[place:end].rstrip())
+        if traced is None and (end <= after or not _ends(chat, text[after:end])):
+            raise not_found(chat, turn, "the conversation up to that turn renders to another text")
+    if traced is None or traced == end:
+        return end
+    if traced < end:  # the end token may stand outside of the loop, the next header may follow even here
+        if _is_end(chat, text[traced:end], header):
             return end
-        beyond, ended = text[end:traced].strip(), _ends(chat, text[max(start, own) : end])
-        if traced < end and _is_end(chat, text[traced:end]):
-            return end
-        if traced > end and not ended and beyond == chat.eos_token:
-            return traced  # the template writes the end token only before another message
-        if traced > end and (ended or not beyond):
-            return end
-        raise not_found(chat, turn, f"what follows its content depends on the next message ({text[own:traced]!r})")
-    shared = end_of_shared_units(text, tail, place)
-    shared = place + len(text[place:shared].rstrip())
-    if traced is None:
-        if shared > max(start, own) and _ends(chat, text[max(start, own) : shared]):
-            return shared
-        raise not_found(chat, turn, "the conversation up to that turn renders to another text")
-    if shared < max(start, own) or traced == shared:
-        return traced
-    # another end token than at the end of the conversation
-    if traced > shared and _is_end(chat, text[shared:traced]):
-        return traced
-    if traced < shared and _is_end(chat, text[traced:shared]):
-        return shared
-    if text[max(start, own) : traced].strip() in ("", chat.eos_token):
-        return traced
+        loop_end = place + len(upto.text[at : upto.messages_end].rstrip())
+        if traced == loop_end or _ends(chat, text[after:traced]):
+            return traced
+    elif _ends(chat, tail[max(after - place, 0) :]):
+        if text.startswith(tail, place):
+            return end  # a separator before the next message
+        last = [match[0] for match in _TOKENS.finditer(tail)][-1:]
+        if end < after or _is_end(chat, text[end:traced], header) or (last and text[after:traced].endswith(last[0])):
+            return traced  # another end token than at the end of the conversation, or other text before the same one
+    elif not text[end:traced].strip() or _is_end(chat, text[end:traced], header):
+        return traced  # the template writes the end token only before another message
     raise not_found(chat, turn, f"it ends in {text[own:traced]!r} here, and in {upto.text[at:]!r} on its own")
 
 
@@ -158,12 +160,19 @@ def _known_prompts(chat: Renderings) -> Iterator[str]:
             return
 
 
-def _has_name(text: str, names: set[str]) -> bool:
-    return any(unit in names for unit in _NAMES.findall(text))
+def _headers(prompts: Iterable[str]) -> set[str]:
+    """The beginnings of generation prompts: the first name, with the next one if it is a word."""
+    return {match[0] for prompt in prompts if (match := _HEADER.search(prompt))}
 
 
-def _is_end(chat: Renderings, text: str) -> bool:
-    return text.strip() == chat.eos_token or re.fullmatch(CONTROL, text.strip()) is not None
+def _holds(text: str, headers: set[str]) -> bool:
+    return any(header in text for header in headers)
+
+
+def _is_end(chat: Renderings, text: str, header: str) -> bool:
+    """Whether a text is one control token, and none of the header's (after its first one, which ends another turn)."""
+    token = text.strip()
+    return token == chat.eos_token or (bool(_TOKENS.fullmatch(token)) and token not in _TOKENS.findall(header)[1:])
 
 
 def _ends(chat: Renderings, text: str) -> bool:
@@ -187,7 +196,7 @@ def _after_constant_header(chat: Renderings, whole: Trace, turn: int, ended: int
     return end if header else ended
 
 
-def _end_of_text_end(chat: Renderings, upto: Trace, turn: int, after: int, traced: int | None) -> int:
+def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, after: int, traced: int | None, header: str) -> int:
     """The end of a turn that ends the text: what follows it if the conversation continues shows its end token."""
     text = upto.text
     everything = len(text.rstrip())
@@ -197,15 +206,17 @@ def _end_of_text_end(chat: Renderings, upto: Trace, turn: int, after: int, trace
         at, place = _anchor(longer, upto)
         shared = end_of_shared_units(text, longer.text[at:], place)
         shared = place + len(text[place:shared].rstrip())
-        if shared >= after and _ends(chat, text[after:shared]):
-            if traced is None or traced <= shared or not _is_end(chat, text[shared:traced]):
-                return shared
-            # Another control token instead of the prompt's: the same turn with the end token of an unfinished conversation.
-            prompt = _NAMES.search(_prompt(longer, upto))
-            rest = re.match(CONTROL, longer.text[at + shared - place :].lstrip())
-            return traced if rest and prompt and rest[0] != prompt[0] else shared
+        if shared < after or not _ends(chat, text[after:shared]):
+            continue
+        if traced is None or traced == shared:
+            return shared
+        if traced < shared:
+            return shared if _is_end(chat, text[traced:shared], header) else traced
+        # The token of an unfinished conversation in the same place is another end token; a header shows an extra one.
+        rest, prompt = longer.text[at + shared - place :].lstrip(), _prompt(longer, upto).lstrip()
+        return shared if prompt and (rest.startswith(prompt) or not _TOKENS.match(rest)) else traced
     if traced is not None:
         return traced
-    if not text[after:everything].strip() or _is_end(chat, text[after:everything]):
+    if not text[after:everything].strip() or _is_end(chat, text[after:everything], header):
         return everything
     raise not_found(chat, turn, f"its end cannot be told from the conversation's ({text[after:everything]!r})")

@@ -18,7 +18,7 @@ import re
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -149,6 +149,8 @@ class Renderings:
         except Exception:  # a template may raise anything
             return None
         trace = self._first_of_levels(messages, prompt, plain) if then else self.trace(count, prompt)
+        if then and trace:
+            trace = replace(trace, marks=tuple((p, mark) for p, mark in trace.marks if mark.message < count))
         return trace or Trace(plain, (), 0)
 
     @cached_property
@@ -302,7 +304,7 @@ class Mark(NamedTuple):
 
 # Levels of marks: none, the ends of contents, both edges of every string.
 MARK_NONE, MARK_ENDS, MARK_ALL = range(3)
-_SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
+SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
 _TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
 
 
@@ -322,13 +324,13 @@ def mark_strings(message: Message, index: int, nonce: str, level: int) -> dict[s
             return {k: mark(v, spoken, inner[k]) if k in inner else v for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [mark(item, spoken, keys) for item in value]
-        start, end = _core(value) if isinstance(value, str) else (0, 0)
+        start, end = core_of(value) if isinstance(value, str) else (0, 0)
         if start >= end:
             return value
         first, last = (f"{nonce}{name}_{side}_" for name in [f"{index}_{spoken:d}_{next(number)}"] for side in (0, 1))
         return value[:start] + (first if level == MARK_ALL else "") + value[start:end] + last + value[end:]
 
-    for key in _SPOKEN if level == MARK_ALL else _SPOKEN[:1]:
+    for key in SPOKEN if level == MARK_ALL else SPOKEN[:1]:
         if copy.get(key):
             copy[key] = mark(copy[key], True, ("text", "content", "thinking"))
     if level == MARK_ALL and copy.get("tool_calls"):
@@ -336,7 +338,7 @@ def mark_strings(message: Message, index: int, nonce: str, level: int) -> dict[s
     return copy
 
 
-def _core(text: str) -> Span:
+def core_of(text: str) -> Span:
     """The span of a text without the white space and the tags at its edges."""
     match = _TAGS.match(text)
     start, end = match.end() if match else 0, len(text)

@@ -22,7 +22,18 @@ from torchrl_llm_kl.masks._prefixes import (
     not_found,
     start_of_turn,
 )
-from torchrl_llm_kl.masks._template import BLOCK, FILLER, LOOP, SET, Renderer, Renderings, Trace, common_prefix_length
+from torchrl_llm_kl.masks._template import (
+    BLOCK,
+    FILLER,
+    LOOP,
+    SET,
+    SPOKEN,
+    Renderer,
+    Renderings,
+    Trace,
+    common_prefix_length,
+    core_of,
+)
 from torchrl_llm_kl.masks._tokens import Span
 
 _CONTROL_TOKENS = re.compile(f"(?:{CONTROL})+")
@@ -96,11 +107,12 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
     if known and chat.template.prompt_is_fixed and not chat.template.loop_reads_flag:
         start = first + known[0]
     else:
-        start = start_of_turn(chat, whole, turn, first if own else traced[1] or high, traced[0])
+        content = _start_of_content(chat, text, turn, first) if own else traced[1] or high
+        start = start_of_turn(chat, whole, turn, content, traced[0])
     if known and first + known[0] == start:
         end = last + known[1]
     elif len(regions) < 2:
-        end = end_of_turn(chat, whole, turn, start, last if own else start, traced[1])
+        end = end_of_turn(chat, whole, turn, start, last if own else start, traced[1], text[low:start])
         borders[key] = (start - first, end - last)
     else:
         end = regions[-1][1]
@@ -134,6 +146,13 @@ def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[in
     low = max(before, default=0)
     after = [p for p, mark in marks if mark.message > turn and p >= (own[-1] if own else low)]
     return own, low, min(after, default=len(whole.text))
+
+
+def _start_of_content(chat: Renderings, text: str, turn: int, mark: int) -> int:
+    """The position of a turn's first string, whose mark stands after its leading tags."""
+    values = (chat.messages[turn].get(field) for field in SPOKEN)
+    tags = [value[: core_of(value)[0]].lstrip() for value in values if isinstance(value, str)]
+    return mark - max((len(tag) for tag in tags if text.endswith(tag, 0, mark)), default=0)
 
 
 def _with_stop_tokens(chat: Renderings, text: str, turn: int, regions: list[Span]) -> list[Span]:
