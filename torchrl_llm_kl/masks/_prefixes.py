@@ -48,7 +48,8 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
     if before is not None:
         at, place = _anchor(before, whole)
         given = before.text[at:]
-        if prompt and text.startswith(given, place):
+        headers = _headers(_known_prompts(chat)) if prompt else set()
+        if prompt and text.startswith(given, place) and not _holds(text[place + len(given) : own], headers):
             return place + len(given)
         shared = end_of_shared_units(text, given, place)
     headers = _headers((prompt, *_known_prompts(chat)))
@@ -64,13 +65,8 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
     return _after_constant_header(chat, whole, turn, ended)
 
 
-def end_of_turn(
-    chat: Renderings, whole: Trace, turn: int, start: int, own: int, traced: int | None, header: str
-) -> int:
-    """The end of the model's output; ``own`` is the last mark of the turn's content, ``traced`` a candidate.
-
-    ``header`` is the text before the turn: its control tokens start turns, and end none.
-    """
+def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int, traced: int | None) -> int:
+    """The end of the model's output; ``own`` is the last mark of the turn's content, ``traced`` a candidate."""
     upto, text = chat.prefix(turn + 1, False), whole.text
     if upto is None:
         if traced is None:
@@ -80,8 +76,8 @@ def end_of_turn(
     tail = upto.text[at:].rstrip()
     end = place + len(tail)
     if text[place:].rstrip() == tail:
-        return _end_of_last_turn(chat, upto, turn, max(start, own), traced, header)
-    after = max(start, own)
+        return _end_of_last_turn(chat, upto, turn, max(start, own), traced)
+    after, header = max(start, own), _header_tokens(chat, upto, text[:start])
     if not text.startswith(tail, place):  # the template writes the end differently if another message follows
         end = end_of_shared_units(text, tail, place)
         end = place + len(text[place:end].rstrip())
@@ -95,15 +91,41 @@ def end_of_turn(
         loop_end = place + len(upto.text[at : upto.messages_end].rstrip())
         if traced == loop_end or _ends(chat, text[after:traced]):
             return traced
-    elif _ends(chat, tail[max(after - place, 0) :]):
-        if text.startswith(tail, place):
+    elif text.startswith(tail, place) and _ends(chat, _plain_end(chat, turn)):
+        if not _is_end(chat, text[end:traced], header):
             return end  # a separator before the next message
-        last = [match[0] for match in _TOKENS.finditer(tail)][-1:]
-        if end < after or _is_end(chat, text[end:traced], header) or (last and text[after:traced].endswith(last[0])):
-            return traced  # another end token than at the end of the conversation, or other text before the same one
-    elif not text[end:traced].strip() or _is_end(chat, text[end:traced], header):
-        return traced  # the template writes the end token only before another message
+    elif text.startswith(tail, place) or not _ends(chat, tail[max(after - place, 0) :]):
+        if not text[end:traced].strip() or _is_end(chat, text[end:traced], header):
+            return traced  # the template writes the end token only before another message
+    else:
+        # Another end token than at the end of the conversation, or other text before the same one.
+        last = [match[0] for match in _TOKENS.finditer(tail)][-1]
+        final = [match[0] for match in _TOKENS.finditer(text, after, traced)][-2:]
+        if end < after or _is_end(chat, text[end:traced], header) or last in final:
+            return traced
     raise not_found(chat, turn, f"it ends in {text[own:traced]!r} here, and in {upto.text[at:]!r} on its own")
+
+
+def check_headers(chat: Renderings, whole: Trace, turn: int, start: int, end: int) -> None:
+    """Raise if the template writes a header inside the region, before, after or between the turn's own strings."""
+    headers = _headers(_known_prompts(chat))
+    for gap in own_gaps(whole, turn, start, end):
+        if _holds(gap, headers):
+            raise not_found(chat, turn, f"it holds a header that the model does not write ({gap!r})")
+
+
+def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
+    """What the template writes in a region around the turn's strings, tags at the edges of the strings included."""
+    gaps, at, depth = [], start, 0
+    for position, mark in whole.marks:
+        if mark.message == turn and start <= position <= end:
+            if not mark.is_end:
+                gaps += [whole.text[at:position]] if depth == 0 else []
+                depth += 1
+            elif depth:
+                depth -= 1
+            at = position
+    return (*gaps, whole.text[at:end])
 
 
 def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
@@ -169,10 +191,23 @@ def _holds(text: str, headers: set[str]) -> bool:
     return any(header in text for header in headers)
 
 
-def _is_end(chat: Renderings, text: str, header: str) -> bool:
-    """Whether a text is one control token, and none of the header's (after its first one, which ends another turn)."""
+def _header_tokens(chat: Renderings, upto: Trace, before: str) -> set[str]:
+    """The control tokens of generation prompts, also of one that the template always writes."""
+    always = upto.text[upto.messages_end :].strip()
+    prompts = [*_known_prompts(chat), always if before.rstrip().endswith(always) else ""]
+    return {token for prompt in prompts for token in _TOKENS.findall(prompt)}
+
+
+def _plain_end(chat: Renderings, turn: int) -> str:
+    """What the template writes after the content of a plain answer that ends the conversation."""
+    plain = chat.prefix(turn, False, ASSISTANT)
+    return plain.text.partition(FILLER)[2] if plain else ""
+
+
+def _is_end(chat: Renderings, text: str, header: set[str]) -> bool:
+    """Whether a text is one control token, and none of a header's."""
     token = text.strip()
-    return token == chat.eos_token or (bool(_TOKENS.fullmatch(token)) and token not in _TOKENS.findall(header)[1:])
+    return token == chat.eos_token or (bool(_TOKENS.fullmatch(token)) and token not in header)
 
 
 def _ends(chat: Renderings, text: str) -> bool:
@@ -196,10 +231,10 @@ def _after_constant_header(chat: Renderings, whole: Trace, turn: int, ended: int
     return end if header else ended
 
 
-def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, after: int, traced: int | None, header: str) -> int:
+def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, after: int, traced: int | None) -> int:
     """The end of a turn that ends the text: what follows it if the conversation continues shows its end token."""
     text = upto.text
-    everything = len(text.rstrip())
+    everything, header = len(text.rstrip()), _header_tokens(chat, upto, text[:after])
     for longer in (chat.prefix(turn + 1, True), chat.prefix(turn + 1, False, "user")):
         if longer is None or longer.text == text:
             continue

@@ -18,7 +18,9 @@ from torchrl_llm_kl.masks._prefixes import (
     CONTROL,
     end_of_shared_units,
     end_of_turn,
+    check_headers,
     is_omitted,
+    own_gaps,
     not_found,
     start_of_turn,
 )
@@ -66,7 +68,7 @@ def locate_turns(
                 regions = _confirmed(chat, whole, turn, regions)
             except TurnNotFoundError:
                 if chat.template.has_generation_blocks:
-                    return chat.text, _spans_of_blocks(chat, whole, turns), "marks"
+                    return chat.text, _spans_of_blocks(chat, whole, turn), "marks"
                 raise
             spans += _blocks_in(chat, whole, regions) if chat.template.has_generation_blocks else regions
     located_by = "marks" if chat.template.has_generation_blocks else "trace" if traced else "prefixes"
@@ -85,6 +87,9 @@ def _traced_regions(chat: Renderings, trace: Trace, turn: int, written: Span) ->
 # ------------------------------------------------------------------ confirmation
 
 
+_MAX_KNOWN = 4096
+
+
 @lru_cache(maxsize=64)
 def _known_borders(template: tuple[str, str]) -> dict[Any, Span]:
     """The borders confirmed on one template with one set of variables, by the text around the message's strings."""
@@ -101,26 +106,32 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
     offsets = tuple(
         border - at if border is not None else None for border, at in zip(traced, (first, last), strict=True)
     )
-    key = (turn == 0, roles, chat.generation_prompt, bool(own), offsets, text[low:first], text[last:high])
+    gaps = own_gaps(whole, turn, first, last)
+    key = (turn == 0, roles, gaps, chat.generation_prompt, bool(own), offsets, text[low:first], text[last:high])
     borders = _known_borders(chat.renderer.identity)
     known = borders.get(key) if len(regions) < 2 else None
     if known and chat.template.prompt_is_fixed and not chat.template.loop_reads_flag:
         start = first + known[0]
     else:
-        content = _start_of_content(chat, text, turn, first) if own else traced[1] or high
+        content = _start_of_content(chat, text, turn, first) if own else traced[1] or 0
         start = start_of_turn(chat, whole, turn, content, traced[0])
-    if known and first + known[0] == start:
-        end = last + known[1]
-    elif len(regions) < 2:
-        end = end_of_turn(chat, whole, turn, start, last if own else start, traced[1], text[low:start])
-        borders[key] = (start - first, end - last)
+    if len(regions) > 1:
+        regions = _with_stop_tokens(chat, text, turn, [(start, regions[0][1]), *regions[1:]])
+    elif known and first + known[0] == start:
+        regions = [(start, last + known[1])]
     else:
-        end = regions[-1][1]
-        regions = _with_stop_tokens(chat, text, turn, regions)
-    regions = [(start, end)] if len(regions) < 2 else [(start, regions[0][1]), *regions[1:]]
-    regions = [(a, b) for a, b in regions if a < b or (own and b < a)]
+        regions = [(start, end_of_turn(chat, whole, turn, start, last if own else start, traced[1]))]
+    if not known:
+        for start, end in regions:
+            if end < start:
+                raise not_found(chat, turn, "its end would lie before its start")
+            check_headers(chat, whole, turn, start, end)
+        if len(regions) == 1:
+            if len(borders) >= _MAX_KNOWN:
+                borders.clear()
+            borders[key] = (start - first, end - last)
     _check_contents(chat, whole, turn, regions)
-    return regions
+    return [(start, end) for start, end in regions if start < end]
 
 
 def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[int], int, int]:
@@ -137,7 +148,7 @@ def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[in
             min((p for p in others if p >= high), default=len(whole.text)),
         )
     own = []
-    for at, (position, mark) in enumerate(marks):
+    for position, mark in marks:
         if mark.message == turn:
             own.append(position)
         elif own:
@@ -349,7 +360,7 @@ def _blocks_in(chat: Renderings, whole: Trace, regions: list[Span]) -> list[Span
     return joined
 
 
-def _spans_of_blocks(chat: Renderings, whole: Trace, turns: Sequence[int]) -> tuple[Span, ...]:
+def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, ...]:
     """All generation blocks, each including a control token after it, for a template whose messages cannot be located."""
     text = whole.text
     if not whole.spans:
@@ -363,5 +374,10 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turns: Sequence[int]) -> tu
         after = re.compile(CONTROL).match(text, end)
         if after and not re.search(rf"(?:{CONTROL})\Z", text[start:stripped]):
             stripped = after.end()
+        inside = {mark.message for p, mark in whole.marks if start < p < stripped}
+        if any(chat.messages[message].get("role") != ASSISTANT for message in inside):
+            raise not_found(chat, turn, "its {% generation %} blocks hold text of other messages")
+        for message in inside or {turn}:
+            check_headers(chat, whole, message, start, stripped)
         spans.append((start, stripped))
     return _merge(spans)
