@@ -18,7 +18,7 @@ CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
 # Units in which two texts are compared.
 _UNITS = re.compile(rf"{CONTROL}|\w+|\s|[^\w\s]")
 _TOKENS = re.compile(CONTROL)
-_HEADER = re.compile(rf"(?:{CONTROL})\W*?\w+|{CONTROL}|\w+")
+_HEADER = re.compile(rf"(?:{CONTROL})\s*\w+|{CONTROL}|\w+")
 
 
 def end_of_shared_units(text: str, other: str, at: int) -> int:
@@ -106,12 +106,17 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
     raise not_found(chat, turn, f"it ends in {text[own:traced]!r} here, and in {upto.text[at:]!r} on its own")
 
 
-def check_headers(chat: Renderings, whole: Trace, turn: int, start: int, end: int) -> None:
-    """Raise if the template writes a header inside the region, before, after or between the turn's own strings."""
+def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) -> None:
+    """Raise if a region holds a header at its edges, or between the turn's own strings a token that ends the turn."""
+    gaps = own_gaps(whole, turn, start, end)
+    edges, between = {gaps[0], gaps[-1]}, gaps[1:-1]
     headers = _headers(_known_prompts(chat))
-    for gap in own_gaps(whole, turn, start, end):
-        if _holds(gap, headers):
-            raise not_found(chat, turn, f"it holds a header that the model does not write ({gap!r})")
+    ends = {chat.eos_token, *_TOKENS.findall(_plain_end(chat, turn))[-1:]} - {None} if between else set()
+    for gap in (
+        *(e for e in edges if _holds(e, headers)),
+        *(g for g in between if _holds(g, ends) and _holds(g, headers)),
+    ):
+        raise not_found(chat, turn, f"it holds a header that the model does not write ({gap!r})")
 
 
 def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
@@ -172,6 +177,9 @@ def _prompt(before: Trace | None, without: Trace | None) -> str:
     if before is None:
         return ""
     prompt = before.text[common_prefix_length(before.text, without.text if without else "") :]
+    after_loop = before.text[before.messages_end :]
+    if before.messages_end and after_loop.strip() and prompt.endswith(after_loop):
+        return after_loop  # without the end token that the flag adds to the last message
     return prompt if prompt.strip() else ""
 
 
@@ -193,7 +201,7 @@ def _holds(text: str, headers: set[str]) -> bool:
 
 def _header_tokens(chat: Renderings, upto: Trace, before: str) -> set[str]:
     """The control tokens of generation prompts, also of one that the template always writes."""
-    always = upto.text[upto.messages_end :].strip()
+    always = upto.text[upto.messages_end :].strip() if upto.messages_end else ""
     prompts = [*_known_prompts(chat), always if before.rstrip().endswith(always) else ""]
     return {token for prompt in prompts for token in _TOKENS.findall(prompt)}
 

@@ -73,7 +73,7 @@ class Renderer:
         generation_prompt: bool,
         plain: str,
         *,
-        level: int,
+        marking: Marking,
         checked: bool = True,
     ) -> Trace | None:
         """The rendering with the span of each message and generation block, and the marks of the messages' strings.
@@ -82,7 +82,7 @@ class Renderer:
         """
         quotes, nonce = _unused_quotes(plain), _unused_nonce(plain)
         marked = [
-            {**mark_strings(message, index, nonce, level), **_markers((LOOP, SET), index, quotes)}
+            {**mark_strings(message, index, nonce, marking), **_markers(marking.kinds, index, quotes)}
             for index, message in enumerate(messages)
         ]
         try:
@@ -117,19 +117,17 @@ class Renderings:
         self.trace = cache(self._trace)
         self.prefix = cache(self._prefix)
         self.text: str = self.plain(len(messages), generation_prompt)
-        self._levels = range(MARK_ALL, -1, -1)
+        self._markings = MARKINGS
 
     def _trace(self, count: int, prompt: bool) -> Trace | None:
-        return self._first_of_levels(self.messages[:count], prompt, self.plain(count, prompt))
+        return self._traced(self.messages[:count], prompt, self.plain(count, prompt))
 
-    def _first_of_levels(
-        self, messages: Sequence[Message], prompt: bool, plain: str, checked: bool = True
-    ) -> Trace | None:
+    def _traced(self, messages: Sequence[Message], prompt: bool, plain: str) -> Trace | None:
         """The trace with the most marks that leave the text as it is; what failed once is not tried again."""
-        for level in self._levels:
-            trace = self.renderer.trace(messages, prompt, plain, level=level, checked=checked)
+        for tried, marking in enumerate(self._markings):
+            trace = self.renderer.trace(messages, prompt, plain, marking=marking)
             if trace is not None:
-                self._levels = range(level, -1, -1)
+                self._markings = self._markings[tried:]
                 return trace
         return None
 
@@ -148,7 +146,7 @@ class Renderings:
             plain = self.renderer.text(messages, prompt) if then else self.plain(count, prompt)
         except Exception:  # a template may raise anything
             return None
-        trace = self._first_of_levels(messages, prompt, plain) if then else self.trace(count, prompt)
+        trace = self._traced(messages, prompt, plain) if then else self.trace(count, prompt)
         if then and trace:
             trace = replace(trace, marks=tuple((p, mark) for p, mark in trace.marks if mark.message < count))
         return trace or Trace(plain, (), 0)
@@ -162,11 +160,13 @@ class Renderings:
         """
         if not self.template.prompt_is_fixed:
             return None
-        for level in self._levels:
-            trace = self.renderer.trace(self.messages, True, self.text, level=level, checked=self.generation_prompt)
+        for tried, marking in enumerate(self._markings):
+            trace = self.renderer.trace(self.messages, True, self.text, marking=marking, checked=self.generation_prompt)
             unchecked = self.generation_prompt or self.template.loop_reads_flag
-            if trace is not None and (unchecked or self.text.startswith(trace.text[: trace.messages_end])):
-                self._levels = range(level, -1, -1)
+            if trace is None or not marking.kinds:
+                continue
+            if unchecked or self.text.startswith(trace.text[: trace.messages_end]):
+                self._markings = self._markings[tried:]
                 return trace
         return None
 
@@ -302,20 +302,34 @@ class Mark(NamedTuple):
     is_end: bool
 
 
-# Levels of marks: none, the ends of contents, both edges of every string.
-MARK_NONE, MARK_ENDS, MARK_ALL = range(3)
+class Marking(NamedTuple):
+    """What a trace marks: the kinds of markers, the fields of the messages, whether both edges of their strings."""
+
+    kinds: tuple[str, ...]
+    fields: tuple[str, ...]
+    both_edges: bool
+
+
 SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
+_MESSAGES = (LOOP, SET)
+_ALL = (*SPOKEN, "tool_calls")
+# From the most marks to the fewest: a template may look at the edges of its strings, or trim what its loop writes.
+MARKINGS = (
+    Marking(_MESSAGES, _ALL, True),
+    Marking(_MESSAGES, SPOKEN[:1], False),
+    Marking(_MESSAGES, (), False),
+    Marking((), _ALL, True),
+    Marking((), (), False),
+)
 _TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
 
 
-def mark_strings(message: Message, index: int, nonce: str, level: int) -> dict[str, Any]:
+def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> dict[str, Any]:
     """A copy of a message with marks in its strings: after leading, before trailing white space and tags.
 
     So a template still finds ``<think>`` at the start of a content, and trims what it would have trimmed.
     """
     copy = dict(message)
-    if level == MARK_NONE:
-        return copy
     number = count()
 
     def mark(value: Any, spoken: bool, keys: Sequence[str] = ()) -> Any:
@@ -328,13 +342,13 @@ def mark_strings(message: Message, index: int, nonce: str, level: int) -> dict[s
         if start >= end:
             return value
         first, last = (f"{nonce}{name}_{side}_" for name in [f"{index}_{spoken:d}_{next(number)}"] for side in (0, 1))
-        return value[:start] + (first if level == MARK_ALL else "") + value[start:end] + last + value[end:]
+        return value[:start] + (first if marking.both_edges else "") + value[start:end] + last + value[end:]
 
-    for key in SPOKEN if level == MARK_ALL else SPOKEN[:1]:
-        if copy.get(key):
-            copy[key] = mark(copy[key], True, ("text", "content", "thinking"))
-    if level == MARK_ALL and copy.get("tool_calls"):
-        copy["tool_calls"] = mark(copy["tool_calls"], False, ("function", "name", "arguments"))
+    for field in marking.fields:
+        if copy.get(field):
+            spoken = field in SPOKEN
+            keys = ("text", "content", "thinking") if spoken else ("function", "name", "arguments")
+            copy[field] = mark(copy[field], spoken, keys)
     return copy
 
 

@@ -18,7 +18,7 @@ from torchrl_llm_kl.masks._prefixes import (
     CONTROL,
     end_of_shared_units,
     end_of_turn,
-    check_headers,
+    check_gaps,
     is_omitted,
     own_gaps,
     not_found,
@@ -58,10 +58,15 @@ def locate_turns(
     traced = False
     for turn in turns:
         written = _written(trace, turn) if trace is not None else None
-        try:
-            regions = _traced_regions(chat, whole, turn, written) if written else []
-        except TurnNotFoundError:
-            regions = []
+        regions: list[Span] = []
+        if trace is not None and written:
+            try:
+                regions = _traced_regions(chat, trace, turn, written)
+            except TurnNotFoundError:
+                pass  # prefixes may show the header
+            else:
+                if not regions and written[0] < written[1] and not any(mark.message == turn for _, mark in whole.marks):
+                    continue  # a header and nothing else
         traced = traced or bool(regions)
         if regions or not is_omitted(chat, whole, turn):
             try:
@@ -125,7 +130,7 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
         for start, end in regions:
             if end < start:
                 raise not_found(chat, turn, "its end would lie before its start")
-            check_headers(chat, whole, turn, start, end)
+            check_gaps(chat, whole, turn, start, end)
         if len(regions) == 1:
             if len(borders) >= _MAX_KNOWN:
                 borders.clear()
@@ -378,6 +383,6 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
         if any(chat.messages[message].get("role") != ASSISTANT for message in inside):
             raise not_found(chat, turn, "its {% generation %} blocks hold text of other messages")
         for message in inside or {turn}:
-            check_headers(chat, whole, message, start, stripped)
+            check_gaps(chat, whole, message, start, stripped)
         spans.append((start, stripped))
     return _merge(spans)
