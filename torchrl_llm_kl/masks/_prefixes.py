@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torchrl_llm_kl.masks._messages import ASSISTANT, TurnNotFoundError
 from torchrl_llm_kl.masks._template import FILLER, Renderings, Trace, common_prefix_length
@@ -76,7 +77,7 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
     tail = upto.text[at:].rstrip()
     end = place + len(tail)
     if text[place:].rstrip() == tail:
-        return _end_of_last_turn(chat, upto, turn, max(start, own), traced)
+        return _end_of_last_turn(chat, upto, turn, start, own, traced)
     after, header = max(start, own), _header_tokens(chat, upto, text[:start])
     if not text.startswith(tail, place):  # the template writes the end differently if another message follows
         end = end_of_shared_units(text, tail, place)
@@ -137,19 +138,21 @@ def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
     """Whether the text holds nothing of the turn: another content changes nothing, or without the turn it is equal."""
     if any(mark.message == turn and mark.spoken for _, mark in whole.marks):
         return False
-    message = dict(chat.messages[turn])
-    content = message.get("content")
+    messages = [dict(message) for message in chat.messages]
+    content = messages[turn].get("content")
     more = [*content, {"type": "text", "text": FILLER}] if isinstance(content, list) else f"{content or ''}{FILLER}"
-    others = [dict(m) for m in chat.messages]
-    changed = [*others[:turn], {**message, "content": more, "tool_calls": None}, *others[turn + 1 :]]
-    removed = others[:turn] + others[turn + 1 :]
-    for messages in (changed, removed) if not content or not content.strip() else (changed,):
-        try:
-            if chat.renderer.text(messages, chat.generation_prompt) == chat.text:
-                return True
-        except Exception:  # a template may raise anything
-            continue
-    return False
+    changed = [*messages]
+    changed[turn] = {**changed[turn], "content": more, "tool_calls": None}
+    if _renders_the_same(chat, changed):
+        return True
+    return not content and _renders_the_same(chat, messages[:turn] + messages[turn + 1 :])
+
+
+def _renders_the_same(chat: Renderings, messages: list[dict[str, Any]]) -> bool:
+    try:
+        return chat.renderer.text(messages, chat.generation_prompt) == chat.text
+    except Exception:  # a template may raise anything
+        return False
 
 
 # ------------------------------------------------------------------ comparisons
@@ -192,7 +195,7 @@ def _known_prompts(chat: Renderings) -> Iterator[str]:
 
 def _headers(prompts: Iterable[str]) -> set[str]:
     """The beginnings of generation prompts: the first name, with the next one if it is a word."""
-    return {match[0] for prompt in prompts if (match := _HEADER.search(prompt))}
+    return {prompt[: match.end()].lstrip() for prompt in prompts if (match := _HEADER.search(prompt))}
 
 
 def _holds(text: str, headers: set[str]) -> bool:
@@ -202,7 +205,8 @@ def _holds(text: str, headers: set[str]) -> bool:
 def _header_tokens(chat: Renderings, upto: Trace, before: str) -> set[str]:
     """The control tokens of generation prompts, also of one that the template always writes."""
     always = upto.text[upto.messages_end :].strip() if upto.messages_end else ""
-    prompts = [*_known_prompts(chat), always if before.rstrip().endswith(always) else ""]
+    several = len(_TOKENS.findall(always)) > 1 and not (chat.eos_token and chat.eos_token in always)
+    prompts = [*_known_prompts(chat), always if several or before.rstrip().endswith(always) else ""]
     return {token for prompt in prompts for token in _TOKENS.findall(prompt)}
 
 
@@ -239,10 +243,10 @@ def _after_constant_header(chat: Renderings, whole: Trace, turn: int, ended: int
     return end if header else ended
 
 
-def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, after: int, traced: int | None) -> int:
+def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own: int, traced: int | None) -> int:
     """The end of a turn that ends the text: what follows it if the conversation continues shows its end token."""
     text = upto.text
-    everything, header = len(text.rstrip()), _header_tokens(chat, upto, text[:after])
+    after, everything, header = max(start, own), len(text.rstrip()), _header_tokens(chat, upto, text[:start])
     for longer in (chat.prefix(turn + 1, True), chat.prefix(turn + 1, False, "user")):
         if longer is None or longer.text == text:
             continue

@@ -117,7 +117,7 @@ class Renderings:
         self.trace = cache(self._trace)
         self.prefix = cache(self._prefix)
         self.text: str = self.plain(len(messages), generation_prompt)
-        self._markings = MARKINGS
+        self._markings: Sequence[Marking] = MARKINGS
 
     def _trace(self, count: int, prompt: bool) -> Trace | None:
         return self._traced(self.messages[:count], prompt, self.plain(count, prompt))

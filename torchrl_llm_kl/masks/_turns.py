@@ -16,12 +16,12 @@ from typing import Any
 from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
 from torchrl_llm_kl.masks._prefixes import (
     CONTROL,
+    check_gaps,
     end_of_shared_units,
     end_of_turn,
-    check_gaps,
     is_omitted,
-    own_gaps,
     not_found,
+    own_gaps,
     start_of_turn,
 )
 from torchrl_llm_kl.masks._template import (
@@ -185,7 +185,7 @@ def _check_contents(chat: Renderings, whole: Trace, turn: int, regions: list[Spa
     """Raise if a message's content lies on the wrong side of a border."""
     for position, mark in whole.marks:
         if mark.message != turn:
-            wrong = any(a < position < b or position == (b if mark.is_end else a) for a, b in regions)
+            wrong = any(a < position < b or (a < b and position == (b if mark.is_end else a)) for a, b in regions)
         else:
             wrong = mark.spoken and not any(a <= position <= b for a, b in regions)
         if wrong:
