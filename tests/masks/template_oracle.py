@@ -194,6 +194,8 @@ def check(template: Template, kind: str, mask: Callable[..., Any] = render_conve
         return Check("open", tuple(found), reason=str(error))
     expected = [text[start:end] for start, end, _ in spans]
     either = {at for start, _, latest in spans for at in range(start, latest)}
+    if "{% generation" in template.source:  # the blocks say whether a space after the prompt belongs to the turn
+        either |= {at for start, end, _ in spans for at in range(start, end) if not text[start : at + 1].strip()}
     same = _positions(rendered.assistant_spans) - either == _positions([turn[:2] for turn in spans]) - either
     encode = partial(template.tokenizer, add_special_tokens=False)
     ids = [i for piece in found for i in encode(piece)["input_ids"]]
@@ -238,7 +240,12 @@ class Oracle:
         if shown is None:
             return None
         start, latest = self.start(k, shown[0])
-        return start, self.end(k, shown[1]), latest
+        end = self.end(k, shown[1])
+        for other, message in enumerate(self.messages):
+            if message["role"] != "assistant" and (inside := self.shown(self.messages, other, self.prompt)):
+                if start < inside[0] and inside[1] < end:
+                    raise NoOracle("another message stands inside the turn")
+        return start, end, latest
 
     def shown(self, messages: list[Message], k: int, prompt: bool) -> Span | None:
         """Where the text of message ``k`` begins and ends in the rendering; None if the template omits it."""
@@ -288,7 +295,17 @@ class Oracle:
                 if plain is None or not plain.startswith(before):
                     raise NoOracle("no generation prompt")
                 at += len(_common(plain[at:].split(Z)[0], text[at:]))
+                return at, at
+            usual = self.usual_header
+            if usual and usual in text[at:shown]:  # it has a header that this prompt lacks, as after another answer
+                at = text.rindex(usual, at, shown) + len(usual)
+                return at, at + len(text[at:shown]) - len(text[at:shown].lstrip())
+            elif k and self.messages[k - 1]["role"] == "tool" and plain is not None and plain.startswith(before):
+                # Tags that close the tool's answer may stand in front of the next turn.
+                return at, at + len(_common(plain[at:].split(Z)[0], text[at:]))
             return at, at
+        if k and not before.startswith(without.rstrip()):  # the prompt changes what stands before it
+            before, without = (self.tail(self.messages[:k], k - 1, flag) or "" for flag in (True, False))
         header = (self.always + before[_shared(before, without) :]).lstrip()
         previous = self.shown(self.messages, k - 1, self.prompt) if k else None
         low = previous[1] if previous else 0
@@ -320,7 +337,7 @@ class Oracle:
         upto = self.messages[: k + 1]
         then = [user(OTHER), assistant(OTHER), tool(OTHER)]
         if self.messages[k].get("tool_calls"):
-            then.insert(0, then.pop())
+            then.reverse()
         alone = self.tail(upto, k)
         continued = (self.tail([*upto, message], k) for message in then)
         tails = list(islice((tail for tail in continued if tail not in (None, alone)), 2))
@@ -328,7 +345,8 @@ class Oracle:
         others = tails[:1] if last else [alone]
         if not others or others[0] is None:
             raise NoOracle("the template refuses other continuations")
-        own, goes_on = self.without_header(_common(rest, others[0])), k + 1 < len(self.messages)
+        others += [] if self.usual_header else tails[:1]
+        own, goes_on = self.without_header(_common(rest, *others)), k + 1 < len(self.messages)
         # The last turn may end differently from the others.
         if last and not _CONTROL.search(own):
             own = self.without_header(rest)
@@ -341,8 +359,18 @@ class Oracle:
     @cached_property
     def leads(self) -> tuple[str, ...]:
         """What a role header may begin with: the first unit of a rendering, the last control token before a message."""
-        opened = (self.render([user(Z)], False) or "").split(Z)[0].removeprefix("<BOS>").lstrip()
+        plain = (
+            Oracle(self.template, [user(Z)], False, None).text if self.tools else self.render([user(Z)], False) or ""
+        )
+        opened = plain.split(Z)[0].removeprefix("<BOS>").lstrip()
         return (*_UNIT.findall(opened)[:1], *re.findall(rf"(?m)^(?:{_CONTROL.pattern})(?=\w)", opened)[-1:])
+
+    @cached_property
+    def usual_header(self) -> str:
+        """The generation prompt after a question, without white space around it."""
+        question = [user(Z)]
+        prompted, opened = self.render(question, True) or "", self.render(question, False) or ""
+        return prompted[_shared(prompted, opened) :].strip()
 
     @cached_property
     def always(self) -> str:
@@ -359,12 +387,13 @@ class Oracle:
             return self.until_header(ending)
         return next((cut for x in self.leads if (cut := ending.rstrip().removesuffix(x)) != ending.rstrip()), ending)
 
-    def tail(self, messages: list[Message], k: int) -> str | None:
+    def tail(self, messages: list[Message], k: int, prompt: bool = False) -> str | None:
+        """What the template writes after message ``k``."""
         try:
-            shown = self.shown(messages, k, False)
+            shown = self.shown(messages, k, prompt)
         except NoOracle:
             return None
-        text = self.render(messages, False)
+        text = self.render(messages, prompt)
         return None if shown is None or text is None else text[shown[1] :]
 
 

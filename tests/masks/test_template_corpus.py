@@ -182,3 +182,24 @@ def test_templates_of_an_archive(tmp_path):
         "code.chat": loop + "45",
         "x:1b": loop + "7",
     }
+
+
+# ------------------------------------------------------------------ borders of white space
+
+
+@pytest.mark.parametrize(
+    ("separator", "prompt", "expected"),
+    [
+        ("", " ", ["Hello there</s>", "Hi</s>"]),  # the prompt holds the space before the answer
+        (" ", "", [" Hello there</s>", " Hi</s>"]),  # the model writes it
+    ],
+)
+def test_the_white_space_of_the_prompt_is_not_the_models(separator, prompt, expected):
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+        "{% if not loop.last %}SEPARATOR{% endif %}{% else %}{{ SPACE + m.content + '</s>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}PROMPT{% endif %}"
+    )
+    source = source.replace("SEPARATOR", separator).replace("SPACE", repr(prompt)).replace("PROMPT", prompt)
+    rendered = render_conversation(Template("toy", source).tokenizer, CONVERSATIONS["multi"])
+    assert [rendered.text[start:end] for start, end in rendered.assistant_spans] == expected

@@ -56,7 +56,10 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
     headers = _headers((prompt, *_known_prompts(chat)))
     ended = _end_of_text(without, whole) if turn else 0
     if traced is not None and not _holds(text[traced:own], headers) and (ended is None or traced >= ended):
-        return traced
+        # Without a header, the turn begins where the prompt ends, in the white space between two messages.
+        exact = None if prompt else _end_of_text(before, whole)
+        near = exact is not None and exact <= own and not text[slice(*sorted((exact, traced)))].strip()
+        return exact if exact is not None and near else traced
     if before is None or ended is None:
         raise not_found(chat, turn, "it rejects the conversation up to that turn, or renders it differently")
     if prompt:  # the template writes another header than the prompt: they share the role's name
