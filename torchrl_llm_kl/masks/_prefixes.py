@@ -247,7 +247,7 @@ def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own:
     """The end of a turn that ends the text: what follows it if the conversation continues shows its end token."""
     text = upto.text
     after, everything, header = max(start, own), len(text.rstrip()), _header_tokens(chat, upto, text[:start])
-    for longer in (chat.prefix(turn + 1, True), chat.prefix(turn + 1, False, "user")):
+    for longer in (chat.prefix(turn + 1, False, "user"), chat.prefix(turn + 1, True)):
         if longer is None or longer.text == text:
             continue
         at, place = _anchor(longer, upto)
@@ -259,9 +259,14 @@ def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own:
             return shared
         if traced < shared:
             return shared if _is_end(chat, text[traced:shared], header) else traced
-        # The token of an unfinished conversation in the same place is another end token; a header shows an extra one.
-        rest, prompt = longer.text[at + shared - place :].lstrip(), _prompt(longer, upto).lstrip()
-        return shared if prompt and (rest.startswith(prompt) or not _TOKENS.match(rest)) else traced
+        # An end token that another one replaces if the conversation continues; where a header follows, it is an extra one.
+        rest = longer.text[at + shared - place :].partition(FILLER)[0].lstrip()
+        following = _TOKENS.findall(rest) if _TOKENS.match(rest) else []
+        if not following or following[0] in header:
+            return shared
+        if header.intersection(following):
+            return traced
+        raise not_found(chat, turn, f"its end token is {text[after:shared]!r} or {text[shared:traced]!r}")
     if traced is not None:
         return traced
     if not text[after:everything].strip() or _is_end(chat, text[after:everything], header):
