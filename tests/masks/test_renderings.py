@@ -7,7 +7,7 @@ import pytest
 import template_pairs
 from template_pairs import assistant, user
 
-from torchrl_llm_kl.masks import TurnNotFoundError, render_conversation
+from torchrl_llm_kl.masks import EmptyAssistantMaskError, render_conversation
 from torchrl_llm_kl.masks._template import instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -55,20 +55,29 @@ def renderings(monkeypatch):
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
 @pytest.mark.parametrize("template", TYPICAL)
 def test_two_renderings_whatever_the_number_of_turns(renderings, template, turns):
-    rendered = render_conversation(build_tokenizer(TYPICAL[template]), talk(turns))
+    tokenizer = build_tokenizer(TYPICAL[template])
+    render_conversation(tokenizer, talk(turns))  # its borders are confirmed once
+    renderings.clear()
+    rendered = render_conversation(tokenizer, talk(turns))
     assert len(rendered.assistant_spans) == turns
     assert len(renderings) == 2
 
 
 @pytest.mark.parametrize("template", sorted(set(TYPICAL) - {"mistral", "thinking prompt"}))
 def test_two_renderings_with_a_generation_prompt(renderings, template):
-    render_conversation(build_tokenizer(TYPICAL[template]), talk(3), add_generation_prompt=True)
+    tokenizer = build_tokenizer(TYPICAL[template])
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
+    renderings.clear()
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
     assert len(renderings) == 2
 
 
 @pytest.mark.parametrize("template", ["mistral", "thinking prompt"])
 def test_a_third_rendering_shows_what_the_generation_prompt_adds(renderings, template):
-    render_conversation(build_tokenizer(TYPICAL[template]), talk(3), add_generation_prompt=True)
+    tokenizer = build_tokenizer(TYPICAL[template])
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
+    renderings.clear()
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
     assert len(renderings) == 3
 
 
@@ -89,7 +98,7 @@ def test_one_rendering_without_a_mask(renderings):
 
 def test_without_a_mask_no_turn_can_be_missing():
     tokenizer = build_tokenizer("{{ messages | length }}{% for m in messages %}{{ m | length }}{% endfor %}")
-    with pytest.raises(TurnNotFoundError):
+    with pytest.raises(EmptyAssistantMaskError):
         render_conversation(tokenizer, talk(1))
     assert render_conversation(tokenizer, talk(1), assistant_mask=False).text == "222"
 
@@ -115,6 +124,7 @@ def test_renderings_of_the_templates_that_trl_ships(renderings):
         if template.removesuffix("_training") == "llava_next":
             messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
         tokenizer = build_tokenizer(template_pairs.read(template), eos_token="<EOS>", bos_token="<BOS>")
+        render_conversation(tokenizer, messages)
         renderings.clear()
         render_conversation(tokenizer, messages)
         counts[template] = len(renderings)

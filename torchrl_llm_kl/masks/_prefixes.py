@@ -55,6 +55,11 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
         shared = end_of_shared_units(text, given, place)
     headers = _headers((prompt, *_known_prompts(chat)))
     ended = _end_of_text(without, whole) if turn else 0
+    if not headers and ended is not None:
+        try:  # the template never shows a generation prompt: what precedes any content is the header
+            return _after_constant_header(chat, whole, turn, ended)
+        except TurnNotFoundError:
+            pass
     if traced is not None and not _holds(text[traced:own], headers) and (ended is None or traced >= ended):
         return traced
     if before is None or ended is None:
@@ -132,6 +137,13 @@ def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
                 depth -= 1
             at = position
     return (*gaps, whole.text[at:end])
+
+
+def prompt_is_fixed(chat: Renderings, turn: int) -> bool:
+    """Whether the template writes the same generation prompt after any messages, outside of its loop."""
+    before = chat.prefix(turn, True) if chat.template.prompt_is_fixed and chat.template.loop_reads_flag else None
+    outside = before is not None and before.messages_end and before.text[before.messages_end :].strip()
+    return chat.template.prompt_is_fixed and (not chat.template.loop_reads_flag or bool(outside))
 
 
 def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
