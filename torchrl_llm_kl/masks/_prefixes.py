@@ -81,7 +81,7 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
     at, place = _anchor(upto, whole)
     tail = upto.text[at:].rstrip()
     end = place + len(tail)
-    if text[place:].rstrip() == tail:
+    if turn == len(chat.messages) - 1 and text.startswith(upto.text.rstrip()):
         return _end_of_last_turn(chat, upto, turn, start, own, traced)
     after, header = max(start, own), _header_tokens(chat, upto, text[:start])
     if not text.startswith(tail, place):  # the template writes the end differently if another message follows
