@@ -242,9 +242,9 @@ class Oracle:
         start, latest = self.start(k, shown[0])
         end = self.end(k, shown[1])
         for other, message in enumerate(self.messages):
-            if message["role"] != "assistant" and (inside := self.shown(self.messages, other, self.prompt)):
-                if start < inside[0] and inside[1] < end:
-                    raise NoOracle("another message stands inside the turn")
+            inside = self.shown(self.messages, other, self.prompt) if message["role"] != "assistant" else None
+            if inside and start < inside[0] and inside[1] < end:
+                raise NoOracle("another message stands inside the turn")
         return start, end, latest
 
     def shown(self, messages: list[Message], k: int, prompt: bool) -> Span | None:

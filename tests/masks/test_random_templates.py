@@ -88,6 +88,8 @@ class Format:
             if self.prompt == "thinking":
                 content = content.removeprefix("<think>\n")
             end = "" if self.place == "between" and final else ENDS[self.end]
+            if self.place == "closed" and final and not end:
+                end = "\n<|closed|>"  # the only token that ends an answer
             if message["role"] == "assistant":
                 turns.append((content + end) if end else (content + end).rstrip())
         return [turn for turn in turns if turn]
@@ -102,13 +104,12 @@ def outcome(form: Format, messages: list[dict], prompt: bool) -> str:
     try:
         rendered = render_conversation(build_tokenizer(form.template()), messages, add_generation_prompt=prompt)
     except AssistantMaskError as error:
-        assert "sha256" in str(error)
-        return "error"
+        return "error" if "sha256" in str(error) else f"an error without the template's name: {error}"
     turns = [rendered.text[start:end] for start, end in rendered.assistant_spans]
     return "right" if turns == form.turns(messages) else f"{turns}, not {form.turns(messages)}, in {rendered.text!r}"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(form=formats, roles=roles, data=st.data(), prompt=st.booleans())
 def test_each_turn_is_right_or_an_error(form, roles, data, prompt):
     assume("assistant" in roles)

@@ -55,6 +55,11 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
         shared = end_of_shared_units(text, given, place)
     headers = _headers((prompt, *_known_prompts(chat)))
     ended = _end_of_text(without, whole) if turn else 0
+    if not headers and ended is not None:
+        try:  # the template never shows a generation prompt: what precedes any content is the header
+            return _after_constant_header(chat, whole, turn, ended)
+        except TurnNotFoundError:
+            pass
     if traced is not None and not _holds(text[traced:own], headers) and (ended is None or traced >= ended):
         # Without a header, the turn begins where the prompt ends, in the white space between two messages.
         exact = None if prompt else _end_of_text(before, whole)
@@ -79,7 +84,7 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
     at, place = _anchor(upto, whole)
     tail = upto.text[at:].rstrip()
     end = place + len(tail)
-    if text[place:].rstrip() == tail:
+    if turn == len(chat.messages) - 1 and text.startswith(upto.text.rstrip()):
         return _end_of_last_turn(chat, upto, turn, start, own, traced)
     after, header = max(start, own), _header_tokens(chat, upto, text[:start])
     if not text.startswith(tail, place):  # the template writes the end differently if another message follows
@@ -135,6 +140,13 @@ def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
                 depth -= 1
             at = position
     return (*gaps, whole.text[at:end])
+
+
+def prompt_is_fixed(chat: Renderings, turn: int) -> bool:
+    """Whether the template writes the same generation prompt after any messages, outside of its loop."""
+    before = chat.prefix(turn, True) if chat.template.prompt_is_fixed and chat.template.loop_reads_flag else None
+    outside = before is not None and before.messages_end and before.text[before.messages_end :].strip()
+    return chat.template.prompt_is_fixed and (not chat.template.loop_reads_flag or bool(outside))
 
 
 def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
@@ -250,7 +262,7 @@ def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own:
     """The end of a turn that ends the text: what follows it if the conversation continues shows its end token."""
     text = upto.text
     after, everything, header = max(start, own), len(text.rstrip()), _header_tokens(chat, upto, text[:start])
-    for longer in (chat.prefix(turn + 1, True), chat.prefix(turn + 1, False, "user")):
+    for longer in (chat.prefix(turn + 1, False, "user"), chat.prefix(turn + 1, True)):
         if longer is None or longer.text == text:
             continue
         at, place = _anchor(longer, upto)
@@ -262,9 +274,14 @@ def _end_of_last_turn(chat: Renderings, upto: Trace, turn: int, start: int, own:
             return shared
         if traced < shared:
             return shared if _is_end(chat, text[traced:shared], header) else traced
-        # The token of an unfinished conversation in the same place is another end token; a header shows an extra one.
-        rest, prompt = longer.text[at + shared - place :].lstrip(), _prompt(longer, upto).lstrip()
-        return shared if prompt and (rest.startswith(prompt) or not _TOKENS.match(rest)) else traced
+        # An end token that another one replaces if the conversation continues; where a header follows, it is an extra one.
+        rest = longer.text[at + shared - place :].partition(FILLER)[0].lstrip()
+        following = _TOKENS.findall(rest) if _TOKENS.match(rest) else []
+        if not following or following[0] in header:
+            return shared
+        if header.intersection(following):
+            return traced
+        raise not_found(chat, turn, f"its end token is {text[after:shared]!r} or {text[shared:traced]!r}")
     if traced is not None:
         return traced
     if not text[after:everything].strip() or _is_end(chat, text[after:everything], header):

@@ -22,6 +22,7 @@ from torchrl_llm_kl.masks._prefixes import (
     is_omitted,
     not_found,
     own_gaps,
+    prompt_is_fixed,
     start_of_turn,
 )
 from torchrl_llm_kl.masks._template import (
@@ -96,8 +97,11 @@ _MAX_KNOWN = 4096
 
 
 @lru_cache(maxsize=64)
-def _known_borders(template: tuple[str, str]) -> dict[Any, Span]:
-    """The borders confirmed on one template with one set of variables, by the text around the message's strings."""
+def _known_borders(template: tuple[str, str]) -> dict[Any, tuple[int, int, bool]]:
+    """The borders confirmed on one template with one set of variables, by the text around the message's strings.
+
+    The last entry tells whether the start holds for each turn with that text, whatever the contents.
+    """
     return {}
 
 
@@ -115,7 +119,7 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
     key = (turn == 0, roles, gaps, chat.generation_prompt, bool(own), offsets, text[low:first], text[last:high])
     borders = _known_borders(chat.renderer.identity)
     known = borders.get(key) if len(regions) < 2 else None
-    if known and chat.template.prompt_is_fixed and not chat.template.loop_reads_flag:
+    if known and known[2]:
         start = first + known[0]
     else:
         content = _start_of_content(chat, text, turn, first) if own else traced[1] or 0
@@ -134,7 +138,7 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
         if len(regions) == 1:
             if len(borders) >= _MAX_KNOWN:
                 borders.clear()
-            borders[key] = (start - first, end - last)
+            borders[key] = (start - first, end - last, prompt_is_fixed(chat, turn))
     _check_contents(chat, whole, turn, regions)
     return [(start, end) for start, end in regions if start < end]
 
