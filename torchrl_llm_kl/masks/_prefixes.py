@@ -55,14 +55,14 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
         shared = end_of_shared_units(text, given, place)
     headers = _headers((prompt, *_known_prompts(chat)))
     ended = _end_of_text(without, whole) if turn else 0
+    # Without a header, the turn begins where the prompt ends, in the white space between two messages.
+    exact = None if prompt else _end_of_text(before, whole)
     if not headers and ended is not None:
         try:  # the template never shows a generation prompt: what precedes any content is the header
-            return _after_constant_header(chat, whole, turn, ended)
+            return _after_constant_header(chat, whole, turn, ended if exact is None or exact > own else exact)
         except TurnNotFoundError:
             pass
     if traced is not None and not _holds(text[traced:own], headers) and (ended is None or traced >= ended):
-        # Without a header, the turn begins where the prompt ends, in the white space between two messages.
-        exact = None if prompt else _end_of_text(before, whole)
         near = exact is not None and exact <= own and not text[slice(*sorted((exact, traced)))].strip()
         return exact if exact is not None and near else traced
     if before is None or ended is None:
