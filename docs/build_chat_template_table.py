@@ -40,7 +40,7 @@ ends the turn. Both the characters and the tokens (byte-level) are compared.
 
 "Refused": the template does not accept such a conversation. "Error": the mask cannot be determined, and
 `render_conversation` says so (`EmptyAssistantMaskError`, `TurnNotFoundError`). "Silent": another mask than expected,
-without a word. "Open": this check does not know the right mask (listed below the table). A text that occurs in several
+without a word. "Open": this check does not know the right mask. A text that occurs in several
 packages is listed under the first.
 
 """
