@@ -92,6 +92,13 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
         end = place + len(text[place:end].rstrip())
         if traced is None and (end <= after or not _ends(chat, text[after:end])):
             raise not_found(chat, turn, "the conversation up to that turn renders to another text")
+    if traced is None and not _ends(chat, text[after:end]):  # the template may write the end token before the next one
+        following = text[end:].lstrip()
+        if chat.eos_token and following.startswith(chat.eos_token):
+            return len(text) - len(following) + len(chat.eos_token)
+        token = _TOKENS.match(following)
+        if token and token[0] not in header:
+            raise not_found(chat, turn, f"its end token may be {token[0]!r}, which it lacks on its own")
     if traced is None or traced == end:
         return end
     if traced < end:  # the end token may stand outside of the loop, the next header may follow even here

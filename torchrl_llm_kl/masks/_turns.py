@@ -382,6 +382,10 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
         stripped = start + len(text[start:end].rstrip())
         after = re.compile(CONTROL).match(text, end)
         if after and not re.search(rf"(?:{CONTROL})\Z", text[start:stripped]):
+            if after[0] != chat.eos_token:
+                raise not_found(
+                    chat, turn, f"{after[0]!r} after its {{% generation %}} block may be a header or its end"
+                )
             stripped = after.end()
         inside = {mark.message for p, mark in whole.marks if start < p < stripped}
         if any(chat.messages[message].get("role") != ASSISTANT for message in inside):
