@@ -29,18 +29,26 @@ from torchrl_llm_kl import make_algorithm
 
 grpo = make_algorithm("grpo", actor, reference=reference, group_size=8, clip_high=0.28, kl_loss_coeff=0.01)
 for batch in collector:
-    batch = grpo.prepare(batch)  # checks the data, scores it, writes advantages and token counts
-    for rows in torch.arange(len(batch)).chunk(4):  # micro-batches add up to the batch
-        out = grpo.loss(batch[rows])
-        (out["loss_objective"] + out["loss_kl_to_ref"]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    batch = grpo.prepare(batch)  # checks the data, scores what is read, writes advantages
+    for minibatch in grpo.minibatches(batch, 4):  # in random order: four optimiser steps, each with its own mean
+        for micro_batch in grpo.micro_batches(minibatch, size=8):  # 8 rows at a time: their gradients add up
+            grpo.loss(micro_batch).total_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 ```
+
+The two words say what a part of a batch is: `minibatches` are steps of their own, `micro_batches` add up to one step, and
+either can be left out (`grpo.loss(batch).total_loss.backward()` is one step on the whole batch). `prepare` alone does not
+count: the loss of `batch[:4]` is the mean over these 4 rows ([losses](losses.md#micro-batches-minibatches-ranks-packed-rows)).
 
 Any field of a preset, any hyper-parameter of its objective or advantage, and the keys of Trinity-RFT's `algorithm`
 section (`policy_loss_fn_args`, `kl_loss_fn`, `advantage_fn_args`, ...) are accepted as keyword arguments; the
 docstrings of `torchrl_llm_kl.losses` and `torchrl_llm_kl.advantages` describe them. A preset is a typed, frozen dataclass:
-a type checker reports a wrong name.
+a type checker reports a wrong name. A name that another library gives to another setting (`epsilon`: the advantage's here,
+the clip range in TRL) is refused with both meanings: pass `advantage_epsilon=` or `clip_low=` and `clip_high=`.
+
+Data of several turns goes to `multi_step_grpo` or `gigpo`. The other presets compare single answers: `group_size`
+refuses neighbours whose prompts differ, and a group key that they share gives a warning.
 
 "Learning test" is the result of a test on a small language task with a known optimum; `TV` is the total variation
 between the trained policy and that optimum, over whole answers.

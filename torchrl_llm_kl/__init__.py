@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import make_algorithm
-    from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, get_estimator
+    from torchrl_llm_kl.estimators import (
+        AdaptiveEntropyCoefficient,
+        AdaptiveKLCoefficient,
+        FixedKLCoefficient,
+        get_estimator,
+    )
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
     from torchrl_llm_kl.scoring import LogProbScorer, TokenCritic
@@ -22,7 +27,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("make_algorithm",),
-    "estimators": ("AdaptiveKLCoefficient", "FixedKLCoefficient", "get_estimator"),
+    "estimators": ("AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "FixedKLCoefficient", "get_estimator"),
     "losses": ("LossTerm", "PolicyLoss", "ValueLoss", "get_objective"),
     "ragged": ("Ragged",),
     "scoring": ("LogProbScorer", "TokenCritic"),
@@ -32,6 +37,7 @@ _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
 _LAYERS = (*_PUBLIC, "masks", "rollouts", "service")
 
 __all__ = [
+    "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
     "Advantage",
     "FixedKLCoefficient",

@@ -45,6 +45,22 @@ def check_is_mask(**named: Tensor | None) -> None:
             raise TypeError(f"{name} must be boolean, got {tensor.dtype}: pass {name}.bool().")
 
 
+def check_is_number(**named: Tensor | None) -> None:
+    """Raise a TypeError for the first given tensor that is boolean."""
+    for name, tensor in named.items():
+        if tensor is not None and tensor.dtype == torch.bool:
+            raise TypeError(f"{name} must hold numbers, got a boolean tensor: pass {name}.float().")
+
+
+def check_is_scalar(**named: Any) -> None:
+    """Raise a ValueError for the first tensor that is not 0-dim, which would broadcast over tokens; others pass."""
+    for name, value in named.items():
+        if isinstance(value, Tensor) and value.ndim:
+            raise ValueError(
+                f"{name} must be one number, got a tensor of shape {tuple(value.shape)}: pass a 0-dim tensor."
+            )
+
+
 def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: Any) -> None:
     """Raise a ValueError unless each named number lies in ``[low, high]`` and is greater than ``above``.
 

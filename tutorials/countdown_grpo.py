@@ -8,7 +8,9 @@ Run it with ``python tutorials/countdown_grpo.py``: two CPU cores, no network, a
    reward, while the coefficient adapts to hold the KL at a target;
 4. prints the share of held-out problems that the model solves before and after.
 
-``--model`` runs the same loop on any transformers checkpoint. Start reading at :func:`train`.
+Ctrl-C saves the model and the plot of the steps so far; files of an earlier run are moved aside, not overwritten. Algorithms
+without a reference (``--algorithm dapo``) have no penalty: the KL is then only measured. ``--model`` runs the same loop on any
+transformers checkpoint. Start reading at :func:`train`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -39,10 +40,10 @@ from countdown.model import (
     load_checkpoint,
     warm_up,
 )
-from countdown.report import Metrics, MetricsFile, plot_curves, print_table, progress_bar, totals
+from countdown.report import Metrics, MetricsFile, keep_earlier_run, plot_curves, print_table, progress, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
 from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
-from torchrl_llm_kl.algorithms import get_algorithm
+from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
@@ -74,7 +75,7 @@ def train(
     *,
     steps: int,
     lr: float,
-    kl_target: float,
+    kl_target: float | None,
     num_prompts: int,
     group_size: int,
     max_new_tokens: int,
@@ -82,13 +83,18 @@ def train(
     metrics: MetricsFile,
     teacher: PreTrainedModel | None = None,
 ) -> None:
-    """Train ``policy`` in place; the reference is a copy of its initial weights."""
+    """Train ``policy`` in place; the reference is a copy of its initial weights.
+
+    ``kl_target`` is None for an algorithm without a KL penalty.
+    """
     batch_size = num_prompts * group_size
     reference = copy.deepcopy(policy).requires_grad_(False)
 
     # An algorithm is a preset of advantage, objective and KL placement. Here the KL is part of the reward, times a
     # coefficient that changes by at most 10 % per step (0.2 * n / horizon) to hold the KL at its target.
-    coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
+    coefficient = None
+    if kl_target is not None:
+        coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
     parts = build(
         algorithm,
         policy,
@@ -113,67 +119,64 @@ def train(
         total_dialog_turns=batch_size * steps,
         flatten_data=True,
     )
-    losses = [loss for loss in (parts.loss, parts.critic_loss) if loss is not None]
-    optimizer = torch.optim.Adam([p for loss in losses for p in loss.parameters() if p.requires_grad], lr=lr)
+    optimizer = torch.optim.Adam([p for loss in parts.losses for p in loss.parameters() if p.requires_grad], lr=lr)
     # Decay to 0: noise in the updates also moves the policy away from the reference, and earns no reward.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
-    with progress_bar() as bar:
-        task = bar.add_task(algorithm, total=steps, status="")
+    with progress(algorithm, steps) as advance:
         start = time.perf_counter()
         for step, batch in enumerate(collector):
-            batch = parts.prepare(label(batch, group_size), count=False)  # evaluates the critic, writes advantages
+            batch = parts.prepare(label(batch, group_size))  # evaluates the critic, writes advantages
             answers = batch.select(*LOSS_KEYS, strict=False).contiguous()  # dense and without strings: faster to index
             if experts is not None:
                 answers = with_experts(answers, experts)
-            learn(policy, answers, losses, optimizer)
+            learn(policy, parts, answers, optimizer)
             schedule.step()
-            row = summarise(batch, step=step, coefficient=coefficient().item(), seconds=time.perf_counter() - start)
+            row = summarise(batch, step=step, coefficient=coefficient, seconds=time.perf_counter() - start)
             metrics.append(row)
-            # The penalty grows if the KL is above its target, and shrinks if it is below.
-            coefficient.update(row["kl"], n=batch_size)
-            bar.update(task, advance=1, status=STATUS.format(**row))
+            if coefficient is not None:
+                # The penalty grows if the KL is above its target, and shrinks if it is below.
+                coefficient.update(row["kl"], n=batch_size)
+            advance(status(row))
     collector.shutdown()
 
 
 def learn(
-    policy: PreTrainedModel,
-    answers: TensorDictBase,
-    losses: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
+    policy: PreTrainedModel, parts: AlgorithmParts, answers: TensorDictBase, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Update the policy on minibatches of one step's answers."""
+    """Update the policy on minibatches of one step's answers: each is a step with its own mean."""
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(answers)).chunk(MINIBATCHES):
+        for minibatch in parts.minibatches(answers, MINIBATCHES):
             optimizer.zero_grad()
-            for loss in losses:
-                out = loss(answers[rows])
-                sum(value for key, value in out.items() if key.startswith("loss_")).backward()
+            for loss in parts.losses:
+                loss(minibatch).total_loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
 
 
-STATUS = "right {success:4.0%}  reward {reward:.2f}  KL {kl:5.2f}  coefficient {coefficient:.3f}"
-
-
-def summarise(batch: TensorDictBase, *, step: int, coefficient: float, seconds: float) -> Metrics:
+def summarise(batch: TensorDictBase, *, step: int, coefficient: nn.Module | None, seconds: float) -> Metrics:
     """Means over the answers of a step; the KL is in nats per answer, summed over its tokens."""
     kl = batch["next", "kl_penalty"].sum(-1).mean().item()
-    reward = batch["next", "reward"]
-    penalised = reward.flatten(1).sum(-1).mean().item()
-    in_reward = reward.shape[1] > 1  # one reward per token: it includes the KL
+    reward = {"reward": batch["next", "reward"].flatten(1).sum(-1).mean().item()}
+    if coefficient is not None:  # the rewards include the penalty
+        value, penalised = coefficient().item(), reward["reward"]
+        reward = {"reward": penalised + value * kl, "penalised_reward": penalised, "coefficient": value}
     prompt_width = batch["tokens", "prompt"].shape[-1]
     return {
         "step": step,
         "success": batch["next", "success"].float().mean().item(),
-        "reward": penalised + coefficient * kl * in_reward,
-        "penalised_reward": penalised,
+        **reward,
         "kl": kl,
-        "coefficient": coefficient * in_reward,
         "answer_tokens": batch["masks", "all_attention_mask"][:, prompt_width:].sum().item(),
         "tokens": batch["masks", "all_attention_mask"].sum().item(),
         "seconds": seconds,
     }
+
+
+def status(row: Metrics) -> str:
+    """One line about a step."""
+    line = f"right {row['success']:4.0%}  reward {row['reward']:.2f}  KL {row['kl']:5.2f}"
+    return line + (f"  coefficient {row['coefficient']:.3f}" if "coefficient" in row else "")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -190,7 +193,9 @@ def main(
         int | None,
         typer.Option(min=0, help="Supervised steps before RL. Default: 300, or 0 for a checkpoint."),
     ] = None,
-    kl_target: Annotated[float, typer.Option(help="KL to the reference to hold, in nats per answer.")] = 0.5,
+    kl_target: Annotated[
+        float | None, typer.Option(help="KL to the reference to hold, in nats per answer. Default: 0.5.")
+    ] = None,
     lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = 1.5e-4,
     num_prompts: Annotated[int, typer.Option(min=1, help="Problems per RL step.")] = NUM_PROMPTS,
     group_size: Annotated[int, typer.Option(min=2, help="Answers to each problem.")] = GROUP_SIZE,
@@ -202,10 +207,14 @@ def main(
     save_model: Annotated[
         Path | None, typer.Option(help="Save the trained model and its tokenizer in this folder.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for metrics.jsonl and curves.png.")] = Path("runs/demo"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for metrics.jsonl and curves.png; for the model too if the run is interrupted.")
+    ] = Path("runs/demo"),
 ) -> None:
     """Teach a language model to play Countdown, with a KL penalty that keeps it near its initial weights."""
-    check_options(algorithm=algorithm, kl_target=kl_target, lr=lr, out=out)
+    check_options(algorithm=algorithm, kl_target=kl_target, lr=lr, out=out, save_model=save_model)
+    if kl_target is None and get_algorithm(algorithm).use_reference:
+        kl_target = 0.5
     silence_dependencies()
     start = time.perf_counter()
     torch.manual_seed(seed)
@@ -215,41 +224,57 @@ def main(
     policy, tokenizer = make_policy(problems) if model is None else open_policy(model)
     if warmup_steps is None:
         warmup_steps = WARMUP_STEPS if model is None else 0
-    with progress_bar() as bar:
-        task = bar.add_task("warm-up", total=warmup_steps, status="", visible=warmup_steps > 0)
-        for loss in warm_up(policy, tokenizer, train_problems, steps=warmup_steps, seed=seed):
-            bar.update(task, advance=1, status=f"loss {loss:.2f}")
-
-    before = accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens)
+    keep_earlier_run(out, ("metrics.jsonl", "curves.png", "model"))
     metrics = MetricsFile(out / "metrics.jsonl")
-    teacher = None
-    if get_algorithm(algorithm).schema == "distill":
-        teacher = make_teacher(policy, tokenizer, train_problems, steps=TEACHER_STEPS, seed=seed)
-    train(
-        algorithm,
-        policy,
-        tokenizer,
-        train_problems,
-        steps=steps,
-        lr=lr,
-        kl_target=kl_target,
-        num_prompts=num_prompts,
-        group_size=group_size,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        metrics=metrics,
-        teacher=teacher,
-    )
-    after = accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens)
+    found: list[float] = []  # accuracy on held-out problems, before and after
+    interrupted = False
+    try:
+        if warmup_steps:
+            with progress("warm-up", warmup_steps) as advance:
+                for loss in warm_up(policy, tokenizer, train_problems, steps=warmup_steps, seed=seed):
+                    advance(f"loss {loss:.2f}")
+        found.append(accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens))
+        teacher = None
+        if get_algorithm(algorithm).schema == "distill":
+            teacher = make_teacher(policy, tokenizer, train_problems, steps=TEACHER_STEPS, seed=seed)
+        train(
+            algorithm,
+            policy,
+            tokenizer,
+            train_problems,
+            steps=steps,
+            lr=lr,
+            kl_target=kl_target,
+            num_prompts=num_prompts,
+            group_size=group_size,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            metrics=metrics,
+            teacher=teacher,
+        )
+        found.append(accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens))
+    except KeyboardInterrupt:
+        interrupted = True
+        save_model = save_model or out / "model"
+        typer.echo(f"\ninterrupted after {len(metrics.rows)} of {steps} RL steps: saving the model")
 
+    written = [metrics.path]
     if save_model is not None:
         policy.save_pretrained(save_model)
         tokenizer.save_pretrained(save_model)
-    plot_curves(metrics.rows, out / "curves.png", kl_target=kl_target, held_out=(before, after), algorithm=algorithm)
-    results = {"greedy accuracy before RL": f"{before:.1%}", "greedy accuracy after RL": f"{after:.1%}"}
-    results |= totals(metrics.rows, kl_target) | {"everything": f"{time.perf_counter() - start:.0f} s"}
+        written.append(save_model)
+    results = {
+        f"greedy accuracy {when} RL": f"{value:.1%}" for when, value in zip(("before", "after"), found, strict=False)
+    }
+    if metrics.rows:
+        plot_curves(metrics.rows, out / "curves.png", kl_target=kl_target, held_out=found, algorithm=algorithm)
+        written.append(out / "curves.png")
+        results |= totals(metrics.rows, kl_target)
+    results["everything"] = f"{time.perf_counter() - start:.0f} s"
     print_table(f"Countdown, {algorithm}, seed {seed}: {len(held_out)} problems held out of warm-up and RL", results)
-    typer.echo(f"wrote {metrics.path} and {out / 'curves.png'}")
+    typer.echo(f"wrote {', '.join(map(str, written))}")
+    if interrupted:
+        raise typer.Exit(130)
 
 
 def make_policy(problems: list[Problem]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -267,16 +292,28 @@ def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise typer.BadParameter(f"cannot use {name!r}: {error}", param_hint="--model") from error
 
 
-def check_options(*, algorithm: str, kl_target: float, lr: float, out: Path) -> None:
+def check_options(
+    *, algorithm: str, kl_target: float | None, lr: float, out: Path, save_model: Path | None = None
+) -> None:
     if algorithm not in ON_POLICY:
         raise typer.BadParameter(
             f"{algorithm!r} is none of {', '.join(ON_POLICY)}: choose one of them.", param_hint="--algorithm"
         )
+    if kl_target is not None and not get_algorithm(algorithm).use_reference:
+        raise typer.BadParameter(
+            f"{algorithm} has no KL penalty that could hold a target: leave the option out, or choose another algorithm.",
+            param_hint="--kl-target",
+        )
     for name, value in (("--kl-target", kl_target), ("--lr", lr)):
-        if not value > 0:
+        if value is not None and not value > 0:
             raise typer.BadParameter(f"{value:g} is not greater than 0: choose a positive number.", param_hint=name)
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file, expected a folder: choose another path.", param_hint="--out")
+    if save_model is not None and save_model.exists() and (save_model.is_file() or any(save_model.iterdir())):
+        raise typer.BadParameter(
+            f"{save_model} exists already, and saving would overwrite it: choose a new folder.",
+            param_hint="--save-model",
+        )
 
 
 def silence_dependencies() -> None:

@@ -20,6 +20,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,17 +35,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from countdown.algorithms import build, label
 from countdown.comparison import largest_difference, plot_runs, print_columns
 from countdown.model import MAX_NEW_TOKENS, accuracy, warm_up
-from countdown.report import Metrics, MetricsFile, progress_bar
+from countdown.report import Metrics, MetricsFile, keep_earlier_run, progress
 from countdown.sharing import ShareCollector, join
 from countdown.task import all_problems, split_problems
 from countdown_grpo import (
     LOSS_KEYS,
-    STATUS,
     WARMUP_STEPS,
     check_options,
     learn,
     make_policy,
     silence_dependencies,
+    status,
     summarise,
 )
 from torchrl_llm_kl import AdaptiveKLCoefficient
@@ -97,8 +98,7 @@ def train(
     processes = []
 
     torch.manual_seed(seed)
-    with progress_bar() as bar:
-        task = bar.add_task("run 1" if kill_at is None else "run 2", total=steps, status="")
+    with progress("run 1" if kill_at is None else "run 2", steps) as advance:
         start = time.perf_counter()
         for step in range(steps):
             before = time.perf_counter()
@@ -113,13 +113,13 @@ def train(
             batch = join(ray.get(shares))  # in this order, whichever finishes first
             collecting = time.perf_counter() - before
 
-            batch = parts.prepare(label(batch, group_size), count=False)
-            learn(policy, batch.select(*LOSS_KEYS, strict=False), [parts.loss], optimizer)
+            batch = parts.prepare(label(batch, group_size))
+            learn(policy, parts, batch.select(*LOSS_KEYS, strict=False), optimizer)
             schedule.step()
-            row = summarise(batch, step=step, coefficient=coefficient().item(), seconds=time.perf_counter() - start)
+            row = summarise(batch, step=step, coefficient=coefficient, seconds=time.perf_counter() - start)
             metrics.append(row | {"collecting": collecting})
             coefficient.update(row["kl"], n=batch_size)
-            bar.update(task, advance=1, status=STATUS.format(**row))
+            advance(status(row))
     return [*processes, Process.of(service).since(first)]
 
 
@@ -235,6 +235,7 @@ def main(
     train_problems, held_out = split_problems(problems := all_problems())
     policy, tokenizer = make_policy(problems)
 
+    keep_earlier_run(out, ("undisturbed.jsonl", "killed.jsonl", "curves.png", "reference", "model"))
     start_ray(collectors + 1)
     # The collectors start while the model warms up.
     workers = [
@@ -243,40 +244,57 @@ def main(
         )
         for i in range(collectors)
     ]
-    with progress_bar() as bar:
-        task = bar.add_task("warm-up", total=warmup_steps, status="", visible=warmup_steps > 0)
+    with progress("warm-up", warmup_steps) as advance:
         for loss in warm_up(policy, tokenizer, train_problems, steps=warmup_steps, seed=seed):
-            bar.update(task, advance=1, status=f"loss {loss:.2f}")
+            advance(f"loss {loss:.2f}")
     policy.save_pretrained(out / "reference")
     before = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
 
-    def run(kill_at: int | None, file: str) -> Run:
-        trained, metrics = copy.deepcopy(policy), MetricsFile(out / file)
-        processes = train(
-            trained,
-            service,
-            workers,
-            steps=steps,
-            lr=lr,
-            kl_target=kl_target,
-            batch_size=collectors * num_prompts * group_size,
-            group_size=group_size,
-            seed=seed,
-            metrics=metrics,
-            kill_at=kill_at,
-        )
-        after = accuracy(trained, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
-        return Run(metrics.rows, (before, after), trained.state_dict(), processes, kill_at)
-
     service = serve(out / "reference", batching=batching)
-    runs = {"undisturbed": run(None, "undisturbed.jsonl")}
+    runs: dict[str, Run] = {}
+    curves: dict[str, tuple[list[Metrics], Sequence[float]]] = {}  # of each run, also of one that is interrupted
+
+    def plot() -> None:
+        plot_runs(curves, out / "curves.png", kl_target=kl_target, killed_at=steps // 2 if kill else None)
+
+    def run(name: str, file: str, kill_at: int | None) -> None:
+        trained, metrics = copy.deepcopy(policy), MetricsFile(out / file)
+        curves[name] = metrics.rows, (before,)
+        try:
+            processes = train(
+                trained,
+                service,
+                workers,
+                steps=steps,
+                lr=lr,
+                kl_target=kl_target,
+                batch_size=collectors * num_prompts * group_size,
+                group_size=group_size,
+                seed=seed,
+                metrics=metrics,
+                kill_at=kill_at,
+            )
+        except KeyboardInterrupt:
+            trained.save_pretrained(out / "model")
+            tokenizer.save_pretrained(out / "model")
+            typer.echo(
+                f"\ninterrupted after {len(metrics.rows)} of {steps} RL steps: wrote {out / 'model'}, {metrics.path}"
+            )
+            if metrics.rows:
+                plot()
+                typer.echo(f"wrote {out / 'curves.png'}")
+            raise typer.Exit(130) from None
+        after = accuracy(trained, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
+        curves[name] = metrics.rows, (before, after)
+        runs[name] = Run(metrics.rows, (before, after), trained.state_dict(), processes, kill_at)
+
+    run("undisturbed", "undisturbed.jsonl", None)
     if kill:
-        runs["reference killed"] = run(steps // 2, "killed.jsonl")
+        run("reference killed", "killed.jsonl", steps // 2)
     service.shutdown()
     ray.shutdown()
 
-    curves = {name: (run.rows, run.accuracy) for name, run in runs.items()}
-    plot_runs(curves, out / "curves.png", kl_target=kl_target, killed_at=steps // 2 if kill else None)
+    plot()
     print_columns(
         f"Countdown, grpo, seed {seed}: {collectors} collectors, one reference, {steps} steps; "
         f"{time.perf_counter() - begin:.0f} s in all",

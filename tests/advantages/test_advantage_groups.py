@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from torchrl_llm_kl.advantages import informative_groups, overlong_penalty, rloo
 from torchrl_llm_kl.advantages._group import Groups
 
-# All but one that draws at random and one that reads the whole batch depend on their group alone.
-LOCAL = sorted(set(GROUPED) - {"rec-drop", "grpo-batch"})
+# All but one that draws at random and two that read the whole batch depend on their group alone.
+LOCAL = sorted(set(GROUPED) - {"rec-drop", "grpo-batch", "gdpo"})
 TABLES = st.lists(st.tuples(st.integers(-3, 3), st.integers(-40, 40)), min_size=1, max_size=14)
 
 
@@ -35,7 +35,7 @@ def test_neither_order_nor_other_groups_matter(name: str, table: list[tuple[int,
     assert_close(GROUPED[name](reward, 1000 - 7 * group), whole)
 
 
-@pytest.mark.parametrize("name", [*LOCAL, "grpo-batch"])
+@pytest.mark.parametrize("name", [*LOCAL, "grpo-batch", "gdpo"])
 @settings(max_examples=30, deadline=None)
 @given(table=TABLES)
 def test_a_constant_on_all_rewards_changes_nothing(name: str, table: list[tuple[int, int]]) -> None:

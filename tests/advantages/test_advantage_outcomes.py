@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from torchrl_llm_kl.advantages import (
     advantage_spec,
     asymre,
     dr_grpo,
+    gdpo,
     get_advantage,
     grpo,
     opmd,
+    opo,
+    pass_at_k,
     rec,
     reinforce,
     remax,
@@ -181,6 +185,79 @@ def test_rec_balance_is_repeated_by_its_generator_and_normalises_the_kept_rows()
     assert_close(got.sort().values, torch.tensor([-0.75, -0.75, 0, 0, 0, 0, 0, 0.75, 0.75], dtype=torch.float64))
 
 
+def test_opo_weighs_rewards_by_length() -> None:
+    """Group 7: (1 + 2 * 2 + 5 * 6) / 8; group -3: (3 * 4 + 1 * 0) / 4 = 3."""
+    length = torch.tensor([1, 3, 2, 9, 1, 5, 2, 0, 8])
+    b = 35 / 8
+    assert_values(opo(REWARD, GROUP, length), [1 - b, 1.0, 2 - b, 0.0, -3.0, 6 - b, 0.0, 0.0, 0.0])
+    # Without any token there is no weight.
+    assert opo(REWARD, GROUP, torch.zeros_like(length)).isfinite().all()
+
+
+def test_opo_is_the_baseline_of_least_variance_if_squared_norms_are_lengths() -> None:
+    """The weighted mean of squared advantages has its minimum there: nothing near it is smaller."""
+    length = torch.tensor([4.0, 1.0, 2.0, 7.0], dtype=torch.float64)
+    reward = torch.tensor([1.0, 0.0, 3.0, -2.0], dtype=torch.float64)
+    got = opo(reward, torch.zeros(4, dtype=torch.long), length)
+    least = (length * got.square()).sum()
+    for shift in (-1e-3, 1e-3):
+        assert (length * (got + shift).square()).sum() > least
+
+
+def test_pass_at_k_is_what_the_single_best_adds() -> None:
+    assert_values(pass_at_k(REWARD, GROUP), [0, 4, 0, 0, 0, 4, 0, 0, 0])
+    a, b = 4 / (ROOT_7 + 0.5), 4 / (ROOT_8 + 0.5)
+    assert_values(pass_at_k(REWARD, GROUP, std_normalize=True, epsilon=0.5), [0, b, 0, 0, 0, a, 0, 0, 0])
+    # Two best answers add nothing, and neither do the others.
+    assert_values(pass_at_k(REWARD[[5, 5, 0]], torch.zeros(3, dtype=torch.long)), [0, 0, 0])
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_pass_at_k_has_the_gradient_of_the_expected_best(k: int) -> None:
+    """All groups of k of four answers, by their probability: E sum A grad log p = grad E max."""
+    logits = torch.tensor([0.3, -0.5, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    reward = torch.tensor([1.0, 2.5, 0.0, 1.7], dtype=torch.float64)
+    log_p = logits.log_softmax(0)
+    best, surrogate = torch.zeros(()), torch.zeros(())
+    for draw in itertools.product(range(4), repeat=k):
+        row = torch.tensor(draw)
+        p = log_p[row].sum().exp()
+        best = best + p * reward[row].max()
+        a = pass_at_k(reward[row], torch.zeros(k, dtype=torch.long))
+        surrogate = surrogate + p.detach() * (a * log_p[row]).sum()
+    (want,) = torch.autograd.grad(best, logits, retain_graph=True)
+    (got,) = torch.autograd.grad(surrogate, logits)
+    assert_close(got, want)
+    assert want.abs().max() > 0.1
+
+
+def test_gdpo_normalises_each_reward_by_itself() -> None:
+    """Deviations 1 and 100 of the rewards of group 0; equal second rewards in group 1; 5 is alone."""
+    rewards = torch.tensor(
+        [[1.0, 300.0], [4.0, 7.0], [2.0, 100.0], [3.0, 200.0], [6.0, 7.0], [9.0, 9.0]], dtype=torch.float64
+    )
+    group = torch.tensor([0, 1, 0, 0, 1, 5])
+    first, second, pair = [-1.0, 0.0, 1.0], [1.0, -1.0, 0.0], 1 / math.sqrt(2.0)
+    total = [first[0] + 0.5 * second[0], -pair, first[1] + 0.5 * second[1], first[2] + 0.5 * second[2], pair, 0.0]
+    sigma = statistics.stdev(total)
+    assert_values(gdpo(rewards, group, reward_weights=[1.0, 0.5], epsilon=0.0), [x / sigma for x in total])
+    a, b, pair = 1 / 1.25, 100 / 100.25, 1 / (math.sqrt(2.0) + 0.25)
+    total = [-a + b, -pair, -b, a, pair, 0.0]
+    sigma = statistics.stdev(total) + 0.25
+    assert_values(gdpo(rewards, group, epsilon=0.25), [x / sigma for x in total])
+
+
+def test_gdpo_keeps_different_rewards_apart() -> None:
+    """The paper's example: (0, 1) and (0, 2) of two rewards against (0, 0); their sums normalised once are the same."""
+    one = torch.tensor([[0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    two = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    group = torch.tensor([0, 0, 1, 1])
+    got = gdpo(torch.cat([one, two]), group, epsilon=0.0)
+    assert got[3] == pytest.approx(2 * got[1].item())
+    summed = grpo(torch.cat([one, two]).sum(1), group, epsilon=0.0)
+    assert summed[3] == pytest.approx(summed[1].item())
+
+
 GROUPED: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo,
     "grpo-batch": lambda r, g: grpo(r, g, std="batch"),
@@ -193,6 +270,10 @@ GROUPED: dict[str, Callable[..., Tensor]] = {
     "rec": rec,
     "rec-std": lambda r, g: rec(r, g, std_normalize=True, epsilon=0.0),
     "rec-drop": lambda r, g: rec(r, g, drop="balance"),
+    "opo": lambda r, g: opo(r, g, torch.full_like(g, 3)),
+    "pass_at_k": pass_at_k,
+    "pass_at_k-std": lambda r, g: pass_at_k(r, g, std_normalize=True, epsilon=0.0),
+    "gdpo": lambda r, g: gdpo(torch.stack([r, -2 * r], 1), g, reward_weights=[3.0, 1.0]),
 }
 
 
@@ -238,6 +319,12 @@ def test_no_graph_float32_or_wider_and_nothing_mutated(name: str) -> None:
         (lambda: opmd(REWARD, GROUP, tau=0.0), "tau must be greater than 0, got 0.0"),
         (lambda: rec(REWARD, GROUP, drop="all"), "drop must be one of None, 'balance', got 'all'"),
         (lambda: rec(REWARD, GROUP, epsilon=-1.0), "epsilon must be at least 0"),
+        (lambda: pass_at_k(REWARD, GROUP, epsilon=-1.0), "epsilon must be at least 0"),
+        (lambda: gdpo(REWARD[:, None], GROUP, epsilon=-1.0), "epsilon must be at least 0"),
+        (
+            lambda: gdpo(REWARD[:, None], GROUP, reward_weights=[1.0, 2.0]),
+            "reward_weights has 2 weights for 1 rewards: pass one for each",
+        ),
     ],
 )
 def test_hyper_parameters_out_of_range(call: Callable[[], Tensor], message: str) -> None:
@@ -246,7 +333,7 @@ def test_hyper_parameters_out_of_range(call: Callable[[], Tensor], message: str)
 
 
 def test_defect_44_a_group_of_one_has_advantage_0() -> None:
-    for name in ("grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec"):
+    for name in ("grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec", "pass_at_k"):
         function = get_advantage(name)
         alone = function(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([7, 1, 1]))
         assert alone[0] == 0, name

@@ -1,13 +1,17 @@
-"""Values equal those of Trinity-RFT 0.6.0, where its code follows its formulas, and of torchrl's ``MCAdvantage``.
+"""Values equal those of Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16, where their code follows its formulas, and of torchrl.
 
-The comparison with Trinity runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with Trinity's unpacked wheel.
+The comparison runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels.
 """
 
 from __future__ import annotations
 
+import os
+import textwrap
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -15,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torchrl.objectives.llm import MCAdvantage
 
-from losses.peers import load
+from losses.peers import VARIABLE, load
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage, jsd
 
 FOLDER = "trinity.algorithm.advantage_fn"
@@ -211,3 +215,154 @@ def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
     assert_close(got, want)
     one_trajectory_each = Advantage("step_wise_grpo", epsilon=0.0)(data.clone())
     assert_close(one_trajectory_each["advantage"], ours["advantage"])
+
+
+# ------------------------------------------------------------------ verl
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
+    monkeypatch.setattr(module.verl_F, "get_device_name", lambda: "cpu", raising=False)
+    return module
+
+
+LENGTHS = torch.tensor([3, 1, 4, 2, 4, 2, 3, 1, 5])
+RESPONSE = (torch.arange(5) < LENGTHS.unsqueeze(-1)).float()
+ON_LAST = torch.zeros(9, 5, dtype=torch.float64).index_put((torch.arange(9), LENGTHS - 1), REWARD.double())
+INDEX = np.array(GROUP)
+
+
+def of_verl(function: Any, mask: Tensor = RESPONSE, **given: Any) -> Tensor:
+    """The first of its results, in float64."""
+    given = {"token_level_rewards": ON_LAST.clone(), "index": INDEX, **given}
+    return function(response_mask=mask.double(), **given)[0]
+
+
+def test_opo(verl: Any) -> None:
+    want = of_verl(verl.compute_opo_outcome_advantage)
+    got = get_advantage("opo")(REWARD.double(), torch.tensor(GROUP), LENGTHS)
+    assert_close(got.unsqueeze(-1) * RESPONSE, want)
+
+
+@pytest.mark.parametrize("std", [False, True])
+def test_pass_at_k(verl: Any, std: bool) -> None:
+    settings = {"norm_adv_by_std_in_grpo": std}
+    want = of_verl(verl.compute_grpo_passk_outcome_advantage, epsilon=0.3, config=settings)
+    got = get_advantage("grpo_passk")(REWARD.double(), torch.tensor(GROUP), **own("pass_at_k", settings), epsilon=0.3)
+    assert_close(got.unsqueeze(-1) * RESPONSE, want)
+    with pytest.raises(ValueError, match="at least 2 samples"):  # here 0
+        of_verl(verl.compute_grpo_passk_outcome_advantage, index=np.arange(9), config=settings)
+
+
+def test_reinforce_plus_plus_baseline(verl: Any) -> None:
+    want = of_verl(verl.compute_reinforce_plus_plus_baseline_outcome_advantage)
+    got = get_advantage("reinforce_plus_plus_baseline")(REWARD.double(), torch.tensor(GROUP), RESPONSE.bool())
+    assert_close(got, want)
+
+
+def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
+    """verl whitens over tokens, the paper and this package over sequences."""
+    second = torch.tensor([0.5, 1.0, -2.0, 0.5, 3.0, 1.0, 0.0, 4.0, 2.0], dtype=torch.float64)
+    one = torch.ones(9, 1)
+    given = {
+        "config": {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [0.7, 0.4]},
+        "non_tensor_batch": {"a": REWARD.numpy(), "b": second.numpy()},
+        "batch": {"prompts": torch.zeros(9, 2), "attention_mask": torch.ones(9, 3, dtype=torch.long)},
+    }
+    want = of_verl(verl.compute_gdpo_outcome_advantage, one, token_level_rewards=REWARD[:, None], epsilon=0.3, **given)
+    rewards, hyper = torch.stack([REWARD.double(), second], 1), own("gdpo", {"gdpo_reward_weights": [0.7, 0.4]})
+    got = get_advantage("gdpo")(rewards, torch.tensor(GROUP), **hyper, epsilon=0.3)
+    # verl's epsilon is not in the deviation of the batch.
+    total = sum(
+        w * get_advantage("grpo")(r, torch.tensor(GROUP), epsilon=0.3)
+        for w, r in zip((0.7, 0.4), rewards.unbind(1), strict=True)
+    )
+    assert_close(got * (total.std() + 0.3) / total.std(), want.squeeze(1), rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo_of_trl() -> None:
+    """Executes the lines of its trainer: three answers to each of three prompts, its own epsilon in both places."""
+    top = Path(os.environ.get(VARIABLE) or "/nonexistent") / "trl" / "trl" / "trainer" / "grpo_trainer.py"
+    if not top.is_file():
+        pytest.skip(f"{VARIABLE} names no folder with trl: unzip the wheel of trl into $PEERS/trl")
+    text = top.read_text(encoding="utf-8")
+    branch = text[text.index('elif self.multi_objective_aggregation == "normalize_then_sum":') :]
+    lines = branch[branch.index("\n") + 1 : branch.index("is_std_zero")].rstrip()
+    rewards = torch.stack([REWARD, REWARD.flip(0) * 10], 1).double()
+    weights = torch.tensor([0.7, 0.4], dtype=torch.float64)
+    scope = {
+        "torch": torch,
+        "nanstd": lambda x, dim=None, keepdim=False: x.std(dim=dim, keepdim=keepdim),
+        "rewards_per_func": rewards,
+        "num_generations": 3,
+        "self": SimpleNamespace(reward_funcs=[0, 1], reward_weights=weights),
+        "device": "cpu",
+        "unscorable_mask": torch.zeros(9, dtype=torch.bool),
+    }
+    exec(textwrap.dedent(lines), scope)
+    got = get_advantage("gdpo")(rewards, torch.arange(9) // 3, reward_weights=weights.tolist(), epsilon=1e-4)
+    assert_close(got, scope["advantages"])
+
+
+@pytest.mark.parametrize("handle_zero_tail", [False, True])
+@pytest.mark.parametrize("turns", [False, True])
+def test_optimal_token_baseline(verl: Any, handle_zero_tail: bool, turns: bool) -> None:
+    rng = torch.Generator().manual_seed(3)
+    log_p = (2 * torch.randn(9, 5, 6, generator=rng, dtype=torch.float64)).log_softmax(-1)
+    log_prob, collision = log_p[..., 0], log_p.exp().square().sum(-1)
+    reward, mask = torch.randn(9, 5, generator=rng, dtype=torch.float64), RESPONSE.clone()
+    name = "compute_optimal_token_baseline_advantage"
+    if turns:  # holes, which only its variant for several turns skips
+        name = "compute_multi_turn_optimal_token_baseline_advantage"
+        mask[torch.arange(9), torch.tensor([0, 3, 1, 0, 2, 4, 1, 3, 2])] = 0
+    want = of_verl(
+        getattr(verl, name),
+        mask,
+        token_level_rewards=reward,
+        old_log_probs=log_prob,
+        sum_pi_squared=collision,
+        handle_zero_tail=handle_zero_tail,
+    )
+    got = get_advantage("optimal_token_baseline")(
+        reward, torch.tensor(GROUP), log_prob, collision, mask.bool(), handle_zero_tail=handle_zero_tail
+    )
+    some = mask.any(-1)
+    assert_close(got[some], want[some], rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------ Trinity's entropy control
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [
+        ("clipb", {"mu": 0.7, "epsilon": 0.3}),
+        ("clipb", {"mu": 0.3, "epsilon": 0.3}),
+        ("clipv", {"mu": 0.8, "max_frac": 1.0, "epsilon": 0.3}),
+        ("clipv", {"mu": 0.2, "max_frac": 0.1, "epsilon": 0.3}),
+        ("clipv", {"mu": 0.2, "max_frac": 0.01, "epsilon": 0.3}),
+    ],
+)
+def test_clip_b_and_clip_v(trinity: Any, name: str, hyper: dict[str, float]) -> None:
+    """Trinity takes the tokens out of the mask; here their advantage is 0."""
+    rng = torch.Generator().manual_seed(5)
+    log_p = (2 * torch.randn(9, 5, 6, generator=rng)).log_softmax(-1)
+    sampled = log_p[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    nec = (log_p.exp().square() * (entropy.unsqueeze(-1) + log_p)).sum(-1)
+    batch = {
+        "token_level_rewards": ON_LAST.float(),
+        "response_mask": RESPONSE,
+        "rollout_log_probs": sampled,
+        "old_log_probs": sampled,
+        "entropys": entropy,
+        "necs": nec,
+    }
+    theirs = of_batch(trinity(f"{name}_advantage", f"Clip{name[-1].upper()}AdvantageFn", **hyper), batch, GROUP)
+    more = {"discriminator": nec} if name == "clipv" else {}
+    given = {"old_log_prob": sampled, "entropy": entropy, "mask": RESPONSE.bool(), **more}
+    got = get_advantage(name)(REWARD, torch.tensor(GROUP), **given, **hyper)
+    assert_close(got, theirs["advantages"] * theirs["response_mask"], **CLOSE)
+    plain = get_advantage("grpo")(REWARD, torch.tensor(GROUP), epsilon=0.3).unsqueeze(-1) * RESPONSE
+    assert 0 < int((got != plain).sum()) < int((plain < 0).sum())

@@ -21,15 +21,21 @@ from torchrl_llm_kl.advantages import (
     advantage,
     advantage_spec,
     available_advantages,
+    clip_b,
+    clip_v,
     gae,
+    gdpo,
     get_advantage,
     grpo,
     jsd,
+    optimal_token_baseline,
+    pass_at_k,
     reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     rloo,
     step_wise_grpo,
 )
-from torchrl_llm_kl.advantages._registry import _REGISTRY, TrinityName
+from torchrl_llm_kl.advantages._registry import _REGISTRY, PeerName
 
 # name -> (kind, required inputs)
 TABLE = {
@@ -46,6 +52,13 @@ TABLE = {
     "asymre": ("outcome", "reward group"),
     "rec": ("outcome", "reward group"),
     "best_of_group": ("outcome", "reward group"),
+    "opo": ("outcome", "reward group length"),
+    "pass_at_k": ("outcome", "reward group"),
+    "gdpo": ("outcome", "rewards group"),
+    "reinforce_plus_plus_baseline": ("token", "reward group mask"),
+    "optimal_token_baseline": ("token", "reward group old_log_prob collision mask"),
+    "clip_b": ("token", "reward group old_log_prob entropy mask"),
+    "clip_v": ("token", "reward group old_log_prob entropy discriminator mask"),
     "step_wise_grpo": ("trajectory", "reward group run step"),
     "gigpo": ("trajectory", "reward group run step state"),
 }
@@ -74,11 +87,17 @@ def test_spec_of_each(name: str) -> None:
     assert copy.deepcopy(spec) == spec
 
 
-def test_trinitys_names() -> None:
+def test_names_of_trinity_and_verl() -> None:
     assert get_advantage("ppo") is gae
     assert get_advantage("reinforceplusplus") is reinforce_plus_plus
     assert get_advantage("multi_step_grpo") is step_wise_grpo
-    assert {"ppo", "reinforceplusplus", "multi_step_grpo"} == set(get_args(TrinityName)) == set(_REGISTRY.aliases)
+    assert get_advantage("clipb") is clip_b
+    assert get_advantage("clipv") is clip_v
+    assert get_advantage("grpo_passk") is pass_at_k
+    assert get_advantage("tir_optimal_token_baseline") is optimal_token_baseline
+    trinity, verl = {"ppo", "reinforceplusplus", "multi_step_grpo", "clipb", "clipv"}, {"grpo_passk"}
+    verl.add("tir_optimal_token_baseline")
+    assert trinity | verl == set(get_args(PeerName)) == set(_REGISTRY.aliases)
 
 
 def test_other_libraries_names_of_hyper_parameters_reach_the_function() -> None:
@@ -119,6 +138,15 @@ def test_inputs_that_are_missing_are_named(name: str) -> None:
         get_advantage(name)()
 
 
+def test_missing_inputs_are_named_with_their_shape() -> None:
+    with pytest.raises(ValueError, match=r"gdpo needs rewards: pass rewards=, \[B, R\]"):
+        get_advantage("gdpo")(group=G)
+    with pytest.raises(ValueError, match=r"clip_b needs group: pass group=, \[\*B\]"):
+        clip_b(R)
+    with pytest.raises(ValueError, match=r"clip_b needs entropy: pass entropy=, \[\*B, T\]"):
+        clip_b(R, G, R[:, None])
+
+
 R, G = torch.tensor([1.0, 2.0]), torch.tensor([0, 0])
 
 
@@ -144,6 +172,23 @@ R, G = torch.tensor([1.0, 2.0]), torch.tensor([0, 0])
         (lambda: grpo(R, reward=R), TypeError, "grpo got 'reward' twice"),
         (lambda: rloo(R[:, None], G[:, None]), ValueError, r"reward must be \[B\], one number .*got shape \(2, 1\)"),
         (lambda: rloo(R, G[:1]), ValueError, r"reward has shape \(2,\) but group has shape \(1,\)"),
+        (lambda: gdpo(R, G), ValueError, r"rewards must be \[B, R\], R rewards per sequence, got shape \(2,\)"),
+        (lambda: gdpo(R[:, None], G[:1]), ValueError, r"rewards has shape \(2,\) but group has shape \(1,\)"),
+        (
+            lambda: gdpo(R[:, None], G, norm_adv_by_std_in_grpo=False),
+            TypeError,
+            "'norm_adv_by_std_in_grpo': .*use dr_grpo",
+        ),
+        (
+            lambda: reinforce_plus_plus_baseline(R[:, None], G, R[:, None] > 0),
+            ValueError,
+            r"reward must have one number per sequence, \(2,\), got shape \(2, 1\)",
+        ),
+        (
+            lambda: reinforce_plus_plus_baseline(R, R, R[:, None] > 0),
+            TypeError,
+            r"group must be of an integer dtype, got torch\.float32",
+        ),
         (lambda: rloo(R, R), TypeError, r"group must be of an integer dtype, got torch\.float32"),
         (lambda: rloo(R, R > 1), TypeError, r"group must be of an integer dtype, got torch\.bool"),
     ],

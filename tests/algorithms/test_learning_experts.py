@@ -71,7 +71,7 @@ def test_batches_from_two_replay_buffers() -> None:
         fresh = task.sample(actor, 96, rng, 8, min_p=MIN_P)
         fresh["expert_mask"] = torch.zeros(96, dtype=torch.bool)
         rollouts.empty()
-        rollouts.extend(parts.prepare(fresh).exclude("denominators"))
+        rollouts.extend(parts.prepare(fresh))
         batch = parts.loss.count(mixture.sample())
         assert int(batch["expert_mask"].sum()) == 32
         optimiser.zero_grad()

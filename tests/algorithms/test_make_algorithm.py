@@ -43,16 +43,18 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     assert (parts.advantage is None) == (preset.advantage is None)
     assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
     assert (parts.selection is not None) == (name == "raft")
-    scoring = (
-        RetrieveKL if needs_reference else RetrieveLogProb if name not in ("sft", "raft", "asymre") else type(None)
-    )
+    of_current_alone = ("sft", "raft", "asymre", "opo", "opmd", "rec", "dpo", "simpo", "cpo", "orpo", "kto", "bco")
+    reads_old = name not in of_current_alone
+    scoring = {(True, True): RetrieveKL, (False, False): type(None)}.get((needs_reference, reads_old), RetrieveLogProb)
     assert type(parts.kl_transform) is scoring
     order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]
     assert parts.transforms == [part for part in order if part is not None]
 
 
 def test_fields_and_hyper_parameters_find_their_place() -> None:
-    parts = made("mix", mu=0.3, clip_high=0.4, std="batch", epsilon=0.01, kl_loss_coeff=0.2, entropy_coeff=0.05)
+    parts = made(
+        "mix", mu=0.3, clip_high=0.4, std="batch", advantage_epsilon=0.01, kl_loss_coeff=0.2, entropy_coeff=0.05
+    )
     loss, advantage = parts.loss, parts.advantage
     assert advantage is not None
     assert {name: round(float(getattr(loss, name)), 6) for name in ("mu", "clip_low", "clip_high")} == {
@@ -99,7 +101,9 @@ def test_a_custom_preset() -> None:
 
 
 def test_arguments_for_the_loss_and_the_masks() -> None:
-    parts = made("dr_grpo", reference=None, max_len=7, loss_args={"log_entropy": True, "tokens_per_batch": 64})
+    verl = {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.2}
+    parts = made("dr_grpo", reference=None, max_len=7, loss_args={"log_entropy": True, "tokens_per_batch": 64, **verl})
+    assert "divergence='seq_max_k3'" in repr(parts.loss.corrections)
     assert parts.loss.max_len == 7
     assert parts.loss.log_entropy
     assert parts.loss.scorer.tokens_per_batch == 64
@@ -240,7 +244,11 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
         ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
         ("grpo", {"aggregation": "mean"}, r"unknown aggregation 'mean'"),
         ("grpo", {"kl_loss": "k4"}, r"k4"),
-        ("grpo", {"schema": "experiences"}, r"schema must be one of 'sft', 'dpo', 'experience'.*got 'experiences'"),
+        (
+            "grpo",
+            {"schema": "experiences"},
+            r"schema must be one of 'sft', 'dpo', 'unpaired', 'experience'.*got 'experiences'",
+        ),
         ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
         ("grpo", {"kl_reward_coeff": float("nan")}, r"kl_reward_coeff must be a finite number of at least 0, got nan"),
         ("grpo", {"entropy_coeff": float("inf")}, r"entropy_coeff must be a finite number, got inf"),
@@ -287,13 +295,19 @@ def test_unknown_settings(settings: dict[str, Any], message: str) -> None:
 def test_a_setting_that_two_parts_have() -> None:
     with pytest.raises(
         TypeError,
-        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: pass objective_args=",
+        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: pass objective_tau=\.\.\. or adv",
     ):
         made("opmd", tau=0.5)
     parts = made("opmd", objective_args={"tau": 0.5}, advantage_args={"tau": 2.0})
     assert float(parts.loss.tau) == 0.5
     assert parts.advantage is not None
     assert parts.advantage.hyper["tau"] == 2.0
+    parts = made("opmd", objective_tau=0.25, advantage_tau=3.0)
+    assert float(parts.loss.tau) == 0.25
+    assert parts.advantage is not None
+    assert parts.advantage.hyper["tau"] == 3.0
+    with pytest.raises(TypeError, match=r"'advantage_tau' and advantage_args=\{'tau': \.\.\.\} are the same setting"):
+        made("opmd", advantage_tau=0.5, advantage_args={"tau": 2.0})
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def counting() -> Counting:
     return model
 
 
-def rollouts(rows: int = 16) -> TensorDict:
-    return TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), 2)
+def rollouts(rows: int = 16, group_size: int = 2) -> TensorDict:
+    return TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), group_size)
 
 
 def grpo(**settings: Any) -> AlgorithmParts:
@@ -47,7 +47,9 @@ def grpo(**settings: Any) -> AlgorithmParts:
 
 def test_log_probs_are_those_of_policy_and_reference() -> None:
     prompts, answers = torch.tensor([0, 1, 1]), torch.tensor([TASK.answers.index(x) for x in ((1, 0), (3,), (2, 3))])
-    batch = grpo(group_size=3, group_key=None).prepare(TASK.batch(prompts, answers))
+    data = TASK.batch(prompts, answers)
+    data["query"] = prompts
+    batch = grpo().prepare(data)
     uniform = -torch.tensor(13.0, dtype=torch.float64).log()
     for name, expected in (("log_probs", TASK.reference[prompts, answers]), ("ref_log_probs", uniform.expand(3))):
         found = batch["next", name, "full"]
@@ -107,19 +109,9 @@ def test_the_reference_may_be_in_the_data() -> None:
     torch.testing.assert_close(total(parts.loss(parts.prepare(kept))), total(grpo().loss(scored)))
 
 
-def test_micro_batches_add_up_critic_too() -> None:
-    parts = make_algorithm("ppo", TASK.policy(), reference=TASK.policy(), critic=TabularCritic(TASK))
-    batch = parts.prepare(rollouts())
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    for loss in (parts.loss, parts.critic_loss):
-        assert loss is not None
-        pieces = [total(loss(batch[rows])) for rows in order.split([3, 1, 12])]
-        torch.testing.assert_close(sum(pieces), total(loss(batch)))
-
-
 def test_raft_trains_the_best_of_each_group_alone() -> None:
     parts = make_algorithm("raft", TASK.policy(), group_size=4)
-    batch = parts.prepare(rollouts())
+    batch = parts.prepare(rollouts(group_size=4))
     rewards = batch["next", "reward"].reshape(4, 4)
     assert torch.equal(batch["loss_mask"].reshape(4, 4).bool(), rewards == rewards.amax(-1, keepdim=True))
     best = batch[batch["loss_mask"].flatten().bool()].exclude("denominators", "loss_mask")
@@ -128,20 +120,23 @@ def test_raft_trains_the_best_of_each_group_alone() -> None:
 
 def test_raft_keeps_the_given_mask_and_prepares_twice() -> None:
     parts = make_algorithm("raft", TASK.policy(), group_size=4)
-    rewards = rollouts()["next", "reward"].reshape(4, 4)
+    rewards = rollouts(group_size=4)["next", "reward"].reshape(4, 4)
     best = (rewards == rewards.amax(-1, keepdim=True)).flatten()
     rows, tokens = torch.arange(16) % 5 > 0, torch.arange(48).reshape(16, 3) % 7 > 0
     expected = {"rows": best & rows, "column": (best & rows).unsqueeze(-1), "tokens": best.unsqueeze(-1) & tokens}
     assert any((best != x.reshape(16, -1).any(-1)).any() for x in expected.values())
     for name, given in {"rows": rows, "column": rows.unsqueeze(-1), "tokens": tokens}.items():
-        data = rollouts()
+        data = rollouts(group_size=4)
         data["loss_mask"] = given
         for layout in (data, torch.stack(list(data.unbind(0)))):
             batch = parts.prepare(parts.prepare(layout.clone()))
             found = torch.stack([row["loss_mask"] for row in batch.unbind(0)])
             assert found.dtype == torch.bool
             assert torch.equal(found, expected[name])
-    nested, lengths = rollouts(), (rollouts()["masks", "all_attention_mask"].sum(-1) - 1).tolist()
+    nested, lengths = (
+        rollouts(group_size=4),
+        (rollouts(group_size=4)["masks", "all_attention_mask"].sum(-1) - 1).tolist(),
+    )
     responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     nested["loss_mask"] = torch.nested.as_nested_tensor(responses)
     for row, given, keep in zip(parts.prepare(nested)["loss_mask"].unbind(), responses, best, strict=True):
@@ -265,6 +260,7 @@ def test_data_that_a_schema_refuses(schema: str, data: TensorDictBase, message: 
 def test_data_that_a_schema_accepts(schema: str) -> None:
     data = rollouts()
     data["expert_mask"] = torch.zeros(16, 1, dtype=torch.bool)
+    data["chosen"] = torch.ones(16, dtype=torch.bool)
     data["step"] = torch.arange(16)
     for layout in (data, data.reshape(4, 4), torch.stack(list(data.unbind(0)))):
         SCHEMAS[schema].check(layout)
@@ -292,3 +288,45 @@ def test_the_table_of_a_schema() -> None:
     assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |"
     assert "| `expert_mask` | `[*B]` | boolean | True for the answers of experts |" in lines
     assert sum("(optional)" in line for line in lines) == 7
+
+
+# ---------------------------------------------------------------------- what an objective takes from the whole batch
+
+
+def labelled() -> TensorDict:
+    data = rollouts().exclude(("next", "reward"))
+    data["chosen"] = torch.arange(16) % 3 == 0
+    return data
+
+
+def test_the_reference_point_is_computed_before_the_batch_is_split() -> None:
+    """Of the reference itself the KL is 0; half way between the log-ratios of both kinds it is not."""
+    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    for name, actor, reference in (("kto", uniform, TASK.policy()), ("bco", TASK.policy(), uniform)):
+        parts = make_algorithm(name, actor, reference=reference, beta=0.3)
+        batch = parts.prepare(labelled())
+        assert batch["reference_point"].shape == (16,)
+        assert len(batch["reference_point"].unique()) == 1
+        assert batch["reference_point"][0] != 0
+        whole = total(parts.loss(batch))
+        torch.testing.assert_close(sum(total(parts.loss(rows)) for rows in batch.split(5)), whole)
+    assert not make_algorithm("kto", uniform, reference=uniform).prepare(labelled())["reference_point"].any()
+    assert "reference_point" not in make_algorithm("dpo", TASK.policy(), reference=uniform).prepare(rollouts())
+
+
+def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
+    parts = make_algorithm("kto", TASK.policy(), reference="data")
+    data = labelled()
+    data["next"] = TensorDict(
+        ref_log_probs=TensorDict(full=-torch.ones(16, TASK.longest), batch_size=[16]), batch_size=[16]
+    )
+    with pytest.raises(KeyError, match=r"kto needs reference_point.*batch_inputs\(batch\) computes it"):
+        parts.prepare(data)
+    data["reference_point"] = torch.full((16,), 0.25)
+    assert (parts.prepare(data)["reference_point"] == 0.25).all()
+    assert total(parts.loss(data)).isfinite()
+
+
+def test_unpaired_data_has_a_label_for_each_answer() -> None:
+    with pytest.raises(SchemaError, match=r"'chosen' \[\*B\] is missing: True for a desirable answer"):
+        SCHEMAS["unpaired"].check(rollouts())

@@ -25,7 +25,7 @@ from torchrl_llm_kl.algorithms._schema import SchemaName
 from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives
 
 #: Critic, reference, rollouts beside experts, advantages in the trainer, rows may be balanced: Trinity-RFT 0.6.0's
-#: ``algorithm.py``, which has no dr_grpo.
+#: ``algorithm.py``, which has no dr_grpo, luspo, dro and none of verl's.
 FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "sft": (0, 0, 0, 0, 1),
     "ppo": (1, 1, 0, 1, 1),
@@ -35,9 +35,16 @@ FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "opmd": (0, 1, 0, 0, 1),
     "asymre": (0, 0, 0, 0, 1),
     "dpo": (0, 1, 0, 0, 0),
+    "simpo": (0, 0, 0, 0, 0),
+    "cpo": (0, 0, 0, 0, 0),
+    "orpo": (0, 0, 0, 0, 0),
+    "kto": (0, 1, 0, 0, 1),
+    "bco": (0, 1, 0, 0, 1),
     "topr": (0, 1, 0, 0, 1),
     "cispo": (0, 1, 0, 0, 1),
     "gspo": (0, 1, 0, 0, 1),
+    "luspo": (0, 0, 0, 0, 1),
+    "dro": (0, 0, 0, 0, 1),
     "sapo": (0, 1, 0, 0, 1),
     "mix": (0, 1, 1, 0, 1),
     "mix_chord": (0, 1, 1, 0, 1),
@@ -49,6 +56,13 @@ FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "dapo": (0, 0, 0, 0, 1),
     "dr_grpo": (0, 0, 0, 0, 1),
     "gigpo": (0, 1, 0, 0, 1),
+    "opo": (0, 0, 0, 0, 1),
+    "reinforce_plus_plus_baseline": (0, 1, 0, 1, 1),
+    "optimal_token_baseline": (0, 0, 0, 1, 1),
+    "pass_at_k": (0, 1, 0, 0, 1),
+    "gdpo": (0, 1, 0, 1, 1),
+    "clip_b": (0, 0, 0, 1, 1),
+    "clip_v": (0, 0, 0, 1, 1),
     "jsd": (0, 0, 0, 1, 1),
 }
 FLAG_NAMES = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_trainer", "can_balance_batch")
@@ -64,14 +78,35 @@ PRESETS: dict[str, tuple[str, str | None, str, int, str, dict[str, Any]]] = {
     "topr": ("topr", "reinforce", "k2", 2, "experience", {}),
     "cispo": ("cispo", "grpo", "k2", 2, "experience", {}),
     "gspo": ("gspo", "grpo", "k2", 2, "experience", {}),
+    "luspo": ("luspo", "grpo", "none", 8, "experience", {}),
+    "dro": (
+        "dro",
+        "opmd",
+        "none",
+        8,
+        "experience",
+        {"objective_args": {"level": "sequence"}, "aggregation": "seq-mean-token-sum"},
+    ),
     "sapo": ("sapo", "grpo", "k2", 2, "experience", {}),
     "opmd": ("opmd", "opmd", "k2", 2, "experience", {}),
     "asymre": ("opmd", "asymre", "none", 2, "experience", {}),
     "sppo": ("sppo", "opmd", "none", 2, "experience", {}),
     "rec": ("rec", "rec", "k2", 2, "experience", {}),
+    "opo": ("gpg", "opo", "none", 8, "experience", {}),
+    "reinforce_plus_plus_baseline": ("ppo", "reinforce_plus_plus_baseline", "k2", 2, "experience", {}),
+    "optimal_token_baseline": ("ppo", "optimal_token_baseline", "none", 4, "experience", {}),
+    "pass_at_k": ("ppo", "pass_at_k", "k2", 8, "experience", {}),
+    "gdpo": ("ppo", "gdpo", "k2", 8, "rewards", {}),
+    "clip_b": ("ppo", "clip_b", "none", 16, "experience", {}),
+    "clip_v": ("ppo", "clip_v", "none", 8, "experience", {}),
     "sft": ("sft", None, "none", 1, "sft", {}),
     "raft": ("sft", None, "none", 8, "experience", {"keep_best": True}),
     "dpo": ("dpo", None, "none", 2, "dpo", {"aggregation": "seq-mean-token-sum"}),
+    "simpo": ("simpo", None, "none", 2, "dpo", {}),
+    "cpo": ("cpo", None, "none", 2, "dpo", {}),
+    "orpo": ("orpo", None, "none", 2, "dpo", {}),
+    "kto": ("kto", None, "none", 1, "unpaired", {}),
+    "bco": ("bco", None, "none", 1, "unpaired", {}),
     "mix": ("mix", "grpo", "k2", 8, "mix", {"leave_out_experts": True}),
     "mix_chord": ("mix_chord", "grpo", "k2", 8, "mix", {"leave_out_experts": True}),
     "multi_step_grpo": ("ppo", "step_wise_grpo", "k2", 8, "trajectory", {}),
@@ -150,6 +185,8 @@ def test_flags_follow_from_the_other_fields() -> None:
     assert facts["mix"] == ("mix", True, True, True)
     assert facts["dpo"] == ("default", False, False, False)
     assert facts["sft"] == ("default", False, True, False)
+    assert facts["simpo"] == ("default", False, False, False)
+    assert facts["kto"] == ("default", False, True, False)
     assert facts["grpo"] == ("default", False, True, True)
 
 
@@ -208,4 +245,6 @@ def test_tables() -> None:
     assert "learning test" not in algorithm_table()
     assert "| `ppo` | yes | yes |  | yes | yes |" in flags
     assert "| `dpo` |  | yes |  |  |  |" in flags
+    assert "| `kto` | `kto` | — | in the objective | `seq-mean-token-sum` | 1 | `unpaired` |" in table
+    assert "| `simpo` | `simpo` | — | none | `seq-mean-token-sum` | 2 | `dpo` |" in table
     assert "| `sft` | `objective` |" in source_table()

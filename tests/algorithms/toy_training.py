@@ -34,7 +34,6 @@ def train(
     A probability of p is seen in a share p of the tokens, hence learning rates far above 1.
     """
     rng = torch.Generator().manual_seed(seed)
-    losses = [loss for loss in (parts.loss, parts.critic_loss) if loss is not None]
     optimisers = [optimiser(parts.loss.parameters(), lr=lr)]
     if parts.critic_loss is not None:
         optimisers.append(torch.optim.Adam(parts.critic_loss.parameters(), lr=0.1))
@@ -45,9 +44,10 @@ def train(
         for _ in range(epochs):
             for x in optimisers:
                 x.zero_grad()
-            for rows in torch.randperm(len(batch), generator=rng).chunk(micro_batches):
-                for loss in losses:
-                    out = loss(batch[rows] if micro_batches > 1 else batch)
+            shuffled = batch[torch.randperm(len(batch), generator=rng)]
+            for part in parts.micro_batches(shuffled, micro_batches) if micro_batches > 1 else [batch]:
+                for loss in parts.losses:
+                    out = loss(part)
                     total(out).backward()
                     if "kl_to_ref" in out:
                         kl.append(float(out["kl_to_ref"]))

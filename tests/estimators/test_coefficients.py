@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, as_coefficient
+from torchrl_llm_kl.estimators import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    FixedKLCoefficient,
+    as_coefficient,
+)
 
 
 def adaptive():
@@ -162,3 +167,94 @@ def test_as_coefficient_of_a_module():
 def test_as_coefficient_of_invalid_input(coeff, error, message):
     with pytest.raises(error, match=message):
         as_coefficient(coeff)
+
+
+# ------------------------------------------------------------------ entropy
+
+
+def entropy_coefficient(**changes):
+    return AdaptiveEntropyCoefficient(
+        **{"init": 0.03, "target": 0.5, "delta": 0.02, "low": 0.01, "high": 0.06, **changes}
+    )
+
+
+@pytest.mark.parametrize("as_input", [float, torch.tensor, lambda x: torch.tensor([[x]], dtype=torch.float64)])
+def test_steps_of_the_entropy_coefficient_by_hand(as_input):
+    """Up below the target to the upper bound, as it is at the target, down above it to the lower bound, where it is off."""
+    coefficient = entropy_coefficient()
+    assert coefficient() == 0  # nothing measured
+    seen = []
+    for entropy in (0.4, 0.1, 0.5, 0.7, 0.6, 9.0, 0.49):
+        coefficient.update(as_input(entropy))
+        seen.append((coefficient.value.item(), coefficient().item()))
+    values = [0.05, 0.06, 0.06, 0.04, 0.02, 0.01, 0.03]
+    applied = [0.05, 0.06, 0.06, 0.0, 0.0, 0.0, 0.03]
+    assert [value for value, _ in seen] == pytest.approx(values, rel=1e-6)
+    assert [value for _, value in seen] == pytest.approx(applied, rel=1e-6)
+
+
+def test_the_entropy_coefficient_starts_as_in_its_paper():
+    coefficient = AdaptiveEntropyCoefficient()
+    coefficient.update(0.19)
+    coefficient.update(0.0)
+    assert coefficient().item() == pytest.approx(0.01)
+    assert (coefficient.target, coefficient.low, coefficient.high) == (0.2, 0.0, 1.0)
+
+
+def test_the_entropy_coefficient_saves_both_numbers():
+    source, target = entropy_coefficient(), entropy_coefficient()
+    source.update(0.4)
+    assert list(source.state_dict()) == ["value", "entropy"]
+    target.load_state_dict(source.state_dict())
+    assert target().item() == pytest.approx(0.05)
+    copied = pickle.loads(pickle.dumps(source))
+    copied.update(0.7)
+    assert (copied().item(), copied.value.item(), source().item()) == pytest.approx((0.0, 0.03, 0.05))
+
+
+def test_the_entropy_coefficient_without_data_and_in_half_precision():
+    coefficient = entropy_coefficient().bfloat16()
+    coefficient.update(torch.tensor(0.4999, dtype=torch.float32))
+    assert (coefficient.value.dtype, coefficient.entropy.dtype) == (torch.float32, torch.float32)
+    assert coefficient().item() == pytest.approx(0.05)
+    meta = entropy_coefficient().to("meta")
+    meta.update(torch.tensor(0.3, device="meta"))  # reading it would raise
+    assert meta().shape == ()
+
+
+def test_an_update_of_the_entropy_coefficient_between_forward_and_backward():
+    coefficient, entropy = entropy_coefficient(), torch.tensor(0.3, requires_grad=True)
+    coefficient.update(0.4)
+    loss = coefficient() * entropy
+    coefficient.update(entropy)
+    loss.backward()
+    assert_close(entropy.grad, torch.tensor(0.05))
+    assert not coefficient.value.requires_grad
+
+
+@pytest.mark.parametrize("entropy", [math.nan, math.inf, -math.inf])
+def test_an_entropy_that_is_not_finite(entropy):
+    coefficient = entropy_coefficient()
+    coefficient.update(0.4)
+    with pytest.raises(ValueError, match=f"current_entropy is {entropy}"):
+        coefficient.update(entropy)
+    coefficient.update(torch.tensor(entropy))
+    assert coefficient().item() == pytest.approx(0.05)
+    with pytest.raises(ValueError, match=r"current_entropy must have one element, got shape \(2,\): reduce it"):
+        coefficient.update(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": 0.0}, "target must be finite and positive, got 0.0"),
+        ({"delta": -0.1}, "delta must be finite and positive, got -0.1"),
+        ({"low": -0.1}, "expected 0 <= low <= init <= high and finite, got low=-0.1, init=0.03 and high=0.06"),
+        ({"init": 0.07}, "got low=0.01, init=0.07 and high=0.06"),
+        ({"high": math.inf}, "high=inf"),
+        ({"init": math.nan}, "init=nan"),
+    ],
+)
+def test_bad_settings_of_the_entropy_coefficient(changes, message):
+    with pytest.raises(ValueError, match=message):
+        entropy_coefficient(**changes)

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dr_grpo": ("dr_grpo", {"clip_low": 0.25, "clip_high": 0.1, "clip_ratio_c": 2.5}),
     "gspo-token": ("gspo", {"clip_low": 0.1, "clip_high": 0.15}),
     "gspo-sequence": ("gspo", {"clip_low": 0.1, "clip_high": 0.15, "level": "sequence"}),
+    "luspo": ("luspo", {"clip_low": 0.1, "clip_high": 0.15}),
     "gmpo": ("gmpo", {"clip_low": 0.2, "clip_high": 0.3}),
     "cispo": ("cispo", {"clip_low": 0.3, "clip_high": 0.2}),
     "cispo-masked": (
@@ -32,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "topr-token": ("topr", {"advantage_threshold": 0.2}),
     "topr-sequence": ("topr", {"advantage_threshold": 0.2, "level": "sequence"}),
+    "dro": ("dro", {"beta": 0.6}),
+    "dro-sequence": ("dro", {"beta": 0.3, "level": "sequence"}),
     "opmd": ("opmd", {"tau": 0.7}),
     "sppo": ("sppo", {"epsilon": 0.4}),
     "sapo": ("sapo", {"tau_pos": 1.2, "tau_neg": 1.7}),

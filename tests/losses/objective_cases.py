@@ -9,6 +9,8 @@ import cases_supervised
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.losses import get_objective, spec_of
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {**cases_policy.CASES, **cases_supervised.CASES}
 
 
@@ -37,6 +39,19 @@ def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype
         "advantage": advantage.to(dtype),
         "expert_mask": (torch.arange(rows) // 2 % 2 == 1).unsqueeze(-1).expand(rows, width).clone(),
     }
+
+
+def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with the inputs that this objective takes beside those of all: of a whole batch, whatever its rows."""
+    spec, rows = spec_of(get_objective(name)), torch.arange(len(batch["mask"]))
+    more = {
+        "chosen": rows % 2 == 0,
+        "reference_point": torch.where(batch["expert_mask"][:, 0], 0.5, -0.25).to(batch["log_prob"].dtype),
+        "match_id": rows // 2,
+        "sharp_log_prob": 0.5 * batch["log_prob"].detach(),
+    }
+    taken = {*spec.needs, *spec.needs_if, *(() if spec.once is None else (spec.once.name,))}
+    return {**batch, **{key: value for key, value in more.items() if key in taken}}
 
 
 def rows_of(batch: dict[str, Tensor], index: Any) -> dict[str, Tensor]:

@@ -14,7 +14,11 @@ import pytest
 
 VARIABLE = "TORCHRL_LLM_KL_PEERS"
 #: package -> (the folder that holds it, what to download)
-FOLDERS = {"trinity": ("trinity_rft", "trinity-rft==0.6.0"), "verl": ("verl", "verl==0.9.1")}
+FOLDERS = {
+    "trinity": ("trinity_rft", "trinity-rft==0.6.0"),
+    "verl": ("verl", "verl==0.9.1"),
+    "trl": ("trl", "trl==1.16.0"),
+}
 
 
 class _Bare(ModuleType):
@@ -23,6 +27,7 @@ class _Bare(ModuleType):
     def __init__(self, name: str, folder: Path | None = None) -> None:
         super().__init__(name)
         self.__path__ = [] if folder is None else [str(folder)]
+        self.__version__ = "0"  # TRL's modules read it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

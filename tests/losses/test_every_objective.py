@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from objective_cases import CASES, random_batch, rows_of
+from objective_cases import CASES, inputs_of, random_batch, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -20,7 +20,7 @@ REDUCING = [mode for mode in AGGREGATIONS if mode != "none"]
 
 def terms_of(case: str, batch: dict[str, Tensor], **changes: Any) -> tuple[LossTerm, ...]:
     name, hyper = CASES[case]
-    return get_objective(name)(**{**batch, **hyper, **changes})
+    return get_objective(name)(**{**inputs_of(name, batch), **hyper, **changes})
 
 
 def loss_of(case: str, batch: dict[str, Tensor], mode: str, denominators: dict[str, Tensor] | None = None) -> Tensor:
@@ -188,8 +188,20 @@ def derivative_is_the_gradient(case: str) -> bool:
 
 #: Their values are multiplied by weights that pass no gradient: the derivative of the value is another one.
 WEIGHTED = {
-    *("ppo-pg", "gspo-token", "cispo", "cispo-masked", "topr-token", "topr-sequence", "vespo", "dppo-tv", "dppo-kl"),
+    *(
+        "ppo-pg",
+        "gspo-token",
+        "luspo",
+        "cispo",
+        "cispo-masked",
+        "topr-token",
+        "topr-sequence",
+        "vespo",
+        "dppo-tv",
+        "dppo-kl",
+    ),
     *("rec-one-side", "rec-ring", "rec-gspo", "sft_is", "sft_phi", "sft_phi-cutoff", "mix_chord"),
+    *("dpo-wpo", "dpo-aligned"),
 }
 
 

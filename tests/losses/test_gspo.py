@@ -10,7 +10,7 @@ from by_hand import assert_result, evaluate, own_names
 from objective_cases import random_batch
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import aggregate, gspo, spec_of
+from torchrl_llm_kl.losses import aggregate, gspo, luspo, spec_of
 
 BOUNDS = {"clip_low": 0.3, "clip_high": 0.2}
 # Geometric means 2, 2, 1/2, 1/2 of the two masked-in tokens; the third is masked out.
@@ -92,3 +92,20 @@ def test_defaults_and_names() -> None:
 def test_bad_hyper_parameters(hyper: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate(gspo, ratio=RATIO, advantage=ADVANTAGE, **hyper)
+
+
+def test_luspo_is_gspo_times_the_length_by_hand() -> None:
+    """Lengths 3 and 1, geometric means 2 and 1/2: not clipped, so the gradient of each token is ``-A s``."""
+    ratio, advantage = [[8.0, 1.0, 1.0], [0.5, 9.0, 9.0]], [[-3.0] * 3, [5.0] * 3]
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    (term, gradient) = evaluate(luspo, ratio=ratio, advantage=advantage, mask=mask, **BOUNDS)
+    assert aggregate(term.value, term.mask, spec_of(luspo).aggregation).item() == pytest.approx((3 * 6.0 - 2.5) / 2)
+    assert_close(gradient, torch.tensor([[6.0] * 3, [-2.5, 0.0, 0.0]], dtype=torch.float64))
+    assert_close(aggregate(term.value, term.mask, spec_of(gspo).aggregation).item(), (6.0 - 2.5) / 2)
+
+
+def test_luspo_has_the_fields_of_its_paper() -> None:
+    assert spec_of(luspo).aggregation == "seq-mean-token-sum"
+    assert own_names(luspo, clip_ratio_high=0.3, clip_range_low=0.1) == {"clip_high": 0.3, "clip_low": 0.1}
+    with pytest.raises(TypeError, match="luspo has no hyper-parameter 'level'"):
+        evaluate(luspo, ratio=RATIO, advantage=ADVANTAGE, mask=MASK, level="sequence")

@@ -66,7 +66,7 @@ def test_terms_have_denominators_of_their_own() -> None:
     loss = make_loss("token-mean", "mix", mu=0.25)
     whole = gradients(total(loss(data)), loss)
     loss.count(data)
-    counts = {name.split("/")[0]: x.unique().item() for name, x in data["denominators"].items()}
+    counts = {name.split("/")[0]: x.unique().item() for name, x in data["denominators"].exclude("batch").items()}
     assert counts == {"usual": 15, "expert": 5, "kl_to_ref": 20, "entropy": 20}
     assert_same(sum_of_parts(loss, data, [[1, 4], [0, 2], [3, 5]]), whole)
 
@@ -74,8 +74,15 @@ def test_terms_have_denominators_of_their_own() -> None:
 def test_rows_of_batches_counted_apart_are_refused() -> None:
     loss, data = make_loss("token-mean"), batch()
     first, second = loss.count(data[:2].clone()), loss.count(data[2:].clone())
-    with pytest.raises(ValueError, match=r"rows of batches that were counted apart: found denominators \[8.0, 12.0\]"):
+    with pytest.raises(
+        ValueError, match=r"rows of 2 batches that were counted apart: found denominators \[8.0, 12.0\]"
+    ):
         loss(torch.cat([first, second]))
+    twins = make_loss("seq-mean-token-sum")
+    first, second = (twins.count(data[rows].exclude("denominators")) for rows in ([0, 1], [2, 3]))
+    with pytest.raises(ValueError, match=r"rows of 2 batches .* denominators \[2.0\] of objective"):
+        twins(torch.cat([first, second]))  # the counts are equal
+    first, second = loss.count(data[:2].exclude("denominators")), loss.count(data[2:].exclude("denominators"))
     other = PolicyLoss(tiny_model(seed=0), terms=[EntropyBonus(0.1)])
     del first["denominators", "entropy/token-mean"]
     with pytest.raises(ValueError, match=r"was counted for kl_to_ref/token-mean, .* but not for entropy/token-mean"):

@@ -162,6 +162,9 @@ def test_mu_may_be_a_tensor() -> None:
     close([usual.weight, expert.weight], [0.7, 0.3])
     usual, expert = mix_chord(**batch(), mu_valley=mu.requires_grad_())
     close([usual.weight.detach(), expert.weight.detach()], [0.7, 0.3])
+    assert "mu" not in expert.metrics  # a constant
+    usual, expert = mix_chord(**batch(), mu_valley=mu, mu_decay_steps=2, step=2)
+    close([usual.weight.detach(), expert.weight.detach(), expert.metrics["mu"]], [0.7, 0.3, 0.3])
     assert not expert.metrics["mu"].requires_grad
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from objective_cases import CASES, random_batch
+from objective_cases import CASES, inputs_of, random_batch
 from policy_batches import batch
 from torch import Tensor
 
@@ -49,15 +49,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def inputs() -> dict[str, Tensor]:
+def inputs(part: Any) -> dict[str, Tensor]:
     data = random_batch(0)
+    if spec_of(part.function) is not None and spec_of(part.function).name in available_objectives():
+        data = inputs_of(spec_of(part.function).name, data)
     one_each = {name: -data["log_prob"] for name in ("entropy", "kl")}
     return {**data, **one_each, "sampler_log_prob": data["old_log_prob"], "selected": data["expert_mask"]}
 
 
 def raises_without(part: Any) -> set[str]:
     """The inputs without which the part raises: each left out by itself, all others there."""
-    given = inputs()
+    given = inputs(part)
     part(given)
     return {name for name in given if name not in ("log_prob", "mask") and _raises(part, without(given, name))}
 

@@ -1,12 +1,14 @@
-"""Values and gradients against Trinity-RFT 0.6.0 and verl 0.9.1, where their code follows their documentation.
+"""Values and gradients against Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16, where their code follows their documentation.
 
 Runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels; see peers.py.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
-from types import ModuleType
+import math
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from peers import load
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import aggregate, get_objective, spec_of
+from torchrl_llm_kl.losses import AdaptiveEntropyCoefficient, aggregate, get_objective, spec_of
 
 # Both divide by counts + 1e-8.
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
@@ -152,6 +154,7 @@ VERL: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("gspo", "gspo", BOUNDS, {}),
     ("sapo", "sapo", {"tau_pos": 1.2, "tau_neg": 1.7}, {"tau_pos": 1.2, "tau_neg": 1.7}),
     ("gpg", "gpg", {}, {}),
+    ("dro", "dro", {"beta": 0.6}, {"dro_beta": 0.6}),
     ("cispo", "cispo", BOUNDS, {}),
     ("dppo", "dppo_tv", {**BOUNDS, "clip_ratio_c": 1.4}, {"clip_ratio_c": 1.4}),
     ("dppo", "dppo_kl", {**BOUNDS, "divergence": "kl"}, {}),
@@ -190,3 +193,80 @@ def test_verls_geometric_mean_where_advantages_are_constant(monkeypatch: pytest.
         value, found = ours("gmpo", batch, "seq-mean-token-mean", BOUNDS)
         assert_close(value, loss, **CLOSE)
         assert_close(found, gradient, **CLOSE)
+
+
+def trl_result(
+    trainer: Any, batch: dict[str, Tensor], *, own: SimpleNamespace | None = None, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """The loss of TRL's GRPOTrainer and its gradient, on log-probs in place of a model's. ``own`` is the trainer's state."""
+    log_prob = batch["log_prob"].clone().requires_grad_()
+    mask = batch["mask"].double()
+    tokens = torch.zeros(len(mask), 0, dtype=torch.long), torch.zeros_like(mask)
+    accelerator = SimpleNamespace(
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, **_: x,
+        num_processes=1,
+        sync_gradients=True,
+    )
+    own = own or SimpleNamespace()
+    own.__dict__.update(
+        {
+            "_get_per_token_logps_and_entropies": lambda *_, **__: (log_prob, batch.get("entropy", mask), None),
+            "_metrics": {"train": collections.defaultdict(list)},
+            "_entropy_bonus_enabled": False,
+            "aux_loss_enabled": False,
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
+            "beta": 0.0,
+            "use_vllm": False,
+            "model": SimpleNamespace(training=True),
+            "current_gradient_accumulation_steps": 1,
+            "accelerator": accelerator,
+            "args": SimpleNamespace(delta=None),
+            **settings,
+        }
+    )
+    inputs = {"prompt_ids": tokens[0], "prompt_mask": tokens[0], "completion_ids": tokens[1], "completion_mask": mask}
+    inputs |= {"advantages": batch["advantage"], "old_per_token_logps": batch["old_log_prob"]}
+    loss = trainer._compute_loss(own, None, inputs)
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
+
+
+def test_trls_luspo(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    bounds = {"epsilon_low": 0.15, "epsilon_high": 0.3}
+    for seed in range(5):
+        batch = batch_of(seed)
+        batch["advantage"] = batch["advantage"][:, :1].expand_as(batch["mask"]).clone()  # TRL's is one per sequence
+        theirs = {**batch, "advantage": batch["advantage"][:, 0]}
+        settings = {"loss_type": "luspo", "importance_sampling_level": "sequence", **bounds}
+        loss, gradient = trl_result(trainer, theirs, **settings)
+        value, found = ours("luspo", batch, "seq-mean-token-sum", {"clip_low": 0.15, "clip_high": 0.3})
+        assert_close(value, loss, **CLOSE)
+        assert_close(found, gradient, **CLOSE)
+
+
+def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bonus that its trainer adds in each of six steps, and its coefficient after each."""
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    ours = AdaptiveEntropyCoefficient(0.01, target=0.4, delta=0.02, low=0.005, high=0.045)
+    control: dict[str, Any] = {"entropy_coef": 0.01, "_last_world_entropy": math.inf, "_entropy_window_stats": None}
+    args = {"entropy_target": 0.4, "entropy_coef_delta": 0.02, "entropy_coef_min": 0.005, "entropy_coef_max": 0.045}
+    fixed = {"loss_type": "bnpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2}
+    seen = []
+    for scale in (0.3, 0.2, 0.1, 0.5, 0.6, 0.9, 0.2):
+        batch = batch_of(0)
+        batch["entropy"] = scale * (1 + 0.1 * batch["log_prob"].sin())
+        theirs = {**batch, "advantage": batch["advantage"][:, 0]}
+        plain, _ = trl_result(trainer, theirs, **fixed)
+        own, more = SimpleNamespace(**control), {"_entropy_bonus_enabled": True, "use_adaptive_entropy": True}
+        settings = {**fixed, **more, "args": SimpleNamespace(delta=None, **args)}
+        loss, _ = trl_result(trainer, theirs, own=own, **settings)
+        control = {name: getattr(own, name) for name in control}
+        entropy = batch["entropy"][batch["mask"]].mean()
+        assert_close(plain - loss, ours() * entropy, **CLOSE)
+        seen.append(float(ours()))
+        ours.update(entropy)
+        assert math.isclose(ours.value, control["entropy_coef"], rel_tol=1e-5)
+    assert seen == pytest.approx([0.0, 0.03, 0.045, 0.045, 0.0, 0.0, 0.0])

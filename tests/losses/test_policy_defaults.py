@@ -18,6 +18,8 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo": ("token-mean", {"clip_low": 0.2, "clip_high": 0.28, **SURROGATE}),
     "dr_grpo": ("seq-mean-token-sum-norm", {"clip_low": 0.2, "clip_high": 0.2, **SURROGATE}),
     "gspo": ("seq-mean-token-mean", {"clip_low": 3e-4, "clip_high": 4e-4, "level": "token"}),
+    "luspo": ("seq-mean-token-sum", {"clip_low": 3e-4, "clip_high": 4e-4}),
+    "dro": ("token-mean", {"beta": 0.05, "level": "token"}),
     "gmpo": ("seq-mean-token-mean", {"clip_low": 0.4, "clip_high": 0.4}),
     "cispo": (
         "token-mean",

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.losses import (
+    AdaptiveEntropyCoefficient,
     AdaptiveKLCoefficient,
     EntropyBonus,
     ImportanceWeights,
@@ -488,6 +489,30 @@ def test_an_adaptive_coefficient_is_read_at_every_step(model: nn.Module) -> None
     assert_close(loss(data)["loss_kl_to_ref"], 1.2 * first)
     with pytest.raises(TypeError, match="coeff is a AdaptiveKLCoefficient: change that"):
         loss.kl_to_ref_coeff = 0.1
+
+
+def test_an_adaptive_entropy_coefficient_is_updated_with_the_metric_and_saved(model: nn.Module) -> None:
+    data = batch()
+    entropy = PolicyLoss(model, log_entropy=True)(data)["entropy"]
+    coefficient = AdaptiveEntropyCoefficient(0.1, target=float(entropy) + 0.01, delta=0.03)
+    loss = PolicyLoss(model, terms=[EntropyBonus(coefficient)])
+    assert loss.entropy_coeff is coefficient
+    out = loss(data)
+    assert out["loss_entropy"] == 0
+    coefficient.update(out["entropy"])
+    out = loss(data)
+    assert_close(out["loss_entropy"].detach(), -0.13 * entropy)
+    fixed = PolicyLoss(model, terms=[EntropyBonus(0.13)])(data)["loss_entropy"]
+    same = dict(gradients(fixed, model))
+    for name, gradient in gradients(out["loss_entropy"], model).items():
+        assert_close(gradient, same[name], **CLOSE)
+    other = PolicyLoss(
+        tiny_model(seed=9), terms=[EntropyBonus(AdaptiveEntropyCoefficient(0.5, target=coefficient.target))]
+    )
+    other.load_state_dict(loss.state_dict())
+    assert_close(other(data)["loss_entropy"], out["loss_entropy"])
+    with pytest.raises(TypeError, match="coeff is a AdaptiveEntropyCoefficient: change that"):
+        loss.entropy_coeff = 0.1
 
 
 def test_functional_keeps_the_parameters_apart(model: nn.Module) -> None:

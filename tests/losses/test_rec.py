@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from by_hand import assert_result, evaluate, tensor
 from torch.testing import assert_close
 
@@ -31,11 +32,38 @@ def test_clip_modes_by_hand(clip_mode: str) -> None:
     kept = tensor([IN_RANGE[clip_mode]])
     assert_close(term.value.detach(), tensor(ADVANTAGE) * kept)  # log-probs are -1
     assert_close(gradient, -tensor(ADVANTAGE) * kept)
+    assert term.aggregation is None
+    if clip_mode == "none":
+        assert not term.metrics  # nothing can be clipped
+        return
     assert term.metrics["clip_fraction"].item() == pytest.approx(1 - kept.mean().item())
     for name, sign in (("low", -1), ("high", 1)):
         clipped = (1 - kept) * (tensor(ADVANTAGE) == sign)
         assert term.metrics[f"clip_fraction_{name}"].item() == pytest.approx(clipped.mean().item())
-    assert term.aggregation is None
+
+
+@pytest.mark.parametrize(
+    ("hyper", "reads"),
+    [
+        ({}, False),
+        ({"weight": "advantage", "temp": 0.5}, False),
+        ({"regularizer": "forward-kl", "regularizer_coef": 0.3}, False),
+        ({"clip_mode": "two-side"}, True),
+        ({"weight": "importance_sampling"}, True),
+        ({"weight": "gspo_importance_sampling"}, True),
+        ({"regularizer": "k2", "regularizer_coef": 0.3}, True),
+    ],
+)
+def test_old_log_probs_are_required_where_they_are_read(hyper: dict[str, Any], reads: bool) -> None:
+    log_prob, advantage = tensor([[-1.0, -2.0]]), tensor([[1.5, -0.5]])
+    mask = log_prob < 0
+    first, second = (rec(log_prob, mask, old_log_prob=x * log_prob, advantage=advantage, **hyper) for x in (1, 3))
+    assert (not torch.equal(first[0].value, second[0].value)) == reads
+    if reads:
+        with pytest.raises(ValueError, match=r"rec needs old_log_prob: .*, or change clip_mode='.*', weight='.*', reg"):
+            rec(log_prob, mask, advantage=advantage, **hyper)
+    else:
+        assert torch.equal(rec(log_prob, mask, advantage=advantage, **hyper)[0].value, first[0].value)
 
 
 def test_gspo_one_side_judges_whole_sequences() -> None:

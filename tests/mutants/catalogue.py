@@ -34,11 +34,12 @@ _TESTS = {
     "objectives/_clipped.py": tuple(f"test_{name}.py" for name in ("ppo", "dapo", "gspo", "gmpo", "cispo", "sapo")),
     "objectives/_covariance.py": ("test_covariance.py",),
     "objectives/_off_policy.py": tuple(
-        f"test_{name}.py" for name in ("plain_gradients", "topr", "sppo", "dppo", "vespo", "rec")
+        f"test_{name}.py" for name in ("plain_gradients", "topr", "sppo", "dro", "dppo", "vespo", "rec")
     ),
-    "objectives/_preference.py": ("test_dpo.py",),
+    "objectives/_preference.py": ("test_dpo.py", "test_preference.py"),
+    "objectives/_relative.py": ("test_preference.py", "test_dpo.py", "test_batch_inputs.py"),
     "objectives/_supervised.py": ("test_sft.py", "test_mix.py"),
-    "corrections.py": ("test_corrections.py", "test_ppo.py"),
+    "corrections.py": ("test_corrections.py", "test_rollout_correction.py", "test_wrong_inputs.py", "test_ppo.py"),
     "terms.py": ("test_terms.py", "test_needs.py"),
     "_arithmetic.py": tuple(
         f"test_{name}.py" for name in ("ppo", "gspo", "plain_gradients", "sft", "dpo", "corrections", "mix")
@@ -106,6 +107,7 @@ def _advantage_stages(project: Path, file: str) -> list[Stage]:
 def _registered(path: Path) -> tuple[str, ...]:
     """The names of the objectives in a file, as they are in the names of parametrised tests."""
     calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-    named = {"objective": 0, "variant": 1}  # call -> the position of the name
+    named = {"objective": 0, "preference": 0, "variant": 1}  # call -> the position of the name
     found = ((call, call.func.id) for call in calls if isinstance(call.func, ast.Name) and call.func.id in named)
-    return tuple(sorted(ast.literal_eval(call.args[named[called]]) for call, called in found))
+    names = (call.args[named[called]] for call, called in found)
+    return tuple(sorted(name.value for name in names if isinstance(name, ast.Constant)))

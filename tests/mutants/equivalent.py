@@ -42,6 +42,13 @@ _same(
     "0 divided by anything",
     '"effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 2, square),',
 )
+for _function in ("rejection_mask", "mismatch_metrics"):
+    _same(
+        "losses/corrections.py",
+        _function,
+        "masked-out tokens are dropped again further on",
+        "old, sampler = checked((mask | True), old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)",
+    )
 _same(
     "losses/corrections.py",
     "top_entropy_mask",
@@ -131,20 +138,20 @@ _same(
 )
 _same(
     "losses/objectives/_preference.py",
-    "_interleaving",
+    "interleaving",
     "the first one raises",
     "for at in (found != 1).any(-1).nonzero().flatten().tolist()[:2]:",
 )
 _same(
     "losses/objectives/_preference.py",
-    "_interleaving",
+    "interleaving",
     "on a CPU every sort is stable",
     "first = (~chosen).long().argsort(stable=False)",
     "return first[pair_id[first].argsort(stable=False)]",
 )
 _same(
     "losses/objectives/_preference.py",
-    "_preference",
+    "finish",
     "both have one dtype",
     '"reward_accuracy": masked_mean((won > lost).to(lost.dtype), mask),',
 )
@@ -192,6 +199,12 @@ _same(
     "Groups.centred",
     "any number of a group will do to measure from",
     "above = x - self.max(x)",
+)
+_same(
+    "advantages/_group.py",
+    "opo",
+    "any number of a group will do to measure from",
+    "above = reward - groups.max(reward) # as in Groups.centred",
 )
 _same(
     "advantages/_group.py",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 #: Parameters that may come with a graph.
-CARRIERS = frozenset({"log_prob", "ratio", "log_ratio", "value", "entropy", "kl"})
+CARRIERS = frozenset({"log_prob", "ratio", "log_ratio", "value", "entropy", "kl", "pairs", "logit"})
 _SKIPPED = (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr, ast.Assert, ast.arguments)
 _NO_NUMBERS = frozenset({"shape", "dtype", "device", "ndim"})
 

@@ -39,7 +39,7 @@ def test_token_reward(reward: Any, mask: Any, placement: Any, expected: list[flo
 @pytest.mark.parametrize(
     ("reward", "error", "message"),
     [
-        (torch.zeros(2, 3), ValueError, r"shape \(2, 3\) but the kl has \[4, 4\] tokens per sequence"),
+        (torch.zeros(2, 2), ValueError, r"shape \(2, 2\) but the kl has \[4, 4\] tokens per sequence"),
         (torch.zeros(3), ValueError, r"the reward has shape \(3,\): expected as many numbers for each of 2 rows"),
         ("good", TypeError, "the reward must be a tensor, found str"),
     ],
@@ -65,6 +65,7 @@ def test_an_empty_sequence_cannot_hold_its_outcome() -> None:
 
 COUNTS = {("policy", "token-mean"): torch.tensor(7), ("kl", "seq-mean-token-sum"): torch.tensor(3)}
 TERMS = list(COUNTS)
+ID = torch.tensor(5.0)
 
 
 @pytest.mark.parametrize("key", ["denominators", ("loss", "denominators")])
@@ -73,7 +74,7 @@ def test_denominators_come_back_from_any_rows(key: Any, lazy: bool) -> None:
     data: Any = TensorDict(x=torch.zeros(4), batch_size=[4])
     data = lazy_stack(list(data.unbind(0))) if lazy else data
     assert read_denominators(data, key, TERMS) is None
-    write_denominators(data, key, COUNTS)
+    write_denominators(data, key, COUNTS, ID)
     for part in (data, data[1:3], data[:1]):
         found = read_denominators(part, key, TERMS)
         assert found is not None
@@ -82,14 +83,33 @@ def test_denominators_come_back_from_any_rows(key: Any, lazy: bool) -> None:
 
 def test_rows_that_were_counted_apart() -> None:
     data = TensorDict(batch_size=[2])
-    write_denominators(data, "n", COUNTS)
-    data["n", "kl/seq-mean-token-sum"] = torch.tensor([3, 4])
-    with pytest.raises(ValueError, match=r"counted apart: found denominators \[3, 4\] of kl"):
+    write_denominators(data, "n", COUNTS, ID)
+    data["n", "batch"] = torch.tensor([5.0, 6.0])
+    equal = r"rows of 2 batches that were counted apart: found denominators \[7\] of policy; \[3\] of kl"
+    with pytest.raises(ValueError, match=equal):
         read_denominators(data, "n", TERMS)
+    assert read_denominators(data[1:], "n", TERMS) == {"policy": 7, "kl": 3}
+    data["n", "kl/seq-mean-token-sum"] = torch.tensor([3, 4])
+    with pytest.raises(ValueError, match=r"counted apart: found denominators \[7\] of policy; \[3, 4\] of kl"):
+        read_denominators(data, "n", TERMS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_that_were_counted_apart_on_a_device() -> None:
+    data = TensorDict(batch_size=[2], device="cuda")
+    write_denominators(data, "n", {key: x.double().cuda() for key, x in COUNTS.items()}, ID.cuda())
+    found = read_denominators(data, "n", TERMS)
+    assert found is not None
+    assert [float(x) for x in found.values()] == [7, 3]
+    data["n", "batch"] = torch.tensor([5.0, 6.0])
+    found = read_denominators(data, "n", TERMS)
+    assert found is not None
+    assert all(x.isnan() for x in found.values())
 
 
 def test_denominators_of_another_loss() -> None:
     data = TensorDict(batch_size=[2])
-    write_denominators(data, "n", COUNTS)
+    write_denominators(data, "n", COUNTS, ID)
     with pytest.raises(ValueError, match="was counted for kl/seq-mean-token-sum, policy/token-mean but not for x/none"):
         read_denominators(data, "n", [("x", "none")])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 from typing import Any
 
 import pytest
@@ -34,11 +36,11 @@ def assert_exact(
     rows = conversation()
     batch = Ragged.from_list(rows)
     mask = (batch.positions > 0) & (torch.arange(len(batch.values)) % 4 != 0)
-    got = scorer.evaluate(batch, mask, entropy=True, top_k=3, reference=reference, direction=direction)
+    got = scorer.evaluate(batch, mask, entropy=True, top_k=3, moments=True, reference=reference, direction=direction)
     assert_close(got.log_prob.values, scorer.score(batch, mask).values, atol=1e-6, rtol=1e-6)
     assert_close(got.ref_log_prob.values, reference.score(batch, mask).values, atol=1e-6, rtol=1e-6)
     columns = zip(rows, batch.like(mask).to_list(), *(column.to_list() for column in got), strict=True)
-    for row, asked, log_prob, entropy, _, exact, top, top_log_prob, tail in columns:
+    for row, asked, log_prob, entropy, _, exact, top, top_log_prob, tail, collision, discriminator in columns:
         with torch.no_grad():
             p, q = plain(scorer.model, row, temperature), plain(reference.model, row, temperature)
         asked = asked[1:]
@@ -51,6 +53,11 @@ def assert_exact(
         assert torch.equal(top[1:][asked], indices[asked])
         assert_close(tail[1:][asked].exp(), 1 - best.exp().sum(-1)[asked], **CLOSE)
         assert not top[1:][~asked].any()
+        total = p.exp().double()
+        log_p, h = total.log(), -(total * total.log()).sum(-1, keepdim=True)
+        for found, moment in ((collision, total**2), (discriminator, total**2 * (h + log_p))):
+            assert found[0] == 0
+            assert_close(found[1:].double(), torch.where(asked, moment.sum(-1), 0.0), atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -249,6 +256,42 @@ def test_sequences_of_one_token_have_nothing_to_score() -> None:
     scorer = LogProbScorer(tiny_model("llama"))
     batch = Ragged.from_list([torch.tensor([3]), torch.tensor([5])])
     for remember in (False, True):
-        got = scorer.evaluate(batch, entropy=True, top_k=2, reference=scorer, remember=remember)
+        got = scorer.evaluate(batch, entropy=True, top_k=2, moments=True, reference=scorer, remember=remember)
         assert all(torch.equal(column.values, torch.zeros_like(column.values)) for column in got)
         assert got.top_indices.values.shape == (2, 2)
+
+
+@pytest.mark.parametrize("whole_logits", [False, True], ids=["tiles", "logits"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_moments_of_three_tokens_by_hand(whole_logits: bool, temperature: float) -> None:
+    """Probabilities 1/2, 1/3, 1/6, or 9/14, 4/14, 1/14 at half the temperature; and a token that is ruled out."""
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.tensor([3.0, 2.0, 1.0, 0.0]).log())
+
+        def forward(self, input_ids: Tensor) -> Any:
+            return (self.bias.expand(*input_ids.shape, 4),)
+
+    model: Any = Fixed()
+    if not whole_logits:
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        model.lm_head.bias = nn.Parameter(torch.full((VOCAB_SIZE,), -torch.inf))
+        model.lm_head.bias.data[:3] = torch.tensor([3.0, 2.0, 1.0]).log()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scorer = LogProbScorer(model, temperature=temperature, probe=False)
+        batch = Ragged.from_list([torch.tensor([0, 2, 1])])
+        got = scorer.evaluate(batch, entropy=True, moments=True, grad=True)
+    p = [1 / 2, 1 / 3, 1 / 6] if temperature == 1 else [9 / 14, 4 / 14, 1 / 14]
+    h = -sum(x * math.log(x) for x in p)
+    collision, discriminator = sum(x * x for x in p), sum(x * x * (h + math.log(x)) for x in p)
+    assert_close(got.collision.values, torch.tensor([0, collision, collision]))
+    assert_close(got.discriminator.values, torch.tensor([0, discriminator, discriminator]))
+    assert got.log_prob.values.requires_grad
+    assert not got.collision.values.requires_grad
+    assert not got.discriminator.values.requires_grad
+    assert scorer.evaluate(batch).collision is None

@@ -85,20 +85,6 @@ def _plain_with_grad(model: Any, row: Tensor) -> Tensor:
     return log_probs[:-1].gather(-1, row[1:, None])[:, 0]
 
 
-def test_checkpointed_layers_are_padded_with_gradient() -> None:
-    """They run again in the backward, when the pack is gone: a wrong mask would give a wrong gradient without an error."""
-    model, rows = tiny_model("llama").train(), conversation()[:4]
-    batch = Ragged.from_list(rows)
-    scorer, parameters = LogProbScorer(model), list(model.parameters())
-    want = torch.autograd.grad(scorer.score(batch, grad=True).values.sum(), parameters)
-    model.gradient_checkpointing_enable()
-    assert body_tokens(model, lambda: scorer.score(batch, grad=True)) == sum(len(row) - 1 for row in rows)
-    got = torch.autograd.grad(scorer.score(batch, grad=True).values.sum(), parameters)
-    for a, b in zip(got, want, strict=True):
-        assert_close(a, b, atol=1e-4, rtol=1e-4)
-    assert body_tokens(model, lambda: scorer.score(batch)) < sum(len(row) - 1 for row in rows)
-
-
 def test_a_body_with_its_own_mask_is_padded() -> None:
     """The probe detects a body that passes its own mask to every layer."""
     model = tiny_model("llama")

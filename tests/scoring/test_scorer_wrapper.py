@@ -195,3 +195,86 @@ def test_a_remote_wrapper_is_used_as_it_is():
     scorer = LogProbScorer(Remote(local))
     assert scorer.path == "wrapper"
     assert_close(scorer.score(sequences).values, plain_log_probs(module, sequences).detach(), rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------ zeros that torchrl fills in
+
+
+def filled(module: nn.Module, cached: int) -> SimpleNamespace:
+    """An engine that returns no scores of tokens whose block of ``cached`` tokens it has seen; torchrl fills in 0.
+
+    Like vLLM it always computes a sequence's last token, which predicts none of the sequence.
+    """
+    seen, backend = set(), engine(module)
+
+    def score(ids):
+        row = plain_log_probs(module, Ragged.from_list([ids])).detach()
+        rows = ids.tolist()
+        blocks = [tuple(rows[:end]) for end in range(cached, len(rows), cached)]
+        hit = max((len(block) for block in blocks if block in seen), default=0)
+        seen.update(blocks)
+        return torch.where(torch.arange(len(row)) <= hit, 0.0, row) if hit else row
+
+    backend.score = score
+    return backend
+
+
+@pytest.mark.parametrize("length", [9, 12, 13])
+def test_scores_of_a_cached_prefix_are_no_zeros(length):
+    """A second call finds the first blocks of 4 in the cache."""
+    sequences = random_sequences(length, 2)
+    scorer = LogProbScorer(FakeBackend(filled(tiny_model(), 4), **SETTINGS))
+    with torch.no_grad():
+        want = plain_log_probs(tiny_model(), sequences)
+    assert_close(scorer.score(sequences).values, want, rtol=0, atol=1e-5)
+    end = (length - 1) // 4 * 4
+    message = (
+        rf"FakeBackend returned log-probs of exactly 0 up to sequence 0, position {end}, .*enable_prefix_caching=False"
+    )
+    with pytest.raises(ValueError, match=message):
+        scorer.score(sequences)
+    mask = torch.arange(length + 2) == length - 1
+    if end < length - 1:  # the zeros are those of tokens that are not scored
+        assert_close(scorer.score(sequences, mask).values, torch.where(mask, want, 0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [2, 5])
+def test_an_engine_without_scores_of_prompts(prompt):
+    """As SGLang's wrapper: 0 for the whole prompt; a mask of the response alone reads none of them."""
+    backend, module = engine(tiny_model()), tiny_model()
+
+    def score(ids):
+        row = plain_log_probs(module, Ragged.from_list([ids])).detach()
+        row[:prompt] = 0
+        return row
+
+    backend.score = score
+    scorer, sequences = LogProbScorer(FakeBackend(backend, **SETTINGS)), random_sequences(9)
+    with pytest.raises(ValueError, match=rf"exactly 0 up to sequence 0, position {prompt - 1}, .* in its place 0:"):
+        scorer.score(sequences)
+    assert len(backend.requests) == 2
+    mask = torch.arange(9) >= prompt
+    with torch.no_grad():
+        want = plain_log_probs(module, sequences, mask)
+    assert_close(scorer.score(sequences, mask).values, want, rtol=0, atol=1e-5)
+    assert len(backend.requests) == 3
+
+
+class Counting(nn.Module):
+    """After ``n`` comes ``n + 1`` with a probability of exactly 1 in float32."""
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=100.0 * nn.functional.one_hot((input_ids + 1) % 10, 10))
+
+
+def test_tokens_that_are_certain_have_zeros():
+    """No false alarm: whole sequences of certain tokens, certain starts, and certain tokens in between."""
+    module = Counting()
+    backend = engine(module)
+    scorer = LogProbScorer(FakeBackend(backend, **SETTINGS))
+    sequences = Ragged.from_list([torch.arange(8), torch.tensor([3, 4, 5, 9, 0, 1]), torch.tensor([6, 6, 7, 8])])
+    got = scorer.score(sequences)
+    assert got.values.tolist() == plain_log_probs(module, sequences).tolist()
+    assert got.values.tolist() == [0.0] * 11 + [-100.0, 0.0, 0.0, 0.0, -100.0, 0.0, 0.0]
+    assert sum(map(len, backend.requests)) == 3 + 4  # two sequences are certain from their start
+    assert scorer.score(Ragged.from_list([torch.tensor([4, 5])])).values.tolist() == [0.0, 0.0]

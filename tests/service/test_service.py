@@ -61,6 +61,8 @@ def test_requests_that_need_a_local_model_are_refused(service: ScoringService, l
         remote.score(sequences(), grad=True)
     with pytest.raises(ValueError, match="need the model in this process"):
         remote.evaluate(sequences(), reference=local)
+    with pytest.raises(ValueError, match="need the model in this process"):
+        remote.evaluate(sequences(), moments=True)
 
 
 def test_errors_of_a_request_keep_type_and_message(service: ScoringService) -> None:

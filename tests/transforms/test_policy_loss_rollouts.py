@@ -106,7 +106,8 @@ def test_out_of_a_replay_buffer(data: Any, model: nn.Module) -> None:
 
 def test_an_algorithm_on_rollouts(data: Any, model: nn.Module, ref_model: nn.Module) -> None:
     """Scored in the env already: nothing is scored again, and advantages are those of the outcome."""
-    parts = make_algorithm("grpo", model, reference=ref_model, group_size=2, kl_loss_coeff=0.7)
+    parts = make_algorithm("grpo", model, reference=ref_model, group_key="pair", kl_loss_coeff=0.7)
+    data["pair"] = torch.tensor([0, 0, 1, 1])
     before = [step["next", "log_probs", "full"].clone() for step in data.unbind(0)]
     batch = parts.prepare(data)
     assert all(

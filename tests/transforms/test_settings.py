@@ -153,6 +153,7 @@ SETTINGS: list[tuple[str, Any]] = [
     ("kl_key", "kl"),
     ("reward_key", "score"),
     ("entropy_key", ("entropy", "full")),
+    ("moments_key", "moments"),
     ("gen_log_probs_full_key", ("gen", "full")),
     ("ref_log_probs_full_key", ("reference", "full")),
 ]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tutorials"))
 import countdown_grpo  # noqa: E402
 from countdown.algorithms import ON_POLICY, build, label  # noqa: E402
 from countdown.model import build_model, build_tokenizer, render_prompt, warm_up  # noqa: E402
-from countdown.report import MetricsFile, smooth  # noqa: E402
+from countdown.report import MetricsFile, progress, smooth  # noqa: E402
 from countdown.task import Problem, all_problems, make_env, split_problems  # noqa: E402
 from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL  # noqa: E402
 
@@ -144,7 +148,7 @@ def batch(tokenizer, model, parts):
     env = env.append_transform(RetrieveKL(model, reference, coeff=0.1))
     torch.manual_seed(1)
     batch = env.rollout(1, countdown_grpo.as_policy(model, tokenizer)).reshape(-1)
-    return parts.prepare(label(batch, 4), count=False)
+    return parts.prepare(label(batch, 4))
 
 
 def log_probs(model, batch):
@@ -235,6 +239,128 @@ def test_smoothing_and_the_metrics_file(tmp_path):
     metrics = MetricsFile(tmp_path / "a" / "metrics.jsonl")
     metrics.append({"step": 0, "kl": random.Random(0).random()})
     assert json.loads(metrics.path.read_text()) == metrics.rows[0]
+
+
+def words(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that a run draws."""
+    figures = []
+    monkeypatch.setattr(countdown_grpo.plot_curves.__globals__["plt"], "close", figures.append)
+    return figures
+
+
+def texts(figure) -> str:
+    found = [
+        text for axis in figure.axes for text in (axis.title, axis.yaxis.label, *axis.get_legend_handles_labels()[1])
+    ]
+    return " ".join(text if isinstance(text, str) else text.get_text() for text in found)
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "on_policy_distill", "grpo"])
+def test_only_a_run_with_a_penalty_speaks_of_one(tmp_path, monkeypatch, drawn, algorithm):
+    monkeypatch.setattr(countdown_grpo, "TEACHER_STEPS", 5)
+    output = run(
+        *("--algorithm", algorithm, "--steps", "2", "--warmup-steps", "25"),
+        *("--num-prompts", "2", "--group-size", "4", "--out", str(tmp_path)),
+    )
+    (figure,) = drawn
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    penalised = algorithm == "grpo"
+    for word in ("target", "coefficient", "adaptive KL penalty"):
+        assert (word in texts(figure)) == penalised, word
+    for word in ("target", "coefficient"):
+        assert (word in output) == penalised, word
+    assert len(figure.axes) == (3 if penalised else 2)
+    assert "KL (nats per answer)" in texts(figure)
+    assert "KL to the reference" in output
+    assert all(("coefficient" in row) == ("penalised_reward" in row) == penalised for row in rows)
+
+
+def test_a_target_without_a_penalty_is_refused(tmp_path):
+    result = CliRunner().invoke(
+        countdown_grpo.app, ["--algorithm", "dapo", "--kl-target", "0.5", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 2
+    assert "dapo has no KL penalty" in words(result.output)
+
+
+def test_earlier_runs_are_moved_aside(tiny_run):
+    folder, _ = tiny_run
+    out = folder / "out"
+    before = [(out / name).read_bytes() for name in ("metrics.jsonl", "curves.png")]
+    (out / "notes.txt").write_text("mine")
+    arguments = ("--steps", "1", "--warmup-steps", "2", "--num-prompts", "2", "--group-size", "2", "--out", str(out))
+    for number in (1, 2):
+        assert f"{out} holds an earlier run: moved it to {out / f'earlier-{number}'}" in run(*arguments).replace(
+            "\n", ""
+        )
+    assert [(out / "earlier-1" / name).read_bytes() for name in ("metrics.jsonl", "curves.png")] == before
+    assert [len((out / at / "metrics.jsonl").read_text().splitlines()) for at in (".", "earlier-2")] == [1, 1]
+    assert (out / "notes.txt").read_text() == "mine"
+    result = CliRunner().invoke(countdown_grpo.app, ["--save-model", str(folder / "model"), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "exists already, and saving would overwrite it" in words(result.output)
+
+
+def test_lines_come_at_once_where_there_is_no_terminal(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("countdown.report.time.perf_counter", lambda: clock[0])
+    with progress("warm-up", 6) as advance:
+        assert capsys.readouterr().out == "warm-up: 6 steps\n"
+        said = []
+        for seconds in (2.0, 4.9, 5.1, 9.0, 10.5, 10.6):
+            clock[0] = seconds
+            advance(f"at {seconds}")
+            said.append(capsys.readouterr().out)
+    assert said == [
+        "",
+        "",
+        "warm-up: 3/6, 5 s  at 5.1\n",
+        "",
+        "warm-up: 5/6, 10 s  at 10.5\n",
+        "warm-up: 6/6, 11 s  at 10.6\n",
+    ]
+
+
+@pytest.mark.parametrize("where", ["warm-up", "RL"])
+def test_an_interrupted_run_keeps_its_model_and_plot(tmp_path, where):
+    """Ctrl-C in a process of its own, as a user presses it."""
+    command = [
+        *(sys.executable, "-u", str(Path(countdown_grpo.__file__)), "--out", str(tmp_path / "out")),
+        *("--steps", "500", "--num-prompts", "2", "--group-size", "2"),
+        *(() if where == "warm-up" else ("--warmup-steps", "2")),
+    ]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+    started = (
+        (lambda: "/300, " in log.read_text())
+        if where == "warm-up"
+        else (lambda: (rows := tmp_path / "out" / "metrics.jsonl").exists() and rows.read_text().count("\n") > 1)
+    )
+    limit = time.monotonic() + 300
+    while not started():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130, log.read_text()
+    output = log.read_text()
+    rows = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert f"interrupted after {len(rows)} of 500 RL steps" in output
+    assert str(tmp_path / "out" / "model") in output.split("wrote ")[1].replace("\n", "")
+    assert (tmp_path / "out" / "model" / "tokenizer.json").exists()
+    saved, _ = countdown_grpo.open_policy(str(tmp_path / "out" / "model"))
+    torch.manual_seed(0)
+    fresh, _ = countdown_grpo.make_policy(all_problems())
+    assert not torch.equal(saved.lm_head.weight, fresh.lm_head.weight), "trained"
+    assert (tmp_path / "out" / "curves.png").exists() == (where == "RL")
 
 
 @pytest.mark.parametrize("algorithm", ON_POLICY)

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,8 +45,42 @@ def finished(tmp_path_factory):
     return out, done.stdout
 
 
+def test_an_interrupted_run_keeps_its_model_and_plot_and_those_before(tmp_path):
+    """Ctrl-C in a folder that holds an earlier run."""
+    out = tmp_path / "out"
+    out.mkdir()
+    earlier = ("undisturbed.jsonl", "killed.jsonl", "curves.png")
+    for name in earlier:
+        (out / name).write_text(f"{name} of the earlier run")
+    command = [
+        *(sys.executable, str(TUTORIALS / "ray_shared_reference.py"), "--steps", "300", "--collectors", "1"),
+        *("--num-prompts", "2", "--group-size", "2", "--warmup-steps", "2", "--out", str(out)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    limit = time.monotonic() + 300
+    while not (out / "earlier-1").exists() or len(rows_of(out / "undisturbed.jsonl")) < 2:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130, (tmp_path / "log").read_text()
+    output = (tmp_path / "log").read_text()
+    assert output.index("run 1: 300 steps") > output.index(f"moved it to {out / 'earlier-1'}")
+    assert (
+        f"interrupted after {len(rows_of(out / 'undisturbed.jsonl'))} of 300 RL steps: wrote {out / 'model'}" in output
+    )
+    assert (out / "model" / "model.safetensors").exists()
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for name in earlier:
+        assert (out / "earlier-1" / name).read_text() == f"{name} of the earlier run"
+
+
 def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def cells(output, what):

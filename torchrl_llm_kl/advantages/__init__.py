@@ -10,10 +10,13 @@ from torchrl_llm_kl.advantages._group import (
     asymre,
     best_of_group,
     dr_grpo,
+    gdpo,
     grpo,
     informative_groups,
     opmd,
+    opo,
     overlong_penalty,
+    pass_at_k,
     rec,
     reinforce,
     remax,
@@ -29,7 +32,16 @@ from torchrl_llm_kl.advantages._registry import (
     available_advantages,
     get_advantage,
 )
-from torchrl_llm_kl.advantages._token import gae, jsd, on_policy_distill, reinforce_plus_plus
+from torchrl_llm_kl.advantages._token import (
+    clip_b,
+    clip_v,
+    gae,
+    jsd,
+    on_policy_distill,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
 from torchrl_llm_kl.advantages._trajectory import gigpo, step_wise_grpo
 from torchrl_llm_kl.advantages._transform import DEFAULT_KEYS, Advantage
 
@@ -45,8 +57,11 @@ __all__ = [
     "asymre",
     "available_advantages",
     "best_of_group",
+    "clip_b",
+    "clip_v",
     "dr_grpo",
     "gae",
+    "gdpo",
     "get_advantage",
     "gigpo",
     "grpo",
@@ -54,10 +69,14 @@ __all__ = [
     "jsd",
     "on_policy_distill",
     "opmd",
+    "opo",
+    "optimal_token_baseline",
     "overlong_penalty",
+    "pass_at_k",
     "rec",
     "reinforce",
     "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
     "step_wise_grpo",

@@ -7,17 +7,22 @@ Args:
     group: equal for sequences that answer the same prompt; integers ``[B]``, in any order.
     baseline: outcome of the greedy answer to the same prompt, under the same reward (KL penalty in both or in neither);
         ``[B]``. Trinity: ``reward_baselines``.
+    rewards: several outcomes of each sequence, each one kind of reward; ``[B, R]``.
+    length: response tokens of each sequence; ``[B]``.
     mean_log_prob: mean log-prob per response token of each sequence under the policy that sampled it, nats; ``[B]``.
 
 Returns:
     ``[B]``, float32 or wider, without graph. NaN in one group does not affect another.
 
 Raises:
-    ValueError: if an input is missing or not ``[B]``, shapes differ, or a hyper-parameter is out of range.
+    ValueError: if an input is missing or not ``[B]`` (``rewards``: ``[B, R]``), shapes differ, or a hyper-parameter is out of
+        range.
     TypeError: if ``group`` is not of an integer dtype, or for an unknown hyper-parameter.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -118,6 +123,30 @@ def rloo(reward: Tensor, group: Tensor) -> Tensor:
     """
     groups = Groups(group)
     return groups.centred(reward) * groups.size / (groups.size - 1).clamp(min=1)
+
+
+@advantage(
+    "opo",
+    "outcome",
+    source="Hao et al. 2025 (OPO, arXiv 2505.23585): the optimal reward baseline, with the length of a response for the "
+    "squared norm of its gradient",
+)
+def opo(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
+    r"""``r - b`` with the mean reward ``b = sum(length * r) / sum(length)`` of the group's *tokens*.
+
+    The baseline of least variance weighs each reward by :math:`\|\nabla \log \pi\|^2` of its response, which grows with the
+    number of tokens: ``length`` stands for it if the gradients of tokens are about orthogonal and of one size.
+
+    Returns:
+        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards. Sequences without tokens have no weight.
+
+    Example:
+        >>> opo(torch.tensor([0.0, 0.0, 4.0, 5.0]), torch.tensor([0, 0, 0, 1]), torch.tensor([10, 20, 10, 30]))
+        tensor([-1., -1.,  3.,  0.])
+    """
+    groups = Groups(group)
+    above = reward - groups.min(reward)  # as in Groups.centred
+    return above - groups.sum(length * above) / groups.sum(length).clamp(min=1)
 
 
 @advantage("opmd", "outcome", source="Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826)")
@@ -225,6 +254,94 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
     surplus = 2 * groups.sum(negative.long()) - groups.size
     among_negative = groups.rank(torch.where(negative, order, order + rows))
     return negative & (among_negative < surplus)
+
+
+# ------------------------------------------------------------------ the best of a group, several rewards
+
+
+@advantage(
+    "pass_at_k",
+    "outcome",
+    aliases={"norm_adv_by_std_in_grpo": "std_normalize"},
+    source="Tang et al. 2025 (arXiv 2503.19595): pass@k with the leave-one-out baseline; ``std_normalize``: the default of "
+    "verl 0.9.1",
+)
+def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, epsilon: float = 1e-6) -> Tensor:
+    r"""What a sequence adds to the best reward of its group: ``max(r) - max(r of the others)``.
+
+    The policy gradient of the expected *best* of ``k`` answers, without bias; ``k`` is the size of the group. Only a single
+    best answer has an advantage: a prompt that is solved twice has nothing to learn, one that is solved once has the most.
+    verl: ``grpo_passk``.
+
+    Hyper-parameters:
+        std_normalize: divide by the standard deviation of the group's rewards plus ``epsilon``. The gradient is then no longer
+            that of the expected best. verl: ``norm_adv_by_std_in_grpo``.
+        epsilon: only with ``std_normalize``.
+
+    Returns:
+        ``[B]``; exactly 0 for all but a single best answer, and for a group of one.
+
+    Example:
+        >>> pass_at_k(torch.tensor([0.0, 1.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
+        tensor([0., 0., 2., 0.])
+    """
+    check_range(0.0, epsilon=epsilon)
+    groups = Groups(group)
+    best = groups.max(reward)
+    is_best = reward == best
+    others = groups.max(reward.masked_fill(is_best, -torch.inf))
+    single = is_best & (groups.sum(is_best.long()) == 1) & (groups.size > 1)
+    gain = best - torch.where(single, others, best)
+    return normalised(gain, groups.std(reward), epsilon) if std_normalize else gain
+
+
+@advantage(
+    "gdpo",
+    "outcome",
+    aliases={"gdpo_reward_weights": "reward_weights"},
+    obsolete={"gdpo_reward_keys": "rewards are passed, not looked up; a transform reads keys={'rewards': [...]}"},
+    refused={
+        "norm_adv_by_std_in_grpo": (
+            True,
+            "without the division the rewards are not normalised apart: add them up and use dr_grpo",
+        )
+    },
+    source="Liu et al. 2026 (GDPO, arXiv 2601.05242), eqs. 4-7",
+)
+def gdpo(
+    rewards: Tensor, group: Tensor, *, reward_weights: Sequence[float] | None = None, epsilon: float = 1e-6
+) -> Tensor:
+    r"""GRPO's advantage of each kind of reward, added up and divided by the standard deviation of the batch.
+
+    ``A = sum_k w_k (r_k - mu_k) / (sigma_k + epsilon)`` with mean and unbiased deviation of the group, then
+    ``A / (std(A) + epsilon)`` over all sequences, whose mean is 0 already. A sum of rewards that is normalised once gives
+    answers with different rewards the same advantage, and drowns a reward of small scale.
+
+    Hyper-parameters:
+        reward_weights: one for each of the ``R`` rewards; 1 by default. They weigh normalised rewards, whatever their units.
+            verl: ``gdpo_reward_weights``.
+        epsilon: added to the deviations.
+
+    Returns:
+        ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
+
+    Raises:
+        ValueError: also if there are not as many weights as rewards.
+
+    Example:
+        >>> rewards = torch.tensor([[1.0, 10.0], [0.0, 20.0], [1.0, 20.0], [0.0, 10.0], [9.0, 9.0]])
+        >>> gdpo(rewards, torch.tensor([0, 0, 0, 0, 1]), reward_weights=[1.0, 0.5])
+        tensor([ 0.4472, -0.4472,  1.3416, -1.3416,  0.0000])
+    """
+    check_range(0.0, epsilon=epsilon)
+    weights = [1.0] * rewards.shape[1] if reward_weights is None else list(reward_weights)
+    if len(weights) != rewards.shape[1]:
+        raise ValueError(
+            f"reward_weights has {len(weights)} weights for {rewards.shape[1]} rewards: pass one for each reward."
+        )
+    columns = (normalised(g.centred(r), g.std(r), epsilon) for g in [Groups(group)] for r in rewards.unbind(1))
+    total = torch.stack([weight * column for weight, column in zip(weights, columns, strict=True)]).sum(0)
+    return normalised(total, Groups(torch.zeros_like(group)).std(total), epsilon)
 
 
 # ------------------------------------------------------------------ other baselines, or none
@@ -335,6 +452,8 @@ def overlong_penalty(lengths: Tensor, max_len: int, cache_len: int) -> Tensor:
 class Groups:
     """Statistics of all groups at once, repeated on each row of the group: ``[B]``. ``group`` is int64 ``[B]``, in any order.
 
+    ``sum`` and ``min`` also take ``[B, T]``, column by column.
+
     Example:
         >>> groups = Groups(torch.tensor([7, 3, 7]))
         >>> groups.size.tolist(), groups.mean(torch.tensor([1.0, 5.0, 2.0])).tolist()
@@ -346,13 +465,15 @@ class Groups:
         self.size = self.sizes[self.ids]
 
     def sum(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self.sizes.shape).index_add(0, self.ids, x)[self.ids]
+        return x.new_zeros(*self.sizes.shape, *x.shape[1:]).index_add(0, self.ids, x)[self.ids]
 
     def mean(self, x: Tensor) -> Tensor:
         return self.sum(x) / self.size
 
     def min(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self.sizes.shape).scatter_reduce(0, self.ids, x, "amin", include_self=False)[self.ids]
+        index = self.ids if x.ndim == 1 else self.ids.unsqueeze(1).expand_as(x)
+        least = x.new_zeros(*self.sizes.shape, *x.shape[1:]).scatter_reduce(0, index, x, "amin", include_self=False)
+        return least[self.ids]
 
     def max(self, x: Tensor) -> Tensor:
         return -self.min(-x)

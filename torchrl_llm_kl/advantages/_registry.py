@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -23,18 +23,21 @@ R = TypeVar("R")
 # fmt: off
 #: Every registered advantage.
 AdvantageName = Literal[
-    "asymre", "best_of_group", "dr_grpo", "gae", "gigpo", "grpo", "jsd", "on_policy_distill", "opmd", "rec", "reinforce",
-    "reinforce_plus_plus", "remax", "rloo", "step_wise_grpo",
+    "asymre", "best_of_group", "clip_b", "clip_v", "dr_grpo", "gae", "gdpo", "gigpo", "grpo", "jsd", "on_policy_distill",
+    "opmd", "opo", "optimal_token_baseline", "pass_at_k", "rec", "reinforce", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "remax", "rloo", "step_wise_grpo",
 ]
 # fmt: on
-#: Trinity-RFT's names of some of them.
-TrinityName = Literal["ppo", "reinforceplusplus", "multi_step_grpo"]
+#: Names that Trinity-RFT and verl have for some of them.
+PeerName = Literal[
+    "ppo", "reinforceplusplus", "multi_step_grpo", "clipb", "clipv", "grpo_passk", "tir_optimal_token_baseline"
+]
 
 
 class AdvantageArgs(TypedDict, total=False):
     """Every hyper-parameter of every advantage, under each name that :class:`~torchrl_llm_kl.advantages.Advantage` accepts.
 
-    Each function documents its own. Names of Trinity-RFT that an advantage rejects are left out.
+    Each function documents its own. Names of other libraries that an advantage rejects are left out.
     """
 
     # groups
@@ -48,18 +51,25 @@ class AdvantageArgs(TypedDict, total=False):
     std_normalize: bool
     drop: Literal["balance"] | None
     generator: torch.Generator | None
+    reward_weights: Sequence[float] | None
     # tokens
     gamma: float
     lam: float
     whiten: bool
     kl_coef: float
     beta: Scalar
+    mu: Scalar
+    max_frac: float
+    handle_zero_tail: bool
     # trajectories
     enable_step_norm: bool
     omega: float
     fnorm: Literal["none", "std"]
-    # names of torchrl (`lmbda`) and Trinity-RFT, some of them without effect here
+    # names of torchrl (`lmbda`), verl and Trinity-RFT, some of them without effect here
     lmbda: float
+    norm_adv_by_std_in_grpo: bool
+    gdpo_reward_weights: Sequence[float] | None
+    gdpo_reward_keys: Sequence[str] | None
     std_cal_level: Literal["group", "batch"]
     lambda_coef: float
     chunk_size: int | None
@@ -74,7 +84,10 @@ Kind = Literal["outcome", "token", "trajectory"]
 #: Inputs that group or order rows: integers.
 _IDENTITIES = ("group", "run", "step", "state")
 #: Parameters that hold data. All others are hyper-parameters.
-INPUTS = (*_IDENTITIES, "reward", "baseline", "mean_log_prob", "value", "old_log_prob", "teacher_log_prob", "mask")
+INPUTS = (
+    *_IDENTITIES, "reward", "rewards", "length", "baseline", "mean_log_prob", "value", "old_log_prob", "teacher_log_prob",
+    "entropy", "collision", "discriminator", "mask",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,7 @@ class AdvantageSpec:
         kind: ``"outcome"``: one number per sequence, ``[B]``; ``"token"``: one per token, ``[*B, T]`` with a mask;
             ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
         needs: required inputs.
+        per_sequence: inputs of an advantage of tokens that hold one number per sequence, ``[*B]``.
         optional: inputs that only a hyper-parameter requires: input -> hyper-parameter.
         outputs: names of the results; the function returns a tuple if there are several.
         hyper: names of its hyper-parameters.
@@ -98,6 +112,7 @@ class AdvantageSpec:
     name: str
     kind: Kind
     needs: tuple[str, ...]
+    per_sequence: tuple[str, ...] = ()
     optional: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("advantage",)
     hyper: tuple[str, ...] = ()
@@ -123,7 +138,15 @@ class UnknownAdvantageError(UnknownNameError):
 _REGISTRY = Registry[Callable[..., Any]](
     "advantage",
     error=UnknownAdvantageError,
-    aliases={"ppo": "gae", "reinforceplusplus": "reinforce_plus_plus", "multi_step_grpo": "step_wise_grpo"},
+    aliases={
+        "ppo": "gae",
+        "reinforceplusplus": "reinforce_plus_plus",
+        "multi_step_grpo": "step_wise_grpo",
+        "clipb": "clip_b",
+        "clipv": "clip_v",
+        "grpo_passk": "pass_at_k",
+        "tir_optimal_token_baseline": "optimal_token_baseline",
+    },
 )
 
 
@@ -132,6 +155,7 @@ def advantage(
     kind: Kind,
     *,
     outputs: tuple[str, ...] = ("advantage",),
+    per_sequence: tuple[str, ...] = (),
     optional: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
     obsolete: Mapping[str, str] | None = None,
@@ -162,7 +186,7 @@ def advantage(
         needs = tuple(key for key in inputs if parameters[key].default is inspect.Parameter.empty)
         hyper = tuple(key for key in parameters if key not in INPUTS)
         foreign = (dict(aliases or {}), dict(obsolete or {}), dict(refused or {}))
-        spec = AdvantageSpec(name, kind, needs, dict(optional or {}), outputs, hyper, *foreign, source)
+        spec = AdvantageSpec(name, kind, needs, per_sequence, dict(optional or {}), outputs, hyper, *foreign, source)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
@@ -178,8 +202,8 @@ def advantage(
             tensors = {key: given.pop(key) for key in inputs if given.get(key) is not None}
             for key in needs:
                 if key not in tensors:
-                    raise ValueError(f"{name} needs {key}: pass {key}=, {'[*B, T]' if kind == 'token' else '[B]'}.")
-            clean = clean_tokens(tensors) if kind == "token" else clean_rows(tensors)
+                    raise ValueError(f"{name} needs {key}: pass {key}=, {_shape_of(key, spec)}.")
+            clean = clean_tokens(tensors, per_sequence) if kind == "token" else clean_rows(tensors)
             return cast("Callable[..., R]", function)(**given | clean)
 
         call.spec = spec  # type: ignore[attr-defined]
@@ -187,6 +211,12 @@ def advantage(
         return cast("Callable[P, R]", _REGISTRY.add(name, call))
 
     return decorate
+
+
+def _shape_of(key: str, spec: AdvantageSpec) -> str:
+    if spec.kind == "token":
+        return "[*B]" if key in spec.per_sequence else "[*B, T]"
+    return "[B, R]" if key == "rewards" else "[B]"
 
 
 def _instead_of(key: str, spec: AdvantageSpec) -> str:
@@ -217,21 +247,22 @@ def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:
 
 
 def available_advantages() -> tuple[str, ...]:
-    """The names of all advantages, sorted. :func:`get_advantage` also accepts some of Trinity-RFT's names.
+    """The names of all advantages, sorted. :func:`get_advantage` also accepts some names of Trinity-RFT and verl.
 
     Example:
         >>> available_advantages()[:3]
-        ('asymre', 'best_of_group', 'dr_grpo')
+        ('asymre', 'best_of_group', 'clip_b')
     """
     return tuple(sorted(_REGISTRY))
 
 
-def get_advantage(name: AdvantageName | TrinityName) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+def get_advantage(name: AdvantageName | PeerName) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Look an advantage up by name.
 
     Args:
-        name: one of :func:`available_advantages`, or Trinity-RFT's ``ppo`` (``gae``), ``reinforceplusplus``,
-            ``multi_step_grpo`` (``step_wise_grpo``).
+        name: one of :func:`available_advantages`; or Trinity-RFT's ``ppo`` (``gae``), ``reinforceplusplus``,
+            ``multi_step_grpo`` (``step_wise_grpo``), ``clipb``, ``clipv``; or verl's ``grpo_passk`` (``pass_at_k``),
+            ``tir_optimal_token_baseline`` (``optimal_token_baseline``).
 
     Returns:
         The function itself, always the same object; it can be pickled.
@@ -250,20 +281,39 @@ def get_advantage(name: AdvantageName | TrinityName) -> Callable[..., Tensor | t
 
 
 def clean_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Check one number per sequence, ``[B]``; amounts in float32 or wider without graph, identities in int64."""
+    """Check one number per sequence, ``[B]``; amounts in float32 or wider without graph, identities in int64.
+
+    ``rewards`` holds several, ``[B, R]``.
+    """
     for name, tensor in tensors.items():
-        if tensor.ndim != 1:
+        if name == "rewards" and (tensor.ndim != 2 or tensor.shape[1] == 0):
+            raise ValueError(f"rewards must be [B, R], R rewards per sequence, got shape {tuple(tensor.shape)}.")
+        if name != "rewards" and tensor.ndim != 1:
             raise ValueError(f"{name} must be [B], one number per sequence, got shape {tuple(tensor.shape)}.")
-    check_same_shape(**tensors)
-    for name, x in tensors.items():
-        if name in _IDENTITIES and (x.dtype == torch.bool or x.is_floating_point() or x.is_complex()):
-            raise TypeError(f"{name} must be of an integer dtype, got {x.dtype}: equal numbers belong together.")
-    return {name: x.long() if name in _IDENTITIES else widen(x.detach())[0] for name, x in tensors.items()}
+    check_same_shape(**{name: x[:, 0] if name == "rewards" else x for name, x in tensors.items()})
+    return {name: _clean(name, x) for name, x in tensors.items()}
 
 
-def clean_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Check one number per token, ``[*B, T]``; float32 or wider without graph, exactly 0 where the mask is False."""
+def clean_tokens(tensors: dict[str, Tensor], per_sequence: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Check one number per token, ``[*B, T]``; float32 or wider without graph, exactly 0 where the mask is False.
+
+    Inputs ``per_sequence`` are ``[*B]``.
+    """
     mask = tensors["mask"]
-    check_same_shape(**{"mask": mask, **tensors})
+    check_same_shape(**{"mask": mask, **{name: x for name, x in tensors.items() if name not in per_sequence}})
+    for name in per_sequence:
+        if tensors[name].shape != mask.shape[:-1]:
+            raise ValueError(
+                f"{name} must have one number per sequence, {tuple(mask.shape[:-1])}, got shape {tuple(tensors[name].shape)}."
+            )
     check_is_mask(mask=mask)
-    return {name: x if x is mask else torch.where(mask, widen(x.detach())[0], 0) for name, x in tensors.items()}
+    clean = {name: x if x is mask else _clean(name, x) for name, x in tensors.items()}
+    return {name: x if x is mask or name in per_sequence else torch.where(mask, x, 0) for name, x in clean.items()}
+
+
+def _clean(name: str, x: Tensor) -> Tensor:
+    if name not in _IDENTITIES:
+        return widen(x.detach())[0]
+    if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must be of an integer dtype, got {x.dtype}: equal numbers belong together.")
+    return x.long()

@@ -3,10 +3,15 @@
 The functions share their inputs, positional in the order of each signature:
 
 Args:
-    reward: reward of each token; ``[*B, T]``. An outcome is on the last response token.
+    reward: reward of each token; ``[*B, T]``. An outcome is on the last response token. For ``reinforce_plus_plus_baseline``,
+        ``clip_b`` and ``clip_v``: the outcome of each sequence; ``[*B]``.
     value: the critic's estimate of the sum of rewards from this token on; ``[*B, T]``.
     old_log_prob: nats, under the policy that sampled the tokens, which is the student; ``[*B, T]``.
+    group: for functions that compare with other answers to the same prompt: equal for those; integers ``[*B]``.
     teacher_log_prob: of the same tokens under the teacher; ``[*B, T]``. Trinity: ``teacher_logprobs``.
+    entropy: nats, of the distribution that each token was drawn from; ``[*B, T]``. verl, Trinity: ``entropys``.
+    collision: ``sum p ** 2`` of that distribution; ``[*B, T]``. verl: ``sum_pi_squared``.
+    discriminator: ``sum p ** 2 (H + log p)`` of that distribution; ``[*B, T]``. Trinity: ``necs``.
     mask: True at response tokens; bool ``[*B, T]``. Values at other tokens (even NaN) have no effect, and discounting skips
         them.
 
@@ -15,7 +20,7 @@ Returns:
 
 Raises:
     ValueError: if an input is missing, shapes differ, or a hyper-parameter is out of range.
-    TypeError: if the mask is not boolean, or for an unknown hyper-parameter.
+    TypeError: if the mask is not boolean, ``group`` is not of an integer dtype, or for an unknown hyper-parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_llm_kl._numerics import check_range, masked_mean
+from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl.advantages._group import Groups, grpo
 from torchrl_llm_kl.advantages._registry import advantage
 
 # ------------------------------------------------------------------ returns
@@ -89,6 +95,87 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
     return whitened(returns, mask)
 
 
+@advantage(
+    "reinforce_plus_plus_baseline",
+    "token",
+    per_sequence=("reward", "group"),
+    source="Hu et al. 2025 (REINFORCE++, arXiv 2501.03262): REINFORCE++-baseline",
+)
+def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    r"""``r - mu`` with the mean ``mu`` of the group, on each token, then whitened over all tokens of the batch.
+
+    The deviation is that of the batch: unlike GRPO's, it does not overweight groups of nearly equal rewards.
+
+    Returns:
+        ``[*B, T]``; mean 0 and variance 1 over the response tokens of groups of several. Exactly 0 for a group of one.
+
+    Example:
+        >>> mask = torch.tensor([[True, True], [True, False], [True, True]])
+        >>> reinforce_plus_plus_baseline(torch.tensor([0.0, 3.0, 7.0]), torch.tensor([0, 0, 1]), mask)
+        tensor([[-0.5774, -0.5774],
+                [ 1.1547,  0.0000],
+                [ 0.0000,  0.0000]])
+    """
+    groups = Groups(group.flatten())
+    several = mask & (groups.size > 1).reshape(group.shape).unsqueeze(-1)
+    centred = groups.centred(reward.flatten()).reshape(group.shape).unsqueeze(-1)
+    return whitened(torch.where(several, centred, 0), several)
+
+
+@advantage(
+    "optimal_token_baseline",
+    "token",
+    per_sequence=("group",),
+    source="Li et al. 2026, 'The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL' (ICML), with its "
+    "logit-gradient proxy; ``handle_zero_tail``: verl 0.9.1",
+)
+def optimal_token_baseline(
+    reward: Tensor,
+    group: Tensor,
+    old_log_prob: Tensor,
+    collision: Tensor,
+    mask: Tensor,
+    *,
+    handle_zero_tail: bool = True,
+) -> Tensor:
+    r"""``G_t - B_t``: the sum of rewards from each token on, minus the baseline of least variance at its place.
+
+    ``B_t = sum_i W_it G_it / sum_i W_it`` over those answers of the group that have a ``t``-th response token, whatever lies
+    between two of them. ``W_t`` adds up ``1 - 2 p + sum p ** 2`` of the tokens until ``t``, the squared norm of the gradient of
+    each token's log-prob with respect to the logits: returns of answers whose gradient is large so far weigh more.
+
+    Hyper-parameters:
+        handle_zero_tail: where only the longest answer of the group is left: True for ``G_t``; False for 0, as there is nothing
+            to compare with.
+
+    Returns:
+        ``[*B, T]``; exactly 0 for a group of one, and where all returns are equal.
+
+    Example:
+        >>> reward, log_prob = torch.tensor([[0.0, 1.0], [3.0, 0.0]]), torch.tensor([[0.5, 0.5], [0.2, 0.5]]).log()
+        >>> mask, collision = torch.tensor([[True, True], [True, False]]), torch.full((2, 2), 0.5)
+        >>> optimal_token_baseline(reward, torch.tensor([0, 0]), log_prob, collision, mask)
+        tensor([[-1.3750,  1.0000],
+                [ 0.6250,  0.0000]])
+    """
+    (returns, _), groups = estimate(reward, torch.zeros_like(reward), mask, 1.0, 1.0), Groups(group.flatten())
+    # The squared norm is not negative, but its rounding may be.
+    norm = (1 - 2 * old_log_prob.exp() + collision).clamp(min=0)  # 0 outside the mask too
+    order = (~mask).byte().argsort(dim=-1, stable=True)  # response tokens first, as in `estimate`
+    total, weight = (x.gather(-1, order).flatten(0, -2) for x in (returns, norm.cumsum(-1)))
+    present = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1).flatten().unsqueeze(-1)
+    weight = torch.where(present, weight, 0)
+    weight = torch.where(groups.sum(weight) == 0, present.to(weight.dtype), weight)  # certain tokens: the plain mean
+    # Subtract the minimum first: equal returns and their mean are then exactly 0.
+    above = torch.where(present, total - groups.min(total.masked_fill(~present, torch.inf)), 0)
+    result = above - groups.sum(weight * above) / groups.sum(weight)
+    if handle_zero_tail:
+        alone = (groups.sum(present.long()) == 1) & (groups.sum(present.any(-1).long()) > 1).unsqueeze(-1)
+        result = torch.where(alone, total, result)
+    result = torch.where(present, result, 0).reshape(mask.shape)
+    return torch.zeros_like(result).scatter(-1, order, result)
+
+
 def estimate(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """GAE and value targets of clean inputs. With ``value = 0`` and ``lam = 1``, the discounted return."""
     # Response tokens first, in order, so that successors are adjacent.
@@ -108,13 +195,128 @@ _EPSILON = 1e-8  # added to the variance, as in verl and TRL
 
 def whitened(value: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and unbiased variance 1 over the masked-in tokens, 0 elsewhere; exactly 0 if they are equal or fewer than two."""
+    centred = _centred(value, mask)
+    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
+    return centred * (variance + _EPSILON).rsqrt()
+
+
+def _centred(value: Tensor, mask: Tensor) -> Tensor:
+    """The difference from the mean over the masked-in tokens, 0 elsewhere; exactly 0 if they are equal."""
     if value.numel() == 0:
         return value
     # Subtract the minimum first: equal values then have no rounding error.
     above = value - torch.where(mask, value, torch.inf).amin()
-    centred = torch.where(mask, above - masked_mean(above, mask), 0)
-    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
-    return centred * (variance + _EPSILON).rsqrt()
+    return torch.where(mask, above - masked_mean(above, mask), 0)
+
+
+# ------------------------------------------------------------------ control of the entropy
+
+_ENTROPY_DYNAMICS = "Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392)"
+
+
+@advantage(
+    "clip_b",
+    "token",
+    per_sequence=("reward", "group"),
+    source=f"{_ENTROPY_DYNAMICS}, Clip_B; one-sided and ``mu``: its authors' code in Trinity-RFT 0.6.0",
+)
+def clip_b(
+    reward: Tensor,
+    group: Tensor,
+    old_log_prob: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    *,
+    mu: Scalar = 2.5,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    r"""GRPO's advantage on each token, 0 for tokens whose penalty would lower the entropy far more than that of others.
+
+    A small step along ``A grad log p`` at one position changes its entropy by ``-A (S - E[S])`` to first order, with the
+    discriminator ``S = p (H + log p)`` of the sampled token. Left out are tokens with ``A < 0`` and ``S`` more than ``mu``
+    standard deviations below the mean ``S`` of all response tokens of the batch, which stands for ``E[S]``.
+
+    Hyper-parameters:
+        mu: standard deviations, at least 0.
+        epsilon: see :func:`~torchrl_llm_kl.advantages.grpo`.
+
+    Returns:
+        ``[*B, T]``. A token that is left out still counts in the mean of a loss.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[0.5, 0.5], [0.5, 0.1]]).log(), torch.ones(2, 2, dtype=torch.bool)
+        >>> clip_b(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), log_prob, torch.full((2, 2), 0.7), mask, mu=1.0)
+        tensor([[ 0.7071,  0.7071],
+                [-0.7071,  0.0000]])
+    """
+    check_range(0.0, mu=mu)
+    result, score = _grpo(reward, group, mask, epsilon), _centred(_score(old_log_prob, entropy), mask)
+    return torch.where((result < 0) & (score < -mu * _deviation(score, mask)), 0, result)
+
+
+@advantage(
+    "clip_v",
+    "token",
+    per_sequence=("reward", "group"),
+    source=f"{_ENTROPY_DYNAMICS}, Clip_V; one-sided, ``mu`` and ``max_frac``: its authors' code in Trinity-RFT 0.6.0",
+)
+def clip_v(
+    reward: Tensor,
+    group: Tensor,
+    old_log_prob: Tensor,
+    entropy: Tensor,
+    discriminator: Tensor,
+    mask: Tensor,
+    *,
+    mu: Scalar = 8.5,
+    max_frac: float = 1e-4,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    r"""``clip_b`` with the exact ``E[S]`` of each position, ``discriminator``, for the mean of the batch.
+
+    Left out are tokens with ``A < 0`` and ``E[S] - S`` above ``mu`` standard deviations of ``E[S] - S`` over the batch; only
+    the largest, if they are more than ``max_frac`` of all response tokens.
+
+    Hyper-parameters:
+        mu: standard deviations, at least 0.
+        max_frac: the most tokens to leave out, as a share of the response tokens, 0 to 1; but always one, if there is one.
+        epsilon: see :func:`~torchrl_llm_kl.advantages.grpo`.
+
+    Returns:
+        ``[*B, T]``. A token that is left out still counts in the mean of a loss.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[0.5, 0.5], [0.5, 0.1]]).log(), torch.ones(2, 2, dtype=torch.bool)
+        >>> entropy, mean = torch.full((2, 2), 0.7), torch.zeros(2, 2)
+        >>> clip_v(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), log_prob, entropy, mean, mask, mu=1.0)
+        tensor([[ 0.7071,  0.7071],
+                [-0.7071,  0.0000]])
+    """
+    check_range(0.0, mu=mu)
+    check_range(0.0, 1.0, max_frac=max_frac)
+    result, loss = _grpo(reward, group, mask, epsilon), discriminator - _score(old_log_prob, entropy)
+    deviation = _deviation(_centred(loss, mask), mask)
+    beyond = (result < 0) & (loss > mu * deviation) & (deviation > 0)
+    order = loss.masked_fill(~beyond, -torch.inf).flatten().argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
+    most = (mask.sum().double() * max_frac).floor().clamp(min=1)
+    return torch.where(beyond & (rank.reshape(mask.shape) < most), 0, result)
+
+
+def _grpo(reward: Tensor, group: Tensor, mask: Tensor, epsilon: float) -> Tensor:
+    """GRPO's advantage of outcomes ``[*B]`` on each response token."""
+    result = grpo(reward.flatten(), group.flatten(), epsilon=epsilon).reshape(group.shape)
+    return torch.where(mask, result.unsqueeze(-1), 0)
+
+
+def _score(old_log_prob: Tensor, entropy: Tensor) -> Tensor:
+    """The entropy discriminator of the sampled token."""
+    return old_log_prob.exp() * (entropy + old_log_prob)
+
+
+def _deviation(centred: Tensor, mask: Tensor) -> Tensor:
+    """The biased standard deviation over the response tokens; 0-dim."""
+    return masked_mean(centred.square(), mask).sqrt()
 
 
 # ------------------------------------------------------------------ distillation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from torchrl.envs import Transform
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import check_choice, check_finite, check_range
-from torchrl_llm_kl.advantages._registry import AdvantageArgs, AdvantageName, TrinityName, advantage_spec, get_advantage
+from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, widen
+from torchrl_llm_kl.advantages._registry import AdvantageArgs, AdvantageName, PeerName, advantage_spec, get_advantage
 from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
@@ -22,6 +23,7 @@ from torchrl_llm_kl.rollouts import (
     outcomes,
     per_sequence,
     per_token,
+    prompt_ids,
     require_key,
     sequence_ids_of,
     sequence_integers,
@@ -36,10 +38,14 @@ Layout = Literal["sequence", "token"]
 DEFAULT_KEYS: dict[str, NestedKey] = {
     "reward": ("next", "reward"),
     "group": "query",
+    "rewards": ("next", "reward"),
     "baseline": "reward_baseline",
     "value": ("next", "state_value"),
     "old_log_prob": ("next", "log_probs", "full"),
     "teacher_log_prob": ("next", "ref_log_probs", "full"),
+    "entropy": ("next", "entropy"),
+    "collision": ("next", "moments", "collision"),
+    "discriminator": ("next", "moments", "discriminator"),
     "state": "state",
     "advantage": "advantage",
     "value_target": "value_target",
@@ -48,12 +54,17 @@ DEFAULT_KEYS: dict[str, NestedKey] = {
 #: Advice for a missing input.
 _ADVICE: dict[str, str] = {
     "reward": "Add a transform that writes rewards to the env, or pass keys={'reward': ...}.",
+    "rewards": "Store several rewards of each sequence, [*B, R], or name an entry for each: keys={'rewards': [...]}.",
     "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive.",
     "baseline": "Answer each prompt greedily once and store that reward, or pass keys={'baseline': ...}.",
     "value": "Put RetrieveValue before, or pass keys={'value': ...}.",
     "old_log_prob": "Put RetrieveLogProb (or RetrieveKL) of the policy before, or pass keys={'old_log_prob': ...}.",
     "teacher_log_prob": "Put RetrieveLogProb of the teacher before (RetrieveKL(policy, teacher) writes both), or pass "
     "keys={'teacher_log_prob': ...}.",
+    "entropy": "Put RetrieveLogProb(..., entropy_key='entropy') of the policy before, or pass keys={'entropy': ...}.",
+    "collision": "Put RetrieveLogProb(..., moments_key='moments') of the policy before, or pass keys={'collision': ...}.",
+    "discriminator": "Put RetrieveLogProb(..., moments_key='moments') of the policy before, or pass "
+    "keys={'discriminator': ...}.",
     "state": "Store an integer or string that identifies the env's state before the step, or pass keys={'state': ...}.",
     "mask": "Correct keys={'mask': ...}, or leave it out to use the response of each step.",
     "run": "Correct keys={'run': ...}.",
@@ -69,24 +80,26 @@ class Advantage(Transform):
     it raises an error.
 
     Args:
-        name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`, or Trinity-RFT's name of one.
+        name: one of :func:`~torchrl_llm_kl.advantages.available_advantages`, or Trinity-RFT's or verl's name of one.
 
     Keyword Args:
         group_key: for advantages that compare within groups: an entry that is equal for the sequences of a group (integers,
             strings, or the tokens of the prompt). Default ``"query"``, as for torchrl's ``MCAdvantage``.
         group_size: instead of ``group_key``: the number of consecutive sequences of the flattened batch that form a group,
-            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``.
+            as when each prompt is repeated; for trajectories, of consecutive envs of a rollout ``[*envs, steps]``. The prompts
+            (of first steps) and the entry ``"query"`` are compared, if the data has them.
         layout: ``"sequence"``: one number per sequence, in the shape of the reward if that is one number too (``[*B, 1]`` or
             ``[*B, 1, 1]``), else ``[*B, 1]``. ``"token"``: that number on each response token and 0 elsewhere, ``[*B, T, 1]``
             in the layout of the tokens. Advantages of tokens have no other layout.
         keys: overrides of :data:`~torchrl_llm_kl.advantages.DEFAULT_KEYS`: input or output -> key. A missing entry is looked
-            up on the other side of ``"next"``.
-        hyper: hyper-parameters of the advantage, also under the names of torchrl and Trinity-RFT; see its function.
+            up on the other side of ``"next"``. ``"rewards"`` (for ``gdpo``) may be a list of keys, one for each reward.
+        hyper: hyper-parameters of the advantage, also under the names of torchrl, Trinity-RFT and verl; see its function.
 
     Shapes:
         A reward is one number per sequence, or one per token (as ``KLRewardTransform`` writes it), whose sum without padding
         (``("masks", "all_attention_mask")``) is the outcome. For advantages of tokens, an outcome is placed on the last
         response token.
+        Several rewards are one entry ``[*B, R]``, or a list of keys of rewards as above.
         Other per-token inputs hold one number per token, or rows of the response alone, as for the losses. Response tokens
         are those of ``keys={"mask": ...}`` if given; else the response of each step, as for
         ``PolicyLoss(masking_strategy="sft")`` and ``RetrieveValue``.
@@ -96,8 +109,12 @@ class Advantage(Transform):
     Raises:
         TypeError: for an unknown hyper-parameter.
         ValueError: if an input is NaN or infinite (names the sequence), a reward fits neither sequences nor tokens, a
-            per-token input holds one number per sequence, or arguments contradict the advantage or each other.
+            per-token input holds one number per sequence, ``group_size`` rows have different prompts, or arguments contradict
+            the advantage or each other.
         KeyError: if an entry is missing (names it, lists the entries found, and gives advice).
+
+    Warns:
+        UserWarning: if rows of one ``group_key`` have different prompts, as turns of a conversation have.
 
     Example:
         >>> from tensordict import TensorDict
@@ -111,12 +128,12 @@ class Advantage(Transform):
 
     def __init__(
         self,
-        name: AdvantageName | TrinityName,
+        name: AdvantageName | PeerName,
         *,
         group_key: NestedKey | None = None,
         group_size: int | None = None,
         layout: Layout | None = None,
-        keys: Mapping[str, NestedKey] | None = None,
+        keys: Mapping[str, NestedKey | list[NestedKey]] | None = None,
         **hyper: Unpack[AdvantageArgs],
     ) -> None:
         super().__init__()
@@ -130,20 +147,31 @@ class Advantage(Transform):
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
         self.keys = self._resolve_keys(keys or {})
         self.group_key, self.group_size = self._check_group(group_key, group_size)
-        read = [key for name, key in self.keys.items() if name not in spec.outputs]
+        read = [key for name in self.keys if name not in spec.outputs for key in self._keys_of(name)]
         self.in_keys = read if self.group_key is None else [*read, self.group_key]
         self.out_keys = [self.keys[key] for key in spec.outputs]
 
-    def _resolve_keys(self, given: Mapping[str, NestedKey]) -> dict[str, NestedKey]:
+    def _resolve_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The entries read and written: the defaults, overridden by ``given``."""
-        # The mean log-prob is computed from those of tokens; group and mask have arguments of their own.
-        names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - {"group", "mask"}
+        # The mean log-prob is computed from those of tokens, the length from the mask; group and mask have own arguments.
+        names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - {
+            "group",
+            "mask",
+            "length",
+        }
         known = {*names, *self.spec.outputs, *(["mask"] if self._reads_tokens else [])}
         for name in given:
             if name not in known:
                 advice = "; pass group_key=" if name == "group" and "group" in self.inputs else ""
                 raise ValueError(f"{self.spec.name} has no key {name!r}; it has {', '.join(sorted(known))}{advice}.")
+            if isinstance(given[name], list) and (name != "rewards" or not given[name]):
+                raise ValueError(f"keys={{{name!r}: ...}} must be one key, got the list {given[name]!r}.")
         return {**{name: key for name, key in DEFAULT_KEYS.items() if name in known}, **given}
+
+    def _keys_of(self, name: str) -> list[NestedKey]:
+        """The entries of an input; several for rewards in entries of their own."""
+        key = self.keys[name]
+        return key if isinstance(key, list) else [key]
 
     def _check_group(self, key: NestedKey | None, size: int | None) -> tuple[NestedKey | None, int | None]:
         if "group" not in self.inputs:
@@ -214,7 +242,7 @@ class Advantage(Transform):
 
     @property
     def _reads_tokens(self) -> bool:
-        return self.layout == "token" or "mean_log_prob" in self.inputs
+        return self.layout == "token" or "mean_log_prob" in self.inputs or "length" in self.inputs
 
     def _locate(self, td: TensorDictBase) -> ResponseTokens:
         """The tokens of the given mask; by default the response of each step, as for losses and critics."""
@@ -243,9 +271,11 @@ class Advantage(Transform):
     def _of_tokens(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
         """The results at every token; ``[N]`` each."""
         assert response is not None
-        names = [name for name in self.inputs if name != "mask"]
+        names = [name for name in self.inputs if name not in ("mask", *self.spec.per_sequence)]
         given = {name: response.gather(self._token_input(td, name, response)) for name in names}
         response.check_finite({f"the {name}": x for name, x in given.items()})
+        for name in self.spec.per_sequence:
+            given[name] = self._row_input(td, name, response).to(response.mask.device)
         results = self._function(**given, mask=response.mask, **self.hyper)
         return [response.scatter(x) for x in (results if isinstance(results, tuple) else (results,))]
 
@@ -267,7 +297,7 @@ class Advantage(Transform):
     def _of_rows(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
         """The result in its layout: one number per sequence, or at every token ``[N]``."""
         given = {name: self._row_input(td, name, response) for name in self.inputs}
-        device = given["reward"].device
+        device = given["rewards" if "rewards" in given else "reward"].device
         result = self._function(**{name: x.to(device) for name, x in given.items()}, **self.hyper)
         assert isinstance(result, Tensor)
         if self.layout == "token":
@@ -276,15 +306,22 @@ class Advantage(Transform):
         return [result.reshape(*td.batch_size, *self._features(td))]
 
     def _row_input(self, td: TensorDictBase, name: str, response: ResponseTokens | None) -> Tensor:
-        """One number per sequence; ``[S]``."""
+        """One number per sequence; ``[S]``, ``[S, R]`` for several rewards."""
         rows, what = td.batch_size.numel(), f"the {name}"
+        if name == "length":
+            assert response is not None
+            return response.mask.sum(-1)
+        if name == "rewards":
+            return self._several_rewards(td)
         if name == "mean_log_prob":
             assert response is not None
             log_prob = self._token_input(td, "old_log_prob", response)
             response.check_finite({"the old_log_prob": response.gather(log_prob)})
             return response.mean(log_prob)
         if name == "group" and self.group_size is not None:
-            return _groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+            groups = _groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+            _check_neighbours(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+            return groups
         given = self.group_key if name == "group" else self.keys.get(name)
         if given is None:  # a trajectory's own place in the batch
             return _runs_along_time(td) if name == "run" else torch.arange(rows)
@@ -292,14 +329,50 @@ class Advantage(Transform):
         if name == "step":
             return sequence_integers(value, rows, what)
         if name in ("group", "run", "state"):
-            return sequence_ids_of(value, rows, what)
+            ids = sequence_ids_of(value, rows, what)
+            if name == "group" and self.spec.kind == "outcome":
+                _warn_of_turns(td, ids, given)
+            return ids
         numbers = outcomes(td, value, what) if name == "reward" else sequence_sums(value, rows, what)
         check_finite({what: numbers}, place="sequence {}".format, advice="Fix the entry, or drop the row.")
         return numbers
 
+    def _several_rewards(self, td: TensorDictBase) -> Tensor:
+        """From an entry for each, or from one entry with all of them; ``[S, R]``."""
+        columns, rows = [], td.batch_size.numel()
+        for key in self._keys_of("rewards"):
+            found = require_key(td, key, "the rewards are missing", _ADVICE["rewards"])
+            value = read_column(td, found)
+            if isinstance(self.keys["rewards"], list):
+                columns.append(outcomes(td, value, f"the reward {key!r}"))
+                continue
+            row = value if isinstance(value, Tensor) and not value.is_nested else None
+            if isinstance(value, list) and len({leaf.shape for leaf in value}) == 1:
+                row = torch.stack(value)
+            if row is None or row.numel() != rows * row.shape[-1] or row.ndim < 2:
+                shape = (
+                    tuple(value.shape)
+                    if isinstance(value, Tensor) and not value.is_nested
+                    else "rows of several lengths"
+                )
+                raise ValueError(
+                    f"the rewards under {found!r} must be [*B, R], R numbers for each of {rows} sequences, found {shape}. "
+                    f"Pass keys={{'rewards': [...]}} for rewards in entries of their own."
+                )
+            columns += widen(row.detach())[0].reshape(rows, -1).unbind(1)
+        numbers = torch.stack([column.to(columns[0].device) for column in columns], 1)
+        check_finite(
+            {"a reward": numbers},
+            place=lambda at: f"sequence {at // numbers.shape[1]}, reward {at % numbers.shape[1]}",
+            advice="Fix the entry, or drop the row.",
+        )
+        return numbers
+
     def _features(self, td: TensorDictBase) -> tuple[int, ...]:
         """The shape of one row's advantage: the reward's if that is a single number."""
-        reward = read_column(td, require_key(td, self.keys["reward"], "the reward is missing", _ADVICE["reward"]))
+        name = "rewards" if "rewards" in self.inputs else "reward"
+        key = require_key(td, self._keys_of(name)[0], f"the {name} is missing", _ADVICE[name])
+        reward = read_column(td, key)
         shape = torch.Size()
         if isinstance(reward, list):
             shape = reward[0].shape if all(row.numel() == 1 for row in reward) else shape
@@ -333,6 +406,53 @@ def _groups_of_size(td: TensorDictBase, size: int, *, trajectories: bool) -> Ten
             f"group_size={size}: pass whole groups, or pass group_key=."
         )
     return torch.arange(rows) // steps // size
+
+
+_TURNS = (
+    "If rows are turns of conversations, use the algorithm multi_step_grpo (the advantage step_wise_grpo), which compares "
+    "whole conversations"
+)
+
+
+def _check_neighbours(td: TensorDictBase, size: int, *, trajectories: bool) -> None:
+    """Raise if the data shows that ``size`` consecutive rows, or trajectories, do not answer one prompt."""
+    rows = torch.arange(td.batch_size.numel())
+    if trajectories:
+        rows = rows[:: td.batch_size[-1]]  # their first steps
+    for what, ids in ((f"entry {DEFAULT_KEYS['group']!r}", _query_ids(td)), ("prompt", prompt_ids(td))):
+        if ids is None:
+            continue
+        ids = ids.to(rows.device)[rows].reshape(-1, size)
+        differs = (ids != ids[:, :1]).reshape(-1)
+        if bool(differs.any()):
+            at = int(differs.nonzero()[0])
+            pair = f"{int(rows[at - at % size])} and {int(rows[at])}"
+            raise ValueError(
+                f"group_size={size}: sequences {pair} would be compared as answers to one prompt, and their {what} differs. "
+                f"{'' if trajectories else f'{_TURNS}. '}Otherwise put the answers to a prompt next to one another, or pass "
+                "group_key=."
+            )
+
+
+def _query_ids(td: TensorDictBase) -> Tensor | None:
+    key = find_key(td, DEFAULT_KEYS["group"])
+    try:
+        return None if key is None else sequence_ids_of(read_column(td, key), td.batch_size.numel(), "the query")
+    except (TypeError, ValueError):  # an entry of another kind
+        return None
+
+
+def _warn_of_turns(td: TensorDictBase, group: Tensor, key: NestedKey) -> None:
+    """Warn if rows of a group have different prompts: turns of a conversation are not answers to one prompt."""
+    prompts = prompt_ids(td)
+    if prompts is None:
+        return
+    pairs = torch.stack([group.cpu(), prompts.cpu()]).unique(dim=1)
+    if pairs.shape[1] > len(pairs[0].unique()):
+        warnings.warn(
+            f"rows of one group (group_key={key!r}) have different prompts, and are compared as answers to one. {_TURNS}.",
+            stacklevel=4,
+        )
 
 
 def _runs_along_time(td: TensorDictBase) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
@@ -134,7 +134,7 @@ class Algorithm:
     @property
     def on_policy(self) -> bool:
         """Whether it trains on the policy's own answers."""
-        return self.schema not in ("sft", "dpo")
+        return self.schema not in ("sft", "dpo", "unpaired")
 
     @property
     def needs_reference(self) -> bool:
@@ -159,6 +159,8 @@ class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
     """The settings of :func:`make_algorithm` that change a preset.
 
     Fields of :class:`Algorithm`, hyper-parameters of its objective or advantage, keys of Trinity-RFT's ``algorithm`` section.
+    ``objective_<name>`` and ``advantage_<name>`` say which part's hyper-parameter is meant, and are required where both have
+    the name, or where another library gives it to another setting (``epsilon``: TRL's clip range).
     """
 
     objective: ObjectiveName
@@ -179,6 +181,16 @@ class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
     compute_advantage_in_trainer: bool
     use_reference: bool
     use_critic: bool
+    # Hyper-parameters whose plain name is ambiguous: that of the objective, that of the advantage.
+    objective_beta: Scalar
+    objective_coeff: Scalar
+    objective_epsilon: Scalar
+    objective_tau: Scalar
+    objective_temp: Scalar
+    advantage_beta: Scalar
+    advantage_epsilon: Scalar
+    advantage_kl_coef: float
+    advantage_tau: Scalar
     # Trinity-RFT's keys.
     algorithm_type: str
     policy_loss_fn: ObjectiveName
@@ -195,6 +207,31 @@ class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
     sample_strategy: Literal["default", "mix"]
     sample_strategy_args: Mapping[str, Any] | None
 
+
+#: Hyper-parameters whose plain name other libraries give to another setting: (part, name) -> (its meaning here, the other
+#: meaning and its name here). ``objective_<name>`` or ``advantage_<name>`` says which part is meant.
+AMBIGUOUS: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("advantage", "epsilon"): (
+        "the number that is added to the standard deviation",
+        "the clip range of the ratio (TRL) pass clip_low= and clip_high=, if the objective clips",
+    ),
+    ("advantage", "beta"): (
+        "the teacher's weight in the mixture",
+        "the weight of the KL to the reference (TRL) pass kl_loss_coeff= or kl_reward_coeff=",
+    ),
+    ("advantage", "kl_coef"): (
+        "the factor",
+        "the weight of a KL penalty (verl, Trinity-RFT) pass kl_loss_coeff= or kl_reward_coeff=",
+    ),
+    ("objective", "coeff"): (
+        "the weight of the penalty on selected tokens",
+        "the weight of the KL in the reward (torchrl) pass kl_reward_coeff=",
+    ),
+    ("objective", "temp"): (
+        "the temperature of the weight exp(A / temp)",
+        "the sampler's temperature pass temperature=",
+    ),
+}
 
 _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sources"))
 _FLAGS = ("sample_strategy", "use_rollout", "can_balance_batch", "on_policy")
@@ -227,7 +264,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
     changed fields, unless they are given.
 
     Raises:
-        TypeError: for an unknown setting, one that objective and advantage both have, or one given under two names.
+        TypeError: for an unknown or ambiguous setting, or one given under two names.
         ValueError: for an unsupported value of a Trinity setting.
     """
     changes: dict[str, Any] = {}
@@ -264,7 +301,10 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
     changed = replace(algorithm, **changes)
     _check_flags(changed, overrides)
     for name, value in hyper.items():
-        args[_owner(changed, name)][name] = value
+        part, own = _owner(changed, name)
+        if own in args[part]:
+            raise TypeError(f"{name!r} and {part}={{{own!r}: ...}} are the same setting: pass one of them.")
+        args[part][own] = value
     merged: dict[str, Any] = {name: {**getattr(changed, name), **more} for name, more in args.items()}
     return replace(changed, **merged)
 
@@ -305,23 +345,34 @@ def _check_flags(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
             )
 
 
-def _owner(algorithm: Algorithm, name: str) -> str:
-    """``"objective_args"`` or ``"advantage_args"``, whichever has the hyper-parameter."""
+def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
+    """``"objective_args"`` or ``"advantage_args"``, whichever has the hyper-parameter, and its name there."""
     spec = spec_of(get_objective(algorithm.objective))
     assert spec is not None
-    objective = spec.hyperparameters.accepted
-    advantage: tuple[str, ...] = ()
+    accepted: dict[str, tuple[str, ...]] = {"objective": spec.hyperparameters.accepted, "advantage": ()}
     if algorithm.advantage is not None:
-        advantage = advantage_spec(get_advantage(algorithm.advantage)).hyperparameters.accepted
-    if name in objective and name in advantage:
+        accepted["advantage"] = advantage_spec(get_advantage(algorithm.advantage)).hyperparameters.accepted
+    owners = [part for part, names in accepted.items() if name in names]
+    if len(owners) == 2:
         raise TypeError(
             f"{name!r} is a hyper-parameter of the objective {algorithm.objective} and of the advantage "
-            f"{algorithm.advantage}: pass objective_args={{{name!r}: ...}} or advantage_args={{{name!r}: ...}}."
+            f"{algorithm.advantage}: pass objective_{name}=... or advantage_{name}=..., or both."
         )
-    if name in objective or name in advantage:
-        return "objective_args" if name in objective else "advantage_args"
+    if owners:
+        (part,) = owners
+        if (part, name) in AMBIGUOUS:
+            here, elsewhere = AMBIGUOUS[part, name]
+            raise TypeError(
+                f"{name!r} has two meanings: for {here} of the {part} {getattr(algorithm, part)} pass {part}_{name}=...; for "
+                f"{elsewhere}."
+            )
+        return f"{part}_args", name
+    part, _, own = name.partition("_")
+    if own in accepted.get(part, ()):
+        return f"{part}_args", own
+    known = [*_FIELDS, *accepted["objective"], *accepted["advantage"]]
     raise TypeError(
         f"{algorithm.name} has no setting {name!r}. Settings: {', '.join(_FIELDS)}; of the objective: "
-        f"{', '.join(objective) or 'none'}; of the advantage: {', '.join(advantage) or 'none'}."
-        f"{did_you_mean(name, [*_FIELDS, *objective, *advantage])}"
+        f"{', '.join(accepted['objective']) or 'none'}; of the advantage: {', '.join(accepted['advantage']) or 'none'}."
+        f"{did_you_mean(name, known)}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tensordict import NestedKey
@@ -17,7 +18,16 @@ from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
 from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
-from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, TermPart, ValueLoss
+from torchrl_llm_kl.losses import (
+    EntropyBonus,
+    KLToReference,
+    PolicyLoss,
+    RolloutArgs,
+    TermPart,
+    ValueLoss,
+    get_objective,
+    spec_of,
+)
 from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -49,15 +59,15 @@ def make_algorithm(
             and ``dtype``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
             ``("next", "ref_log_probs", "full")``.
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
-        gen_model: scores the policy's own tokens: the actor by default; ``"from_collector"`` if
+        gen_model: scores the policy's own tokens, where their log-probs are read: the actor by default; ``"from_collector"`` if
             :attr:`~AlgorithmParts.kl_transform` is in the env of a collector with another copy of the policy.
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
-        group_size: instead of a key: the number of consecutive rows that answer one prompt.
+        group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
         temperature: of the sampler; divides the logits of policy and reference.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
-        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections``, ``tokens_per_batch``, ``dtype``
-            (which then applies to old and reference log-probs too), ...
+        loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
+            ...), ``tokens_per_batch``, ``dtype`` (which then applies to old and reference log-probs too), ...
         overrides: changes of the preset; see :class:`AlgorithmOverrides`.
 
     Returns:
@@ -65,7 +75,8 @@ def make_algorithm(
 
     Raises:
         ValueError: if a required model is missing or a model would be unused; if a scorer's settings differ from the actor's.
-        TypeError: for an unknown setting, or an argument of this function in ``loss_args``.
+        TypeError: for an unknown or ambiguous setting (the message has both meanings), or an argument of this function in
+            ``loss_args``.
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
@@ -85,7 +96,7 @@ def make_algorithm(
         >>> batch["advantage"].squeeze(-1)
         tensor([ 0.7071, -0.7071])
         >>> out = grpo.loss(batch)
-        >>> (out["loss_objective"] + out["loss_kl_to_ref"]).backward()
+        >>> out.total_loss.backward()
     """
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
@@ -96,6 +107,11 @@ def make_algorithm(
         grouping = {"group_key": group_key, "group_size": group_size}
     elif group_key is not None or group_size is not None:
         raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
+    if spec is not None and "rewards" in spec.needs and preset.kl_reward != "none":
+        raise ValueError(
+            f"kl_reward={preset.kl_reward!r} adds the KL to one reward, and {spec.name} normalises several apart: pass "
+            "kl_reward='none', and kl_loss= for a KL in the loss."
+        )
     if critic is not None and masking_strategy == "generic":
         raise ValueError(
             "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
@@ -103,6 +119,8 @@ def make_algorithm(
         )
     loss_args = dict(loss_args or {})
     _check_loss_args(loss_args)
+    objective_spec = spec_of(get_objective(preset.objective))
+    assert objective_spec is not None
     scoring = _scoring_settings(actor, temperature, loss_args)
     scored_reference = _reference_to_score(actor, reference, scoring)
     policy = _to_score(actor, scoring, "actor") if gen_model is None else _to_score(gen_model, scoring, "gen_model")
@@ -111,6 +129,8 @@ def make_algorithm(
 
     if not isinstance(actor, LogProbScorer):
         loss_args["temperature"] = temperature
+    once = objective_spec.once
+    scores_in_loss = preset.kl_loss == "exact" or (once is not None and once.mismatched)
     loss = PolicyLoss(
         actor,
         preset.objective,
@@ -118,7 +138,7 @@ def make_algorithm(
         aggregation=preset.aggregation,
         max_len=max_len,
         masking_strategy=masking_strategy,
-        reference=_exact_reference(actor, reference, scoring) if preset.kl_loss == "exact" else None,
+        reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
         **loss_args,
         **preset.objective_args,
     )
@@ -132,13 +152,27 @@ def make_algorithm(
 
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
-    kl_transform: RetrieveKL | RetrieveLogProb | None = None
     read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
-    if preset.needs_reference and scored_reference != "data":
-        if preset.kl_reward != "none":
+    of_policy = read & {("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator")}
+    for key in of_policy:
+        scoring[f"{key[1]}_key"] = key[1]
+    charged = preset.kl_reward != "none"
+    old = charged or bool(of_policy) or ("next", "log_probs", "full") in read
+    # A loss with an exact KL scores the reference itself.
+    ref = preset.needs_reference and scored_reference != "data"
+    ref = ref and (charged or ("next", "ref_log_probs", "full") in read or loss.reference is None)
+    kl_transform: RetrieveKL | RetrieveLogProb | None = None
+    if ref and old:
+        if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
-        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=preset.kl_reward != "none", **scoring)
-    elif scored_reference is None and ("next", "log_probs", "full") in read:
+        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring)
+    elif ref:
+        base = isinstance(scored_reference, str)
+        scored = policy if base else scored_reference
+        kl_transform = RetrieveLogProb(
+            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=not base, **scoring
+        )
+    elif old and scored_reference != "data":
         kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
     return AlgorithmParts(
         preset,
@@ -175,7 +209,7 @@ class _WrappedModel:
 
     @property
     def interface(self) -> ModelInterface:
-        return ModelInterface.of(self.wrapper)
+        return replace(ModelInterface.of(self.wrapper), pad_output=None)  # scores keep the layout of the batch
 
     @property
     def model(self) -> nn.Module | None:
@@ -226,6 +260,7 @@ _SET_HERE = {
 def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
     parameters = inspect.signature(PolicyLoss.__init__).parameters.values()
     known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _SET_HERE]
+    known += RolloutArgs.__annotations__
     for name in loss_args:
         if name in _SET_HERE:
             raise TypeError(f"loss_args must not hold {name!r}: {_SET_HERE[name]}.")
@@ -267,8 +302,8 @@ def _reference_to_score(actor: Any, reference: Any, settings: Mapping[str, Any])
     return _to_score(reference, settings, "reference")
 
 
-def _exact_reference(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
-    """The reference in the form that a loss with an exact KL accepts; None if there is no model."""
+def _reference_of_loss(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
+    """The reference in the form that a loss accepts, for an exact KL or mismatched answers; None if there is no model."""
     if not isinstance(reference, str):
         return reference
     return LogProbScorer(_inner(actor), adapters=False, **settings) if reference == "base" else None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
 
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
@@ -23,9 +24,19 @@ from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 _LOSS_MASK = "loss_mask"
 # Stored with each row: marks of what an earlier `prepare` scored, and the counts of its batch.
-_LOG_PROBS_SCORED = ("prepared", "log_probs")
-_VALUES_SCORED = ("prepared", "values")
+_PREPARED = "prepared"
+_VALUES_SCORED = (_PREPARED, "values")
 _DENOMINATORS = ("denominators", "value_denominators")
+
+
+def _flat(batch: TensorDictBase) -> TensorDictBase:
+    """A batch of one dimension whose rows can be chosen: nested tensors, which have no such index, become rows of a stack."""
+    batch = batch.reshape(-1) if batch.batch_dims != 1 else batch
+    if not isinstance(batch, LazyStackedTensorDict) and any(
+        isinstance(value, Tensor) and value.is_nested for value in batch.values(True, True)
+    ):
+        return lazy_stack(list(batch.unbind(0)))
+    return batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +47,9 @@ class AlgorithmParts:
         algorithm: the preset, with its overrides.
         schema: the data's entries before :meth:`prepare`.
         loss: the policy's loss.
-        kl_transform: scores policy and reference, and subtracts the KL from the reward if the algorithm does; scores only the
-            policy for an algorithm without reference; None if the loss reads neither. Append it to the env or the collector
-            if the policy is updated between sampling and training; otherwise :meth:`prepare` applies it.
+        kl_transform: scores the policy, the reference or both, whichever the loss, the advantage or the reward reads, and
+            subtracts the KL from the reward if the algorithm does; None if nothing reads either. Append it to the env or the
+            collector if the policy is updated between sampling and training; otherwise :meth:`prepare` applies it.
         value_transform: writes the critic's values; None without critic.
         advantage: writes the advantage; None if the objective needs none.
         selection: masks out answers that are not trained on; None to train on all.
@@ -60,18 +71,26 @@ class AlgorithmParts:
         parts = (self.kl_transform, self.value_transform, self.advantage, self.selection)
         return [part for part in parts if part is not None]
 
-    def prepare(self, batch: TensorDictBase, *, count: bool = True) -> TensorDictBase:
-        """Check a batch, score it, and write its advantages and the denominators of its losses.
+    @property
+    def losses(self) -> list[PolicyLoss | ValueLoss]:
+        """The policy's loss and, if there is one, the critic's."""
+        return [self.loss] if self.critic_loss is None else [self.loss, self.critic_loss]
+
+    def prepare(self, batch: TensorDictBase, *, count: bool = False) -> TensorDictBase:
+        """Check a batch, score it, and write its advantages and batch inputs (``kto``, ``bco``, ``aot``).
 
         Scores from the env or an earlier call are kept; advantages are computed from the current rewards. A KL that was
-        scored but not yet subtracted (the reward is one number per sequence) is subtracted.
+        scored but not yet subtracted (the reward is one number per sequence) is subtracted. Each loss of the result or of any
+        of its rows is a mean over these rows: right for an optimiser step on each of :meth:`minibatches`. For gradients that
+        add up to that of the batch see :meth:`micro_batches`.
 
         Args:
             batch: the rollouts of one step, whole groups; changed in place where possible.
 
         Keyword Args:
-            count: write denominators, so that the losses of micro-batches (any rows of the result) add up to the loss of the
-                batch. False if each minibatch is a separate optimiser step, with its own mean.
+            count: also :meth:`count` the batch: the losses of any rows of the result add up to the loss of the batch. A
+                minibatch of a quarter of these rows then has a quarter of the gradient of its own mean. False removes
+                the counts of an earlier batch.
 
         Returns:
             The batch, ready for :attr:`loss` and :attr:`critic_loss`.
@@ -91,12 +110,136 @@ class AlgorithmParts:
             _mark(batch, _VALUES_SCORED)
         for part in written:
             batch = part(batch)
-        return self.count(batch) if count else batch
+        once = self.loss.once
+        if once is not None and not (once.mismatched and self.loss.reference is None):
+            batch = self.loss.batch_inputs(batch)
+        if count:
+            return self.count(batch)
+        if not batch.is_locked:
+            own_leaves(batch, *self._counts)
+        return batch.exclude(*self._counts, inplace=not batch.is_locked)
 
     def count(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the denominators for one optimiser step on the whole batch; see :meth:`PolicyLoss.count`."""
-        batch = self.loss.count(batch)
-        return batch if self.critic_loss is None else self.critic_loss.count(batch)
+        for loss in self.losses:
+            batch = loss.count(batch)
+        return batch
+
+    def minibatches(
+        self,
+        batch: TensorDictBase,
+        number: int | None = None,
+        *,
+        size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[TensorDictBase]:
+        """The rows of a prepared batch in random order, in minibatches: each for an optimiser step of its own.
+
+        The loss of a minibatch is a mean over its own rows. The two answers of a pair stay together.
+
+        With ``torch.distributed`` each rank splits its own share, and averaged gradients are the mean of the ranks' means. For
+        the mean over all ranks' rows take ``micro_batches(minibatch, 1)``. Pass ``number``, so that all ranks make as many
+        steps.
+
+        Args:
+            batch: prepared, of any number of dimensions; not changed. Counts that it holds are left out.
+            number: of minibatches; their sizes differ by one row or pair at most.
+
+        Keyword Args:
+            size: instead of ``number``: the largest number of rows.
+            generator: of the order; torch's own by default.
+
+        Returns:
+            An iterator over TensorDicts of one batch dimension.
+
+        Raises:
+            TypeError: unless one of ``number`` and ``size`` is given.
+            ValueError: for more minibatches than rows or pairs, or a size that holds no pair.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_llm_kl.algorithms import make_algorithm
+            >>> sft = make_algorithm("sft", torch.nn.Embedding(9, 9))
+            >>> full = torch.arange(15).reshape(5, 3) % 9
+            >>> tokens = TensorDict(full=full, prompt=full[:, :1], batch_size=[5])
+            >>> batch = sft.prepare(TensorDict(tokens=tokens, batch_size=[5]))
+            >>> [len(minibatch) for minibatch in sft.minibatches(batch, 2)]
+            [3, 2]
+        """
+        return self._split(batch.exclude(*self._counts), number, size, generator, shuffle=True)
+
+    def micro_batches(
+        self, batch: TensorDictBase, number: int | None = None, *, size: int | None = None
+    ) -> Iterator[TensorDictBase]:
+        """The rows of a prepared batch in order, in micro-batches whose gradients add up to the gradient of the batch.
+
+        The batch is counted first (over all ranks, if ``torch.distributed`` is initialised: then each rank calls this once for
+        each step). Call ``backward`` on the loss of every part, then make one step. Groups of answers that are neighbours are
+        split as little as possible, since a prompt is forwarded once per micro-batch.
+
+        Args:
+            batch: prepared, of any number of dimensions; or one of its :meth:`minibatches`. Not changed.
+            number: of micro-batches; their sizes differ by one row or pair at most.
+
+        Keyword Args:
+            size: instead of ``number``: the largest number of rows.
+
+        Returns, raises:
+            As :meth:`minibatches`.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_llm_kl.algorithms import make_algorithm
+            >>> sft = make_algorithm("sft", model := torch.nn.Embedding(9, 9))
+            >>> full = torch.arange(15).reshape(5, 3) % 9
+            >>> tokens = TensorDict(full=full, prompt=full[:, :1], batch_size=[5])
+            >>> batch = sft.prepare(TensorDict(tokens=tokens, batch_size=[5]))
+            >>> parts = [sft.loss(part).total_loss for part in sft.micro_batches(batch, 2)]
+            >>> torch.testing.assert_close(sum(parts), sft.loss(batch).total_loss)
+        """
+        counted = self.count(batch.exclude(*self._counts))
+        return self._split(counted, number, size, None, shuffle=False)
+
+    @property
+    def _counts(self) -> list[NestedKey]:
+        """Where the losses keep denominators."""
+        return [loss.tensor_keys.denominators for loss in self.losses]
+
+    def _split(
+        self,
+        batch: TensorDictBase,
+        number: int | None,
+        size: int | None,
+        generator: torch.Generator | None,
+        *,
+        shuffle: bool,
+    ) -> Iterator[TensorDictBase]:
+        if (number is None) == (size is None):
+            raise TypeError(f"pass the number of parts or their size, got number={number} and size={size}.")
+        check_range(1, number=number, size=size)
+        batch = _flat(batch)
+        units, what = torch.arange(len(batch)), "rows"
+        if "pair_id" in self.loss.objective.inputs:  # a loss of pairs needs both answers
+            key, what = find_key(batch, self.loss.tensor_keys.pair_id), "pairs"
+            ids = None if key is None else per_sequence(batch, key)
+            units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
+        lengths = units.bincount()
+        if size is not None:
+            most = size // int(lengths.max())
+            if most == 0:
+                raise ValueError(f"size={size} cannot hold a pair of {int(lengths.max())} rows: pass a larger size.")
+            number = -(-len(lengths) // most)
+        assert number is not None
+        if number > len(lengths):
+            raise ValueError(
+                f"found {len(lengths)} {what}, which cannot be split into {number} parts: pass at most {len(lengths)}."
+            )
+        order = torch.arange(len(lengths))
+        if shuffle:
+            order = torch.randperm(len(lengths), generator=generator)
+        rows = order.argsort()[units].argsort(stable=True)
+        shares = [int(part.sum()) for part in lengths[order].tensor_split(number)]
+        return (batch[part] for part in rows.split(shares))
 
     def _score(self, transform: RetrieveKL | RetrieveLogProb, batch: TensorDictBase) -> TensorDictBase:
         """Score what neither the env nor an earlier call has scored."""
@@ -108,11 +251,11 @@ class AlgorithmParts:
             penalised = reward is not None and per_sequence(batch, reward) is None
             return batch if penalised or not transform[2].add_to_reward else transform[2](batch)
         # torchrl's wrappers store log-probs at the root, without those of first tokens; ours are marked.
-        key = ("next", "log_probs", "full")
+        key, mark = ("next", *transform.log_probs_full_key), (_PREPARED, transform.log_probs_full_key[0])
         found = find_key(batch, key)
-        if found != key and not (found is not None and _is_marked(batch, _LOG_PROBS_SCORED)):
+        if found != key and not (found is not None and _is_marked(batch, mark)):
             batch = transform(batch)
-        _mark(batch, _LOG_PROBS_SCORED)
+        _mark(batch, mark)
         return batch
 
 

@@ -14,7 +14,7 @@ from torchrl_llm_kl._registry import Registry
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.rollouts import describe_entries, find_key
 
-SchemaName = Literal["sft", "dpo", "experience", "mix", "trajectory", "distill"]
+SchemaName = Literal["sft", "dpo", "unpaired", "experience", "rewards", "mix", "trajectory", "distill"]
 
 
 class SchemaError(ValueError):
@@ -30,7 +30,7 @@ class Entry:
         shape: for readers: ``B`` the batch, ``T`` tokens, ``P`` tokens of the prompt.
         kind: of its values; ``"identity"``: integers or strings.
         note: its meaning, for readers.
-        per: one value per token, per sequence, or either.
+        per: one value per token, per sequence, or either; ``"several"``: as many as there are, of each sequence.
         required: whether the data must have it; optional entries are checked if present.
     """
 
@@ -38,7 +38,7 @@ class Entry:
     shape: str
     kind: Literal["integer", "number", "boolean", "identity"]
     note: str
-    per: Literal["token", "sequence", "either"]
+    per: Literal["token", "sequence", "either", "several"]
     required: bool = True
 
 
@@ -121,7 +121,7 @@ def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
     one_each = not nested and sum(row.numel() for row in tensors) == count
     if entry.per == "sequence" and not one_each:
         return f"{key!r}: expected one value for each of the {count} sequences {entry.shape}, found {_shape(value)}"
-    if entry.per == "sequence" or (entry.per == "either" and one_each):
+    if entry.per in ("sequence", "several") or (entry.per == "either" and one_each):
         return None
     if isinstance(value, Tensor) and not nested and value.ndim <= td.batch_dims:
         return f"{key!r}: expected a token dimension after the batch {tuple(td.batch_size)}, found {_shape(value)}"
@@ -163,6 +163,14 @@ _TOKENS = (
 _REWARD = Entry(
     ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or token rewards that add up to it", "either"
 )
+_REWARDS = Entry(
+    ("next", "reward"),
+    "[*B, R]",
+    "number",
+    "several rewards of a sequence; or an entry for each, named by keys",
+    "several",
+    False,
+)
 _GROUP = Entry("query", "[*B]", "identity", "equal for all answers to a prompt; or pass group_size", "either", False)
 _LOG_PROBS = (
     Entry(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either", False),
@@ -178,6 +186,12 @@ _PAIR = (
     Entry("pair_id", "[*B]", "integer", "equal for the two answers of a pair", "sequence", False),
     Entry("chosen", "[*B]", "boolean", "True for the better one", "sequence", False),
 )
+_UNPAIRED = (
+    Entry("chosen", "[*B]", "boolean", "True for a desirable answer, False for an undesirable one", "sequence"),
+    Entry(
+        "reference_point", "[*B]", "number", "nats, of the whole batch, if prepare cannot score it", "sequence", False
+    ),
+)
 _EXPERT = Entry("expert_mask", "[*B]", "boolean", "True for the answers of experts", "sequence")
 
 #: The kinds of data, by name.
@@ -185,7 +199,9 @@ SCHEMAS: Registry[Schema] = Registry("schema")
 for _schema in (
     Schema("sft", _TOKENS),
     Schema("dpo", (*_TOKENS, *_PAIR, _LOG_PROBS[1]), paired=True),
+    Schema("unpaired", (*_TOKENS, *_UNPAIRED, _LOG_PROBS[1])),
     Schema("experience", (*_TOKENS, _REWARD, _GROUP, *_LOG_PROBS)),
+    Schema("rewards", (*_TOKENS, _REWARDS, _GROUP, *_LOG_PROBS)),
     Schema("mix", (*_TOKENS, _EXPERT, _REWARD, _GROUP, *_LOG_PROBS)),
     Schema("trajectory", (*_TOKENS, _REWARD, *_TRAJECTORY, *_LOG_PROBS)),
     Schema("distill", (*_TOKENS, *_LOG_PROBS)),

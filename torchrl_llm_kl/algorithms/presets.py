@@ -17,8 +17,10 @@ from torchrl_llm_kl.losses import get_objective, spec_of
 # fmt: off
 #: Every preset.
 AlgorithmName = Literal[
-    "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "sapo", "opmd", "asymre", "sppo",
-    "rec", "sft", "raft", "dpo", "mix", "mix_chord", "on_policy_distill", "jsd", "multi_step_grpo", "gigpo",
+    "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "luspo", "sapo", "dro", "opmd",
+    "asymre", "sppo", "rec", "opo", "reinforce_plus_plus_baseline", "optimal_token_baseline", "pass_at_k", "gdpo", "clip_b",
+    "clip_v", "sft", "raft", "dpo", "simpo", "cpo", "orpo", "kto", "bco", "mix", "mix_chord", "on_policy_distill", "jsd",
+    "multi_step_grpo", "gigpo",
 ]
 # fmt: on
 
@@ -124,10 +126,29 @@ _add(
     repeat_times=_REPEATS,
 )
 _add(
+    Algorithm("luspo", "luspo", advantage="grpo", repeat_times=8),
+    objective="Liu et al. 2026 (arXiv 2602.05261): GSPO times the length; clip 3e-4 / 4e-4 as GSPO",
+    repeat_times="groups of the size of dr_grpo's",
+)
+_add(
     Algorithm("sapo", "sapo", advantage="grpo", kl_loss="k2", repeat_times=2),
     objective="Gao et al. 2025 (arXiv 2511.20347): temperatures 1.0 and 1.05",
     kl_loss=_KL_K2,
     repeat_times=_REPEATS,
+)
+_add(
+    Algorithm(
+        "dro",
+        "dro",
+        objective_args={"level": "sequence"},
+        advantage="opmd",
+        aggregation="seq-mean-token-sum",
+        repeat_times=8,
+    ),
+    objective="Richemond et al. 2024 (arXiv 2405.19107), section 3: log-probs of whole answers; beta 0.05: Tinker's example",
+    advantage="Kimi k1.5 (arXiv 2501.12599), section 2.3.2: the mean of the group for the value of the prompt",
+    aggregation="the same papers: log-probs of whole answers",
+    repeat_times="groups of the size of dr_grpo's",
 )
 _add(
     Algorithm("opmd", "opmd", advantage="opmd", kl_loss="k2", repeat_times=2),
@@ -155,6 +176,72 @@ _add(
     repeat_times=_REPEATS,
 )
 
+# ------------------------------------------------------------------ other baselines, several rewards, control of the entropy
+
+_ANSWERS = "none prescribed: a group of several"
+_ENTROPY = "Wang et al. 2026 (arXiv 2602.03392)"
+
+_add(
+    Algorithm("opo", "gpg", advantage="opo", repeat_times=8),
+    objective="Hao et al. 2025 (arXiv 2505.23585): exactly on-policy, so no ratio to clip; no KL, no entropy bonus",
+    advantage="the same paper: the mean reward of the group, weighted by length",
+    repeat_times=_ANSWERS,
+)
+_add(
+    Algorithm(
+        "reinforce_plus_plus_baseline",
+        "ppo",
+        advantage="reinforce_plus_plus_baseline",
+        kl_loss="k2",
+        repeat_times=2,
+        compute_advantage_in_trainer=True,
+    ),
+    advantage="Hu et al. 2025 (arXiv 2501.03262), REINFORCE++-baseline: centred in the group, whitened over the batch",
+    kl_loss=_KL_K2,
+    repeat_times=_REPEATS,
+)
+_add(
+    Algorithm(
+        "optimal_token_baseline",
+        "ppo",
+        advantage="optimal_token_baseline",
+        repeat_times=4,
+        compute_advantage_in_trainer=True,
+    ),
+    advantage="Li et al. 2026, 'The Optimal Token Baseline' (ICML): weights from the logit-gradient proxy",
+    repeat_times="the same paper, abstract: as good with 4 answers as others with 32",
+)
+_add(
+    Algorithm("pass_at_k", "ppo", advantage="pass_at_k", kl_loss="k2", repeat_times=8),
+    advantage="Tang et al. 2025 (arXiv 2503.19595): pass@k, leave one out; k is the number of answers",
+    kl_loss=_KL_K2,
+    repeat_times=_ANSWERS,
+)
+_add(
+    Algorithm(
+        "gdpo",
+        "ppo",
+        advantage="gdpo",
+        kl_loss="k2",
+        repeat_times=8,
+        compute_advantage_in_trainer=True,
+        schema="rewards",
+    ),
+    advantage="Liu et al. 2026 (arXiv 2601.05242), eqs. 4-7: each reward scaled in the group, their sum in the batch",
+    kl_loss=_KL_K2,
+    repeat_times=_ANSWERS,
+)
+_add(
+    Algorithm("clip_b", "ppo", advantage="clip_b", repeat_times=16, compute_advantage_in_trainer=True),
+    advantage=f"{_ENTROPY}, Clip_B; 2.5 deviations: {_TRINITY}, by the same authors",
+    repeat_times="Trinity-RFT, examples/entropy/clipb.yaml, which has no KL",
+)
+_add(
+    Algorithm("clip_v", "ppo", advantage="clip_v", repeat_times=8, compute_advantage_in_trainer=True),
+    advantage=f"{_ENTROPY}, Clip_V; 8.5 deviations, 1e-4 of the tokens: {_TRINITY}, by the same authors",
+    repeat_times="Trinity-RFT, examples/entropy/clipv.yaml, which has no KL",
+)
+
 # ------------------------------------------------------------------ experts' answers, preferences, a teacher
 
 _add(
@@ -172,6 +259,29 @@ _add(
     objective="Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; beta 0.1: section 6",
     kl_loss=f"the objective is already KL-regularised; {_TRINITY} adds k2, 1e-3",
     repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("simpo", "simpo", repeat_times=2, schema="dpo"),
+    objective="Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0, margin 1.0: the authors' for Llama-3-Base-8B",
+    repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("cpo", "cpo", repeat_times=2, schema="dpo"),
+    objective="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; beta 0.1: the same paper",
+    repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("orpo", "orpo", repeat_times=2, schema="dpo"),
+    objective="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; weight 0.1: TRL 1.16, the paper's for Mistral-7B",
+    repeat_times="a chosen and a rejected answer",
+)
+_add(
+    Algorithm("kto", "kto", schema="unpaired"),
+    objective="Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7; beta 0.1 and weights 1: the same paper, section 4",
+)
+_add(
+    Algorithm("bco", "bco", schema="unpaired"),
+    objective="Jung et al. 2024 (arXiv 2404.04656), the loss with the reward shift; beta 0.1: that of dpo",
 )
 _add(
     Algorithm("mix", "mix", advantage="grpo", kl_loss="k2", leave_out_experts=True, repeat_times=8, schema="mix"),
@@ -292,10 +402,10 @@ def _row(preset: Algorithm) -> list[str]:
         kl.append(f"loss: `{preset.kl_loss}`, {preset.kl_loss_coeff:g}")
     if preset.kl_reward != "none":
         kl.append(f"reward: `{preset.kl_reward}`, {preset.kl_reward_coeff:g}")
-    if preset.objective == "dpo":
-        kl.append("in the objective")
     spec = spec_of(get_objective(preset.objective))
     assert spec is not None
+    if "ref_log_prob" in spec.needs:
+        kl.append("in the objective")
     return [
         f"`{preset.name}`",
         _call(preset.objective, preset.objective_args),

@@ -18,7 +18,12 @@ Raises:
 
 from __future__ import annotations
 
-from torchrl_llm_kl.estimators._coefficients import AdaptiveKLCoefficient, FixedKLCoefficient, as_coefficient
+from torchrl_llm_kl.estimators._coefficients import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    FixedKLCoefficient,
+    as_coefficient,
+)
 from torchrl_llm_kl.estimators._exact import exact_kl, exact_kl_from_logits
 from torchrl_llm_kl.estimators._per_token import (
     EstimatorName,
@@ -46,6 +51,7 @@ from torchrl_llm_kl.estimators._table import (
 __all__ = [
     "CONTRACTS",
     "QUANTITIES",
+    "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
     "EstimatorContract",
     "EstimatorName",

@@ -1,4 +1,4 @@
-"""Coefficients of the KL penalty: constant, or adapted to a target KL."""
+"""Coefficients of the KL penalty and of the entropy bonus: constant, or adapted to a target."""
 
 from __future__ import annotations
 
@@ -27,11 +27,23 @@ class _Coefficient(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # `.to(torch.bfloat16)` on a whole loss module must not round 0.001 or swallow updates of 1e-5.
-        before = self.value
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        if torch.finfo(self.value.dtype).bits < 32:
-            self.value = before.to(self.value.device)
+        for name, buffer in self._buffers.items():
+            old = before[name]
+            if buffer is not None and old is not None and torch.finfo(buffer.dtype).bits < 32:
+                self._buffers[name] = old.to(buffer.device)
         return self
+
+    def _measured(self, name: str, current: float | Tensor) -> Tensor:
+        """A measured mean as 0-dim tensor like ``value``: a tensor is not read on the host, a number must be finite."""
+        if isinstance(current, Tensor):
+            if current.numel() != 1:
+                raise ValueError(f"{name} must have one element, got shape {tuple(current.shape)}: reduce it.")
+            return current.detach().reshape(()).to(self.value)
+        if not math.isfinite(current):
+            raise ValueError(f"{name} is {current}; expected a finite number. Look for a bad log-prob.")
+        return torch.full_like(self.value, current)
 
     def extra_repr(self) -> str:
         return f"value={float(self.value):g}"
@@ -108,19 +120,86 @@ class AdaptiveKLCoefficient(_Coefficient):
                 f"n={n} with horizon={self.horizon}: expected 0 <= n < {1 / _ERROR_CLIP:g} * horizon, else one step "
                 "could bring the coefficient to 0 or below. Use a longer horizon, or update on smaller batches."
             )
-        if isinstance(current_kl, Tensor):
-            if current_kl.numel() != 1:
-                raise ValueError(f"current_kl must have one element, got shape {tuple(current_kl.shape)}: reduce it.")
-            kl = current_kl.detach().reshape(()).to(self.value)
-        elif math.isfinite(current_kl):
-            kl = torch.full_like(self.value, current_kl)
-        else:
-            raise ValueError(f"current_kl is {current_kl}; expected a finite number. Look for a bad log-prob.")
+        kl = self._measured("current_kl", current_kl)
         error = (kl / self.target - 1).clamp(-_ERROR_CLIP, _ERROR_CLIP)
         self.value.copy_(torch.where(kl.isfinite(), self.value * (1 + error * rate), self.value))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, target={self.target:g}, horizon={self.horizon:g}"
+
+
+class AdaptiveEntropyCoefficient(_Coefficient):
+    r"""A coefficient of the entropy bonus that grows while the entropy is below a target, and is 0 while it is above.
+
+    Each :meth:`update` adds ``delta`` to ``value`` if the entropy is below the target, and subtracts it if above, within
+    ``[low, high]``. A call returns ``value`` if the last entropy was at most the target, else 0; it is 0 before the first
+    update. Pass it as ``coeff`` of :class:`~torchrl_llm_kl.losses.EntropyBonus`, and update it once for each optimiser step.
+    Both numbers are saved.
+
+    Args:
+        init: initial value, dimensionless. TRL: ``entropy_coef``.
+        target: entropy in nats per token, positive. TRL: ``entropy_target``.
+        delta: step of an update, positive. TRL: ``entropy_coef_delta``.
+        low: smallest value, at least 0. TRL: ``entropy_coef_min``.
+        high: largest value. TRL: ``entropy_coef_max``.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> coefficient = AdaptiveEntropyCoefficient(target=0.3, delta=0.01)
+        >>> coefficient.update(0.25)
+        >>> coefficient(), coefficient.value
+        (tensor(0.0100), tensor(0.0100))
+        >>> coefficient.update(0.28)
+        >>> coefficient.update(0.35)
+        >>> coefficient(), coefficient.value
+        (tensor(0.), tensor(0.0100))
+
+    Source: He et al. 2025 (Skywork-OR1, arXiv 2505.22312), adaptive entropy control of MAGIC, which starts at 0 with a target
+    of 0.2 and steps of 0.005; bounds: TRL 1.16.
+    """
+
+    entropy: Tensor
+
+    def __init__(
+        self, init: float = 0.0, target: float = 0.2, delta: float = 0.005, low: float = 0.0, high: float = 1.0
+    ) -> None:
+        for name, number in (("target", target), ("delta", delta)):
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} must be finite and positive, got {number}.")
+        if not 0 <= low <= init <= high < math.inf:
+            raise ValueError(
+                f"expected 0 <= low <= init <= high and finite, got low={low}, init={init} and high={high}."
+            )
+        super().__init__(init)
+        self.register_buffer("entropy", torch.tensor(math.inf, dtype=torch.float32))
+        self.target, self.delta, self.low, self.high = target, delta, low, high
+
+    def forward(self) -> Tensor:
+        """Return ``value``, or 0 if the last entropy was above the target; 0-dim, a copy."""
+        return torch.where(self.entropy <= self.target, self.value, 0)
+
+    @torch.no_grad()
+    def update(self, current_entropy: float | Tensor) -> None:
+        """Update value and entropy in place.
+
+        Args:
+            current_entropy: mean entropy per token of the last optimiser step, nats: the metric ``entropy`` of
+                :class:`~torchrl_llm_kl.PolicyLoss`. A number, or a tensor with one element, which is read without a host
+                sync if it is on the module's device.
+
+        Raises:
+            ValueError: if a *number* is NaN or infinite; such a *tensor* changes nothing.
+        """
+        entropy = self._measured("current_entropy", current_entropy)
+        moved = (self.value + self.delta * torch.sign(self.target - entropy)).clamp(self.low, self.high)
+        self.value.copy_(torch.where(entropy.isfinite(), moved, self.value))
+        self.entropy.copy_(torch.where(entropy.isfinite(), entropy, self.entropy))
+
+    def extra_repr(self) -> str:
+        bounds = f"low={self.low:g}, high={self.high:g}"
+        return f"{super().extra_repr()}, target={self.target:g}, delta={self.delta:g}, {bounds}"
 
 
 def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, KLPlacementWarning, check_placement
+from torchrl_llm_kl.estimators import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    FixedKLCoefficient,
+    KLPlacementWarning,
+    check_placement,
+)
 from torchrl_llm_kl.losses._arithmetic import AGGREGATIONS, Aggregation, aggregate, count
 from torchrl_llm_kl.losses._objective import (
     LossTerm,
     ObjectiveArgs,
     ObjectiveName,
     ObjectiveSpec,
+    Once,
     UnknownObjectiveError,
     available_objectives,
     get_objective,
@@ -22,26 +29,45 @@ from torchrl_llm_kl.losses._parts import (
     KLToReference,
     KLToSampler,
     OffPolicySequenceMask,
+    RejectionMask,
+    RolloutArgs,
     TermPart,
     TopEntropyMask,
+    rollout_corrections,
 )
 from torchrl_llm_kl.losses._policy_loss import PolicyLoss
+from torchrl_llm_kl.losses._token_loss import LossOutput
 from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
 from torchrl_llm_kl.losses.corrections import (
+    Divergence,
     apply_correction,
     entropy_threshold,
     importance_weights,
+    mismatch_metrics,
     off_policy_sequence_mask,
+    rejection_mask,
     top_entropy_mask,
 )
 from torchrl_llm_kl.losses.objectives import (
+    aot,
+    aot_match,
+    aot_reference_point,
+    aot_unpaired,
+    apo_down,
     apo_zero,
+    bco,
+    bco_pair,
+    bco_reference_point,
     cispo,
     clip_cov,
+    cpo,
     dapo,
+    discopop,
     dpo,
     dppo,
     dr_grpo,
+    dro,
+    exo_pair,
     gmpo,
     gpg,
     gspo,
@@ -49,10 +75,15 @@ from torchrl_llm_kl.losses.objectives import (
     importance_sampling,
     ipo,
     kl_cov,
+    kto,
+    kto_reference_point,
+    luspo,
     mix,
     mix_chord,
     mu_schedule,
+    nca_pair,
     opmd,
+    orpo,
     ppo,
     rec,
     robust,
@@ -62,6 +93,7 @@ from torchrl_llm_kl.losses.objectives import (
     sft,
     sft_is,
     sft_phi,
+    simpo,
     sppo,
     sppo_hard,
     topr,
@@ -71,14 +103,18 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 # fmt: off
 __all__ = [
-    "AGGREGATIONS", "AdaptiveKLCoefficient", "Aggregation", "Correction", "EntropyBonus", "FixedKLCoefficient",
-    "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler", "LossTerm", "ObjectiveArgs",
-    "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "PolicyLoss", "TermPart", "TopEntropyMask",
-    "UnknownObjectiveError", "ValueLoss", "aggregate", "apo_zero", "apply_correction", "available_objectives",
-    "check_placement", "cispo", "clip_cov", "count", "dapo", "dpo", "dppo", "dr_grpo", "entropy_bonus",
-    "entropy_threshold", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "importance_weights",
-    "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "mix", "mix_chord", "mu_schedule", "objective",
-    "off_policy_sequence_mask", "opmd", "ppo", "rec", "robust", "sapo", "select_clip_cov", "select_kl_cov", "sft",
-    "sft_is", "sft_phi", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr", "value_error", "vespo",
+    "AGGREGATIONS", "AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "Aggregation", "Correction", "Divergence",
+    "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler",
+    "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "Once",
+    "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
+    "aggregate", "aot", "aot_match", "aot_reference_point", "aot_unpaired", "apo_down", "apo_zero",
+    "apply_correction", "available_objectives", "bco", "bco_pair", "bco_reference_point", "check_placement", "cispo",
+    "clip_cov", "count", "cpo", "dapo", "discopop", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
+    "entropy_threshold", "exo_pair", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling",
+    "importance_weights", "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "kto", "kto_reference_point", "luspo",
+    "mismatch_metrics", "mix", "mix_chord", "mu_schedule", "nca_pair", "objective", "off_policy_sequence_mask",
+    "opmd", "orpo", "ppo", "rec", "rejection_mask", "robust", "rollout_corrections", "sapo", "select_clip_cov",
+    "select_kl_cov", "sft", "sft_is", "sft_phi", "simpo", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr",
+    "value_error", "vespo",
 ]
 # fmt: on

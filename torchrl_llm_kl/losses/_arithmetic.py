@@ -5,13 +5,22 @@ Shapes: ``[*B, T]``, any batch dimensions ``*B`` before the ``T`` tokens of a se
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape, masked_mean, widen
+from torchrl_llm_kl._numerics import (
+    Scalar,
+    check_is_mask,
+    check_is_number,
+    check_is_scalar,
+    check_same_shape,
+    masked_mean,
+    widen,
+)
 
 #: How a loss is summed over tokens; the table of :func:`aggregate`.
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "none"]
@@ -87,8 +96,9 @@ def aggregate(
         denominator = count(mask, mode, max_len=max_len)
     elif max_len is not None:
         raise ValueError("got both denominator and max_len: pass the denominator alone, it includes max_len.")
+    check_is_scalar(denominator=denominator)
     if not isinstance(denominator, Tensor):
-        if not denominator >= 0:
+        if not 0 <= denominator < math.inf:
             raise ValueError(f"denominator must be a count of tokens or sequences, got {denominator}.")
         denominator = torch.tensor(denominator, dtype=value.dtype, device=value.device)
     denominator = denominator.to(value.dtype)
@@ -103,6 +113,7 @@ def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None
 
     Raises:
         ValueError: if the mode is unknown or ``max_len`` is not positive.
+        TypeError: if the mask is not boolean.
 
     Example:
         >>> mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
@@ -110,6 +121,7 @@ def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None
         [3, 2, 2, 6]
     """
     check_aggregation(mode)
+    check_is_mask(mask=mask)
     if max_len is not None and max_len < 1:
         raise ValueError(f"max_len must be at least 1 token, got {max_len}.")
     if mode in ("token-mean", "none"):
@@ -148,9 +160,10 @@ def clean(value: Tensor, mask: Tensor) -> Tensor:
 
 
 def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-    """:func:`clean` inputs, after checking their shapes and the mask."""
+    """:func:`clean` inputs, after checking their shapes, that they are numbers, and the mask."""
     check_same_shape(mask=mask, **named)
     check_is_mask(mask=mask)
+    check_is_number(**named)
     return tuple(clean(x, mask) for x in named.values())
 
 

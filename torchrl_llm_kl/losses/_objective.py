@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, cast
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape
+from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_is_number, check_is_scalar, check_same_shape
 from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clean
 
@@ -20,12 +20,14 @@ P = ParamSpec("P")
 # Inputs of every objective beside log_prob and mask, read or not.
 _SHARED = ("old_log_prob", "ref_log_prob", "advantage", "expert_mask")
 #: Inputs of one value per token, beside ``log_prob`` and ``mask``.
-PER_TOKEN = (*_SHARED, "sampler_log_prob", "entropy", "selected", "kl")
+PER_TOKEN = (*_SHARED, "sampler_log_prob", "entropy", "selected", "kl", "sharp_log_prob")
 #: Inputs of one value per sequence.
-PER_ROW = ("pair_id", "chosen")
+PER_ROW = ("pair_id", "chosen", "reference_point", "match_id")
 #: Every input. All other arguments are hyper-parameters.
 INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_ROW)
 _BOOLEAN = ("expert_mask", "selected", "chosen")
+# Inputs that keep their graph; all others are data.
+_WITH_GRAPH = ("log_prob", "entropy", "kl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class LossTerm:
         aggregation: how this part is summed (see :func:`~torchrl_llm_kl.losses.aggregate`); None: as the rest of the loss.
 
     Raises:
-        ValueError: if value and mask have different shapes.
+        ValueError: if value and mask have different shapes, or the weight is not one number.
         TypeError: if the mask is not boolean.
     """
 
@@ -59,6 +61,7 @@ class LossTerm:
     def __post_init__(self) -> None:
         check_same_shape(value=self.value, mask=self.mask)
         check_is_mask(mask=self.mask)
+        check_is_scalar(weight=self.weight)
 
     def replace(self, **changes: Any) -> LossTerm:
         """A copy with some fields changed."""
@@ -66,8 +69,23 @@ class LossTerm:
 
 
 Terms = tuple[LossTerm, ...]
-#: An input that some settings require -> the hyper-parameter that decides, and the test of its value.
-Conditions = Mapping[str, tuple[str, Callable[[Any], bool]]]
+#: An input that some settings require -> the hyper-parameters that decide, and the test of their values.
+Conditions = Mapping[str, tuple[str | tuple[str, ...], Callable[..., bool]]]
+
+
+@dataclass(frozen=True)
+class Once:
+    """An input of one value per sequence that is computed once for a whole batch, before it is split.
+
+    Args:
+        name: of the input.
+        function: returns it, ``[*B]``, from other inputs of the objective.
+        mismatched: whether the function takes log-probs of answers after other prompts than their own.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    mismatched: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +100,10 @@ class ObjectiveSpec:
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         source: where the formula comes from.
         per_row: its inputs of one value per sequence, ``[*B]``.
-        needs_if: inputs that some settings require -> (hyper-parameter, test of its value).
+        needs_if: inputs that some settings require -> (hyper-parameter or several, test of their values).
         hyper: names of its own hyper-parameters.
         defaults: hyper-parameter -> default, for those that have one.
+        once: the input that is computed once for a whole batch, if there is one.
     """
 
     name: str
@@ -97,6 +116,7 @@ class ObjectiveSpec:
     needs_if: Conditions = field(default_factory=dict)
     hyper: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    once: Once | None = None
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -114,7 +134,13 @@ class ObjectiveSpec:
         if not self.needs_if:
             return self.needs
         given = {**self.defaults, **(hyper or {})}
-        return (*self.needs, *(key for key, (name, test) in self.needs_if.items() if test(given[name])))
+        decided = {key: [given[name] for name in self.deciding(key)] for key in self.needs_if}
+        return (*self.needs, *(key for key, (_, test) in self.needs_if.items() if test(*decided[key])))
+
+    def deciding(self, key: str) -> tuple[str, ...]:
+        """The hyper-parameters that decide whether the input ``key`` is required; none if it always is."""
+        names = self.needs_if[key][0] if key in self.needs_if else ()
+        return (names,) if isinstance(names, str) else names
 
 
 class UnknownObjectiveError(UnknownNameError):
@@ -133,6 +159,7 @@ def objective(
     obsolete: Mapping[str, str] | None = None,
     source: str,
     needs_if: Conditions | None = None,
+    once: Once | None = None,
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     r"""Turn a formula into a registered objective; the protocol that all objectives follow.
 
@@ -152,14 +179,18 @@ def objective(
     ``entropy``          ``[*B, T]``   nats, of the policy's distribution over the vocabulary, with graph
     ``selected``         ``[*B, T]``   bool, True for tokens chosen over a whole batch (``clip_cov``, ``kl_cov``)
     ``kl``               ``[*B, T]``   nats, the KL over the whole vocabulary at each position, with graph
+    ``sharp_log_prob``   ``[*B, T]``   nats, ``log_prob`` at half the temperature, without graph (WPO)
     ``pair_id``          ``[*B]``      integer, the pair that a sequence belongs to
-    ``chosen``           ``[*B]``      bool, True for the preferred sequence of its pair
+    ``chosen``           ``[*B]``      bool, True for a preferred sequence, of its pair or by itself
+    ``reference_point``  ``[*B]``      nats, what log-ratios are compared with, from a whole batch (``kto``, ``bco``, ``aot``)
+    ``match_id``         ``[*B]``      integer, equal for two sequences matched over a whole batch (``aot_unpaired``)
     ==================== ============= ==================================================================================
 
-    Every objective accepts the first six, whether it reads them or not, so that all can be called alike. All raise a
+    Every objective accepts the first six, whether it reads them or not, so that all can be called alike. Gradients flow into
+    ``log_prob``, ``entropy`` and ``kl`` alone: the others are data, even if they have a graph. All objectives raise a
     ``ValueError`` for unequal shapes, for a missing input and for a hyper-parameter out of range, and a ``TypeError`` for a
-    mask that is not boolean and for an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim tensor, which is
-    never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
+    mask that is not boolean, numbers that are, and an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim
+    tensor, which is never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
 
     The formulas write ``A`` for the advantage, ``r = exp(log_prob - old_log_prob)`` for the probability ratio and ``sg`` for
     stop-gradient.
@@ -188,7 +219,9 @@ def objective(
         ValueError: gpg needs advantage: pass advantage=, of the shape of log_prob.
     """
     several = {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (aliases or {}).items()}
-    spec = ObjectiveSpec(name, tuple(needs), aggregation, several, obsolete or {}, source, needs_if=needs_if or {})
+    spec = ObjectiveSpec(
+        name, tuple(needs), aggregation, several, obsolete or {}, source, needs_if=needs_if or {}, once=once
+    )
     return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function)))
 
 
@@ -246,7 +279,7 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
     defaults = {key: optional[key] for key in hyper_names if key in optional}
     spec = replace(
         spec,
-        needs=spec.needs or tuple(key for key in PER_TOKEN if key in own and key not in optional),
+        needs=spec.needs or tuple(key for key in (*PER_TOKEN, *PER_ROW) if key in own and key not in optional),
         per_row=tuple(key for key in PER_ROW if key in own),
         hyper=hyper_names,
         defaults=defaults,
@@ -261,6 +294,8 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
         rows = {key: given[key] for key in PER_ROW if given.get(key) is not None}
         check_same_shape(mask=mask, log_prob=log_prob, **tensors)
         check_is_mask(mask=mask, **{key: given.get(key) for key in _BOOLEAN})
+        check_is_number(log_prob=log_prob, **{key: x for key, x in tensors.items() if key not in _BOOLEAN})
+        check_is_scalar(**hyper)
         for key, value in rows.items():
             if value.shape != mask.shape[:-1]:
                 expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
@@ -268,16 +303,24 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
         for key in (tensors | rows).keys() - {*_SHARED, *own}:
             raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(own)}.")
         for key in spec.required(hyper):
-            if key not in tensors:
-                name = spec.needs_if[key][0] if key in spec.needs_if else None
-                otherwise = "" if name is None else f", or change {name}={({**defaults, **hyper})[name]!r}"
-                raise ValueError(f"{spec.name} needs {key}: pass {key}=, of the shape of log_prob{otherwise}.")
-        cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items() if key in own}
+            if key not in tensors and key not in rows:
+                set_to = [f"{name}={({**defaults, **hyper})[name]!r}" for name in spec.deciding(key)]
+                otherwise = f", or change {', '.join(set_to)}" if set_to else ""
+                shape = "one value per sequence" if key in PER_ROW else "of the shape of log_prob"
+                raise ValueError(f"{spec.name} needs {key}: pass {key}=, {shape}{otherwise}{_computed(spec, key)}.")
+        tensors = {key: x if key in _WITH_GRAPH else x.detach() for key, x in tensors.items() if key in own}
+        cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items()}
+        rows = {key: clean(x, mask.any(-1)) if x.is_floating_point() else x for key, x in rows.items()}
         return formula(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
 
     call.__doc__ = f"{inspect.cleandoc(formula.__doc__ or '')}\n\n{_SHARED_DOC}\n\nSource: {spec.source}."
     call.spec = spec  # type: ignore[attr-defined]
     return call
+
+
+def _computed(spec: ObjectiveSpec, key: str) -> str:
+    """The end of a message on a missing input, if there is a function that computes it."""
+    return f" ({spec.once.function.__name__} computes it)" if spec.once is not None and spec.once.name == key else ""
 
 
 def _unknown(spec: ObjectiveSpec, key: str) -> str:
@@ -308,7 +351,7 @@ def available_objectives() -> tuple[str, ...]:
     Example:
         >>> import torchrl_llm_kl.losses
         >>> available_objectives()[:3]
-        ('apo_zero', 'cispo', 'clip_cov')
+        ('aot', 'aot_unpaired', 'apo_down')
     """
     return tuple(sorted(_REGISTRY))
 
@@ -329,12 +372,18 @@ def get_objective(name: ObjectiveName) -> Callable[..., Terms]:
 
 # ------------------------------------------------------------------ typed names
 
+#: The divergence that penalises a policy's distance to the reference, in a preference loss.
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+#: The weight of a pair of answers: none, the policy's probability of them, or that relative to its own answers.
+Weighting = Literal["none", "probability", "aligned"]
+
 # fmt: off
 #: The names of :func:`get_objective`.
 ObjectiveName = Literal[
-    "apo_zero", "cispo", "clip_cov", "dapo", "dpo", "dppo", "dr_grpo", "gmpo", "gpg", "gspo", "hinge",
-    "importance_sampling", "ipo", "kl_cov", "mix", "mix_chord", "opmd", "ppo", "rec", "robust", "sapo", "sft", "sft_is",
-    "sft_phi", "sppo", "sppo_hard", "topr", "vespo",
+    "aot", "aot_unpaired", "apo_down", "apo_zero", "bco", "bco_pair", "cispo", "clip_cov", "cpo", "dapo", "discopop",
+    "dpo", "dppo", "dr_grpo", "dro", "exo_pair", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "ipo",
+    "kl_cov", "kto", "luspo", "mix", "mix_chord", "nca_pair", "opmd", "orpo", "ppo", "rec", "robust", "sapo", "sft",
+    "sft_is", "sft_phi", "simpo", "sppo", "sppo_hard", "topr", "vespo",
 ]
 # fmt: on
 
@@ -361,9 +410,13 @@ class ObjectiveArgs(TypedDict, total=False):
     coeff: Scalar
     cov_high: Scalar
     cov_low: Scalar
+    cpo_alpha: Scalar
     cutoff_prob: Scalar
     delta_sequence_masking: Scalar
+    desirable_weight: Scalar
+    discopop_tau: Scalar
     divergence: Literal["tv", "kl"]
+    dro_beta: Scalar
     enable_mask_clip: bool
     enable_phi_function: bool
     enable_sequence_masking: bool
@@ -373,6 +426,9 @@ class ObjectiveArgs(TypedDict, total=False):
     epsilon_low: Scalar
     epsilon_low_prime: Scalar
     expert_aggregation: Aggregation | None
+    f_alpha: Scalar
+    f_divergence: FDivergence
+    f_divergence_type: FDivergence
     fallback_to_policy_gradient: bool
     fraction: float
     grpo_loss_agg_mode: Aggregation | None
@@ -382,8 +438,10 @@ class ObjectiveArgs(TypedDict, total=False):
     label_smoothing: Scalar
     lambda_neg: Scalar
     lambda_pos: Scalar
+    ld_alpha: Scalar | None
     length_normalised: bool
     level: Literal["token", "sequence"]
+    margin: Scalar
     mask_clip_high: Scalar
     mask_clip_low: Scalar
     mask_clip_range_high: Scalar
@@ -394,6 +452,8 @@ class ObjectiveArgs(TypedDict, total=False):
     mu_valley: Scalar
     mu_warmup_steps: int
     ngpus_trainer: int | None
+    nll_aggregation: Aggregation | None
+    nll_coeff: Scalar
     ppo_kl_coef: Scalar
     ppo_micro_batch_size_per_gpu: int | None
     ppo_mini_batch_size: int | None
@@ -402,6 +462,7 @@ class ObjectiveArgs(TypedDict, total=False):
     sapo_temperature_neg: Scalar
     sapo_temperature_pos: Scalar
     sft_loss_agg_mode: Aggregation | None
+    simpo_gamma: Scalar
     step: int | Tensor
     tau: Scalar
     tau_neg: Scalar
@@ -409,6 +470,7 @@ class ObjectiveArgs(TypedDict, total=False):
     temp: Scalar
     train_batch_size_expert: int | None
     train_batch_size_usual: int | None
+    undesirable_weight: Scalar
     use_dynamic_bsz: bool | None
     usual_aggregation: Aggregation | None
     vespo_k_neg: Scalar
@@ -416,3 +478,4 @@ class ObjectiveArgs(TypedDict, total=False):
     vespo_lambda_neg: Scalar
     vespo_lambda_pos: Scalar
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
+    weighting: Weighting

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict, Unpack
 
+from torchrl_llm_kl._numerics import Scalar, check_choice
+from torchrl_llm_kl._registry import Hyperparameters
 from torchrl_llm_kl.estimators import check_placement
 from torchrl_llm_kl.losses._objective import INPUTS, spec_of
-from torchrl_llm_kl.losses.corrections import importance_weights, off_policy_sequence_mask, top_entropy_mask
+from torchrl_llm_kl.losses.corrections import (
+    Divergence,
+    importance_weights,
+    off_policy_sequence_mask,
+    rejection_mask,
+    top_entropy_mask,
+)
 from torchrl_llm_kl.losses.terms import Estimator, entropy_bonus, kl_to_ref, kl_to_sampler
 
 # Hyper-parameters that are whole numbers and change from step to step.
@@ -31,8 +42,8 @@ class Part(nn.Module):
         hyper: its hyper-parameters; omitted ones have the function's defaults.
 
     Raises:
-        ValueError: if the function rejects a hyper-parameter.
-        TypeError: if it has no such hyper-parameter.
+        ValueError: if the function rejects a hyper-parameter, or one is a tensor of several numbers or with grad.
+        TypeError: if it has no such hyper-parameter, or one that must be a number is not.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[str, ...] = INPUTS, /, **hyper: Any) -> None:
@@ -45,7 +56,8 @@ class Part(nn.Module):
         self._required = tuple(name for name in inputs if name in without and name not in ("log_prob", "mask"))
         self.settings: dict[str, Any] = {}
         defaults = {name: signature[name].default for name in signature if name not in {*inputs, *without}}
-        self._floats = frozenset(name for name, value in defaults.items() if isinstance(value, float))
+        self._floats = frozenset(name for name, x in signature.items() if isinstance(x.default, float) or _is_scalar(x))
+        hyper = {name: self._number(name, value) for name, value in hyper.items()}
         for name, value in {**defaults, **hyper}.items():
             self._store(name, value)
         self._check(hyper)
@@ -88,6 +100,7 @@ class Part(nn.Module):
         """
         if name in self._modules:
             raise TypeError(f"{name} is a {type(self._modules[name]).__name__}: change that, not {name}.")
+        value = self._number(name, value)
         if not isinstance(value, Tensor):
             self._check({**self.hyper, name: value})
         buffer = self._buffers.get(name)
@@ -98,9 +111,22 @@ class Part(nn.Module):
         self.settings.pop(name, None)
         self._store(name, value)
 
+    def _number(self, name: str, value: Any) -> Any:
+        """A hyper-parameter that is a number as float or 0-dim tensor, whatever kind of number was given."""
+        if name not in self._floats or value is None or isinstance(value, nn.Module):
+            return value
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.requires_grad:
+                found = (
+                    "requires grad but would be copied" if value.requires_grad else f"has shape {tuple(value.shape)}"
+                )
+                raise ValueError(f"{name} {found}: pass one number, or a module that returns it.")
+            return value.reshape(())
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, a tensor or a module, got {value!r}.")
+        return float(value)
+
     def _store(self, name: str, value: Any) -> None:
-        if type(value) is int and name in self._floats:
-            value = float(value)
         if isinstance(value, nn.Module):
             self.add_module(name, value)
         elif name in _COUNTERS:
@@ -140,6 +166,11 @@ class Part(nn.Module):
         return ", ".join([name_of(self.function), *(f"{key}={value}" for key, value in shown.items())])
 
 
+def _is_scalar(parameter: inspect.Parameter) -> bool:
+    """Whether a hyper-parameter is annotated as a number that may be a tensor."""
+    return str(parameter.annotation).startswith("Scalar") or parameter.annotation in (Scalar, Scalar | None)
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function, also of one inside a ``functools.partial``; the class of any other callable."""
     inner = getattr(function, "func", function)
@@ -157,6 +188,8 @@ def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
         "expert_mask": torch.tensor([[False], [True]], device=device),
         "pair_id": torch.zeros(2, dtype=torch.long, device=device),
         "chosen": torch.tensor([True, False], device=device),
+        "reference_point": zeros.squeeze(-1),
+        "match_id": torch.zeros(2, dtype=torch.long, device=device),
     }
 
 
@@ -219,7 +252,8 @@ class EntropyBonus(TermPart):
     """Entropy bonus: minus the policy's entropy over the whole vocabulary, :func:`~torchrl_llm_kl.losses.entropy_bonus`.
 
     Args:
-        coeff: its weight, dimensionless.
+        coeff: its weight, dimensionless; a number, or a coefficient such as
+            :class:`~torchrl_llm_kl.AdaptiveEntropyCoefficient`.
 
     Keyword Args:
         leave_out_experts: leave out the sequences of experts, as Trinity's ``mix`` does.
@@ -264,6 +298,21 @@ class ImportanceWeights(Correction):
         super().__init__(importance_weights, level=level, mode=mode, low=low, high=high)
 
 
+class RejectionMask(Correction):
+    """Leave out tokens or sequences on which sampler and trainer disagree too much.
+
+    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are those of
+    :func:`~torchrl_llm_kl.losses.rejection_mask`.
+
+    Example:
+        >>> RejectionMask("seq_max_k3", high=0.1).needs
+        ('old_log_prob', 'sampler_log_prob')
+    """
+
+    def __init__(self, divergence: Divergence, *, low: float | None = None, high: float | None = None) -> None:
+        super().__init__(rejection_mask, divergence=divergence, low=low, high=high)
+
+
 class OffPolicySequenceMask(Correction):
     """Leave out tokens with a negative advantage in sequences that have become unlikely.
 
@@ -297,3 +346,93 @@ class TopEntropyMask(Correction):
 
     def __init__(self, fraction: float = 0.2, *, threshold: float | None = None) -> None:
         super().__init__(top_entropy_mask, fraction=fraction, threshold=threshold)
+
+
+class RolloutArgs(TypedDict, total=False):
+    """The settings of verl's ``rollout_correction``; see :func:`rollout_corrections`."""
+
+    rollout_is: Literal["token", "sequence"] | None
+    rollout_is_threshold: float | str | None
+    rollout_is_batch_normalize: bool
+    rollout_rs: str | None
+    rollout_rs_threshold: float | str | None
+    bypass_mode: bool
+    loss_type: str
+
+
+#: Settings of verl that are not supported -> (the one value that is, the alternative).
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "rollout_is_batch_normalize": (False, "the mean weight of a micro-batch is not that of the batch"),
+    "bypass_mode": (False, "read the sampler's log-probs as old ones, set_keys(old_log_prob=...), and correct nothing"),
+    "loss_type": ("ppo_clip", "choose the objective, such as 'gpg' for verl's reinforce"),
+}
+
+
+def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
+    """The corrections that verl's ``rollout_correction`` settings describe; ``PolicyLoss`` takes these settings itself.
+
+    Keyword Args:
+        rollout_is: :class:`ImportanceWeights` of this level; None for none.
+        rollout_is_threshold: ``2.0`` truncates there; ``"0.5_5.0"`` sets weights outside to 0.
+        rollout_rs: one or more of :data:`~torchrl_llm_kl.losses.Divergence`, with commas: a :class:`RejectionMask` each.
+        rollout_rs_threshold: one bound for all of them, or one each, with commas. For ``k1`` two ratios of sampler to
+            trainer, ``"0.5_2.0"``; a single number stands for ``1 / number`` and ``number``. For the others the upper bound.
+        rollout_is_batch_normalize, bypass_mode, loss_type: refused unless they have verl's default.
+
+    Raises:
+        TypeError: for an unknown setting, or a threshold of another type.
+        ValueError: for an unknown or unsupported value, and a threshold that has no use.
+
+    Example:
+        >>> weights, mask = rollout_corrections(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+        >>> weights.high, mask.low, mask.high
+        (tensor(2.), tensor(-0.6931), tensor(0.6931))
+
+    Source: verl 0.9.1, ``RolloutCorrectionConfig``.
+    """
+    names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+    given = Hyperparameters("rollout_corrections", names, refused=_REFUSED).translate(verl)
+    level, options = given.get("rollout_is"), given.get("rollout_rs")
+    out: list[Correction] = []
+    threshold = given.get("rollout_is_threshold", 2.0)
+    if level is not None:
+        check_choice(("token", "sequence"), rollout_is=level)
+        low, high = _bounds("rollout_is_threshold", threshold)
+        out.append(ImportanceWeights(level=level, mode="truncate" if low is None else "mask", low=low, high=high))
+    elif threshold not in (2.0, None):
+        raise ValueError(
+            f"rollout_is_threshold={threshold!r} has no effect without rollout_is: pass 'token' or 'sequence'."
+        )
+    thresholds = given.get("rollout_rs_threshold")
+    if options is None:
+        if thresholds is not None:
+            raise ValueError(
+                f"rollout_rs_threshold={thresholds!r} has no effect without rollout_rs: pass a divergence."
+            )
+        return out
+    chosen: list[Any] = list(dict.fromkeys(option.strip() for option in options.split(",") if option.strip()))
+    each = [part for part in thresholds.split(",") if part.strip()] if isinstance(thresholds, str) else [thresholds]
+    if not chosen or len(each) not in (1, len(chosen)):
+        raise ValueError(
+            f"rollout_rs={options!r} has {len(chosen)} divergences and rollout_rs_threshold={thresholds!r} {len(each)} "
+            "bounds: pass one for all, or one each."
+        )
+    for option, bound in zip(chosen, each * (len(chosen) if len(each) == 1 else 1), strict=True):
+        low, high = _bounds("rollout_rs_threshold", bound)
+        if str(option).endswith("k1"):
+            low, high = math.log(1 / high if low is None else low), math.log(high)
+        out.append(RejectionMask(option, low=low, high=high))
+    return out
+
+
+def _bounds(name: str, value: Any) -> tuple[float | None, float]:
+    """``2.0``, ``"2.0"`` or ``"0.5_2.0"`` as lower and upper bound."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{name} must be a number or a string such as '0.5_2.0', got {value!r}.")
+    try:
+        numbers = [float(part) for part in value.strip().split("_")] if isinstance(value, str) else [float(value)]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(0 < x < math.inf for x in numbers) or numbers[0] > numbers[-1]:
+        raise ValueError(f"{name} must be a positive number or 'lower_upper' such as '0.5_2.0', got {value!r}.")
+    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]

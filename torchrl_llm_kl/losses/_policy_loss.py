@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import masked_mean
+from torchrl_llm_kl._numerics import check_finite, masked_mean
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
@@ -24,34 +25,46 @@ from torchrl_llm_kl.losses._objective import (
     LossTerm,
     ObjectiveArgs,
     ObjectiveName,
+    Once,
     get_objective,
     spec_of,
 )
-from torchrl_llm_kl.losses._parts import Correction, Part, TermPart, dummy_inputs, name_of
-from torchrl_llm_kl.losses._token_loss import TokenLoss, merge_metrics, with_graph
-from torchrl_llm_kl.losses.corrections import apply_correction
+from torchrl_llm_kl.losses._parts import (
+    Correction,
+    Part,
+    RolloutArgs,
+    TermPart,
+    dummy_inputs,
+    name_of,
+    rollout_corrections,
+)
+from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
+from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
+from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
     ResponseTokens,
     find_key,
+    find_log_probs,
+    mismatch,
     per_sequence,
     per_token,
     require_key,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot
+from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, check_distributions
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
-_FROM_ACTOR = ("entropy", "kl")
+_FROM_ACTOR = ("entropy", "kl", "sharp_log_prob")
 _FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
-_FOR_METRICS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
+_LOG_PROBS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
 
-class PolicyArgs(ObjectiveArgs, total=False):
-    """Hyper-parameters of objectives, and Trinity's name of ``aggregation``."""
+class PolicyArgs(ObjectiveArgs, RolloutArgs, total=False):
+    """Hyper-parameters of objectives, verl's settings of corrections, and Trinity's name of ``aggregation``."""
 
     loss_agg_mode: Aggregation | None
 
@@ -70,8 +83,10 @@ class PolicyLoss(TokenLoss):
     Keyword Args:
         terms: :class:`~torchrl_llm_kl.losses.KLToReference`, :class:`~torchrl_llm_kl.losses.KLToSampler`,
             :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the protocol of objectives.
-        corrections: factors of the objective: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
-            :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`, :class:`~torchrl_llm_kl.losses.TopEntropyMask`.
+        corrections: factors of the objective, or functions that return them: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
+            :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
+            :class:`~torchrl_llm_kl.losses.TopEntropyMask`. verl's settings (``rollout_is="token"``, ``rollout_rs=...``) add
+            theirs; see :func:`~torchrl_llm_kl.losses.rollout_corrections`.
         aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
             ``loss_agg_mode``.
         max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``.
@@ -80,7 +95,8 @@ class PolicyLoss(TokenLoss):
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not trained.
-        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`.
+        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the reference has its own
+            ``max_tokens`` instead of ``tokens_per_batch``.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
             vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
@@ -91,12 +107,15 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``denominators``. An entry is also found on the other side of ``"next"``.
+    ``chosen``, ``reference_point``, ``match_id``, ``denominators``. An entry is also found on the other side of ``"next"``,
+    and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
-        ``loss_<name>`` for each term, 0-dim (per token with aggregation ``"none"``), to be added up; and metrics over the
-        masked-in tokens, without graph: the objective's own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``,
-        ``kl_to_ref``, ``entropy``, ``num_tokens``, ``num_sequences``.
+        A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
+        ``"none"``), whose sum is ``out.total_loss``; and metrics over the masked-in tokens, without graph: the objective's
+        own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens``,
+        ``num_sequences``; for data with ``sampler_log_prob`` those of :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
+        ``old_log_prob`` or else of the current policy.
 
     Raises:
         TypeError: for an unknown hyper-parameter.
@@ -117,7 +136,8 @@ class PolicyLoss(TokenLoss):
         >>> sorted(key for key in loss(data).keys() if key.startswith("loss_"))
         ['loss_entropy', 'loss_objective']
 
-    .. seealso:: :meth:`count`, for losses of micro-batches that add up to that of the batch.
+    .. seealso:: :meth:`count`, for losses of micro-batches that add up to that of the batch, and :meth:`batch_inputs`, for
+        objectives that compare an answer with the whole batch.
     """
 
     @dataclass
@@ -132,6 +152,8 @@ class PolicyLoss(TokenLoss):
         selected: NestedKey = "selected"
         pair_id: NestedKey = "pair_id"
         chosen: NestedKey = "chosen"
+        reference_point: NestedKey = "reference_point"
+        match_id: NestedKey = "match_id"
         denominators: NestedKey = "denominators"
 
     actor_network: nn.Module
@@ -144,7 +166,7 @@ class PolicyLoss(TokenLoss):
         objective: ObjectiveName | Callable[..., tuple[LossTerm, ...]] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., tuple[LossTerm, ...]]] = (),
-        corrections: Sequence[Correction] = (),
+        corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]] = (),
         aggregation: Aggregation | None = None,
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
@@ -159,6 +181,7 @@ class PolicyLoss(TokenLoss):
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
         own: dict[str, Any] = dict(hyper)
+        rollout: Any = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
         if "loss_agg_mode" in own:
             if aggregation is not None:
                 raise TypeError("'loss_agg_mode' and 'aggregation' are the same argument: pass one of them.")
@@ -166,12 +189,18 @@ class PolicyLoss(TokenLoss):
         if spec is not None:
             own = spec.hyperparameters.translate(own)
             aggregation = aggregation or spec.aggregation
+        factors = [x if isinstance(x, Part) else Correction(x) for x in (*corrections, *rollout_corrections(**rollout))]
+        parts = [term if isinstance(term, Part) else TermPart(term) for term in terms]
+        for name, kind, given in (("terms", TermPart, parts), ("corrections", Correction, factors)):
+            wrong = [x for x in given if not isinstance(x, kind)]
+            if wrong:
+                other = "corrections" if name == "terms" else "terms"
+                raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
         settings = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "dtype": dtype}
         self._set_models(actor, reference, settings, functional)
         self.objective = TermPart(function, **own)
-        self.terms = nn.ModuleList(term if isinstance(term, Part) else TermPart(term) for term in terms)
-        self.corrections = nn.ModuleList(corrections)
+        self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
         self.log_entropy = log_entropy
         exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
         for part in self._parts[1:]:
@@ -183,7 +212,7 @@ class PolicyLoss(TokenLoss):
 
     def _set_models(self, actor: Any, reference: Any, settings: dict[str, Any], functional: bool) -> None:
         self._settings, self._functional = settings, functional
-        self._slot, self._reference_slot = ScorerSlot(), ScorerSlot()
+        self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
         self._given_scorer = actor if isinstance(actor, LogProbScorer) else None
         temperature = settings["temperature"]
         if self._given_scorer is not None:
@@ -191,11 +220,17 @@ class PolicyLoss(TokenLoss):
             if changed or functional:
                 raise ValueError(f"actor is a scorer with its own settings: set {changed or 'functional'} there.")
             actor, temperature = self._given_scorer.model, self._given_scorer.temperature
+        if not isinstance(actor, nn.Module):
+            raise TypeError(
+                f"actor must be a torch module or a LogProbScorer, got {type(actor).__name__}: train the model in this process."
+            )
         if functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
         self.__dict__["_reference"] = reference  # no submodule: its parameters are not trained
+        if not isinstance(reference, nn.Module):  # cheap to check now
+            self._reference_scorer  # noqa: B018
         if isinstance(reference, LogProbScorer) and reference.temperature != temperature:
             raise ValueError(
                 f"the policy is scored at temperature {temperature:g} and the reference at {reference.temperature:g}: a KL "
@@ -222,7 +257,28 @@ class PolicyLoss(TokenLoss):
         reference = self.reference
         if reference is None or isinstance(reference, LogProbScorer):
             return reference
-        return self._reference_slot.get(reference, **self._settings)
+        remote = getattr(reference, "log_probs_only", False) is True  # it plans its own batches
+        settings = {
+            name: value for name, value in self._settings.items() if not (remote and name == "tokens_per_batch")
+        }
+        return self._reference_slot.get(reference, **settings)
+
+    @property
+    def _sharp_scorer(self) -> LogProbScorer:
+        """The scorer of the actor at half the temperature."""
+        given = self._given_scorer
+        if given is None:
+            settings = self._settings
+        else:
+            settings = {"tokens_per_batch": given.tokens_per_batch, "dtype": given.dtype, "adapters": given.adapters}
+        model = self.actor_network if given is None else given.model
+        return self._sharp_slot.get(model, **{**settings, "temperature": self.scorer_temperature / 2})
+
+    @property
+    def once(self) -> Once | None:
+        """The input that :meth:`batch_inputs` computes once for a whole batch; None if the objective has none."""
+        spec = spec_of(self.objective.function)
+        return None if spec is None else spec.once
 
     @property
     def _parts(self) -> list[Part]:
@@ -234,11 +290,18 @@ class PolicyLoss(TokenLoss):
         return {name for part in self._parts for name in part.needs}
 
     def _check_reference(self) -> None:
-        if self.reference is None and "kl" in self._needs:
+        if "kl" not in self._needs:
+            return
+        if self.reference is None:
             raise ValueError("an exact KL is computed from both models: pass the reference model as reference=.")
+        check_distributions(self.actor_network, getattr(self.reference, "model", None), self.reference)
 
     def set_keys(self, **kwargs: Any) -> None:
-        """Change where entries are read. The names are listed under *Keys* above."""
+        """Change where entries are read. The names are listed under *Keys* above.
+
+        An optional entry that changes the loss (``loss_mask``, ``expert_mask``, ``selected``, ``sampler_log_prob``,
+        ``pair_id``, ``chosen``) is required once it is set to another key than its default.
+        """
         renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
         if len(renamed) != len(kwargs):
             raise TypeError(f"got an entry under two of its names: {', '.join(kwargs)}.")
@@ -282,7 +345,7 @@ class PolicyLoss(TokenLoss):
         return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
 
     @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         td, response, inputs = self._read(tensordict)
         inputs |= self._score(response, inputs)
@@ -296,20 +359,64 @@ class PolicyLoss(TokenLoss):
         booleans = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *PER_ROW)}
         return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | booleans)[0]
 
-    def _read(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
-        """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them."""
+    def batch_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Store what the objective takes from a whole batch with each row: ``reference_point`` or ``match_id``, if it has one.
+
+        Call it on the batch of an optimiser step, before :meth:`count` and before splitting. It scores the batch with the
+        current policy, without gradient. For ``kto`` it scores mismatched prompts and answers (see
+        :func:`~torchrl_llm_kl.rollouts.mismatch`), with the policy and with ``reference``. With several ranks, each takes its
+        own batch.
+
+        Args:
+            tensordict: the batch of an optimiser step.
+
+        Returns:
+            ``tensordict``, with a new entry ``[*B]`` (``set_keys``); unchanged for other objectives.
+
+        Raises:
+            ValueError: for ``kto`` without ``reference``.
+        """
+        once = self.once
+        if once is None:
+            return tensordict
+        td, response, inputs = self._read(tensordict, without=once.name)
+        if once.mismatched:
+            if self._reference_scorer is None:
+                raise ValueError(
+                    f"{name_of(self.objective.function)} scores mismatched prompts and answers with the reference: pass the "
+                    f"model as reference=, or store {once.name!r} yourself ({once.function.__name__})."
+                )
+            response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
+            inputs = {"mask": response.mask}
+        with torch.no_grad():
+            inputs |= self._score(response, inputs)
+        self._check_finite(response, inputs)
+        taken = inspect.signature(once.function).parameters
+        value = once.function(**{name: x for name, x in inputs.items() if name in taken})
+        key = getattr(self.tensor_keys, once.name)
+        own_leaves(tensordict, key)  # do not write into the storage of a replay buffer
+        return tensordict.set(key, value.reshape(td.batch_size).to(td.device or value.device))
+
+    def _read(
+        self, tensordict: TensorDictBase, *, without: str | None = None
+    ) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
+        """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them but one."""
         td, tokens, mask, responses = self._read_tokens(tensordict)
-        needs, who = self._data_needs, name_of(self.objective.function)
-        taken = {name for part in self._parts for name in part.inputs} | set(_FOR_METRICS)
+        needs, who = self._data_needs - {without}, name_of(self.objective.function)
+        taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for name in _FROM_DATA:
             key, found = getattr(self.tensor_keys, name), None
-            if name in needs:
+            if name == without:
+                continue
+            if name in needs or name in taken:
+                found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
+            if found is None and (name in needs or (name in taken and self._is_set(name))):
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
+                if self.once is not None and self.once.name == name:
+                    advice = f"batch_inputs(batch) computes it from a whole batch. {advice}"
                 found = require_key(td, key, f"{who} needs {name}", advice)
-            elif name in taken:
-                found = find_key(td, key)
             if found is None:
                 continue
             if name in PER_ROW:
@@ -321,9 +428,9 @@ class PolicyLoss(TokenLoss):
             flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
             if name == "old_log_prob" and name in needs:
                 mask = self._reader.without_unscored(mask, flat[name], tokens, found)
+        flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in _MASKS if name in flat}
         response = ResponseTokens(tokens, mask)
         inputs = {name: response.gather(value) for name, value in flat.items()}
-        inputs |= {name: inputs[name].bool() for name in _MASKS if name in inputs}
         return td, response, {**inputs, **rows, "mask": response.mask}
 
     def _check_finite(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
@@ -343,6 +450,13 @@ class PolicyLoss(TokenLoss):
             key = getattr(self.tensor_keys, name, None)
             named[name if key is None else f"{name} ({key!r})"] = value
         response.check_finite(named)
+        rows = {name: inputs[name] for name in PER_ROW if name in inputs and inputs[name].is_floating_point()}
+        for name, value in rows.items():
+            named = {f"{name} ({getattr(self.tensor_keys, name)!r})": value}
+            read = inputs["mask"].any(-1)
+            check_finite(
+                named, read=read, place="sequence {}".format, advice="Fix the entry, or mask the sequence out."
+            )
 
     def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs that the models compute."""
@@ -360,7 +474,14 @@ class PolicyLoss(TokenLoss):
             ref = scores.ref_log_prob
             if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
                 ref = reference.score(response.tokens, response.flat_mask)
-        found = {"log_prob": scores.log_prob, "entropy": scores.entropy, "kl": scores.kl, "ref_log_prob": ref}
+            sharp = self._sharp_scorer.score(response.tokens, response.flat_mask) if "sharp_log_prob" in needs else None
+        found = {
+            "log_prob": scores.log_prob,
+            "entropy": scores.entropy,
+            "kl": scores.kl,
+            "ref_log_prob": ref,
+            "sharp_log_prob": sharp,
+        }
         out = {name: response.gather(x.values) for name, x in found.items() if x is not None and name not in inputs}
         trained = self.actor_network.parameters() if own is None else own.values(True, True)
         return {**out, "log_prob": with_graph(out["log_prob"], trained)}
@@ -369,32 +490,42 @@ class PolicyLoss(TokenLoss):
         """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
-        for correction in self.corrections:
-            weights, seen = correction(inputs)
-            terms = apply_correction(terms, weights, inputs["mask"])
-            metrics |= seen
+        mask, experts = inputs["mask"], inputs.get("expert_mask")
+        correction: Correction
+        for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
+            if experts is None or not {"old_log_prob", "sampler_log_prob"} & set(correction.needs):
+                weights, seen = correction(inputs)
+            else:  # no policy sampled the experts' tokens: there is nothing to correct
+                weights, seen = correction({**inputs, "mask": mask & ~experts})
+                weights = torch.where(mask & experts, 1, weights)
+            terms = apply_correction(terms, weights, mask)
+            metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
 
 @torch.no_grad()
 def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics independent of the objective.
+    """Metrics independent of the objective, and except the first two and the entropy of the tokens that are not experts'.
 
     ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
-    them and ``kl_to_sampler``; with reference log-probs ``kl_to_ref``; with entropies ``entropy``.
+    them and ``kl_to_sampler``; with the sampler's own the :func:`mismatch_metrics`; with reference log-probs ``kl_to_ref``;
+    with entropies ``entropy``.
     """
-    mask = inputs["mask"]
-    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_FOR_METRICS) if name in inputs}
+    mask, experts = inputs["mask"], inputs.get("expert_mask")
+    sampled = mask if experts is None else mask & ~experts
+    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_LOG_PROBS) if name in inputs}
     log_prob, old = clean["log_prob"], clean.get("old_log_prob")
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
     if old is not None:
-        metrics |= _ratio_metrics(log_prob, old, mask)
+        metrics |= _ratio_metrics(log_prob, old, sampled & ~old.isnan())
     sampler = clean.get("sampler_log_prob", old)
     if sampler is not None:
-        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative.
-        metrics["kl_to_sampler"] = _k3(sampler, log_prob, mask)
+        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative. NaN: not scored.
+        metrics["kl_to_sampler"] = _k3(sampler, log_prob, sampled & ~sampler.isnan())
+    if "sampler_log_prob" in clean:
+        metrics |= mismatch_metrics(log_prob if old is None else old, clean["sampler_log_prob"], sampled)
     if "ref_log_prob" in clean:
-        metrics["kl_to_ref"] = _k3(log_prob, clean["ref_log_prob"], mask)
+        metrics["kl_to_ref"] = _k3(log_prob, clean["ref_log_prob"], sampled)
     if "entropy" in inputs:
         metrics["entropy"] = masked_mean(inputs["entropy"], mask)
     return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING, Any, get_args, overload
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
+from torchrl_llm_kl.losses._ranks import check_ranks
 from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.rollouts import (
     MaskingStrategy,
@@ -24,9 +28,73 @@ from torchrl_llm_kl.rollouts import (
     find_key,
     per_token,
     read_denominators,
+    require_key,
     sub_key,
     write_denominators,
 )
+
+_ADDED_UP = ("mean", "nanmean", "nansum", "sum")
+
+
+class LossOutput(TensorDict):
+    """The output of a loss module: a TensorDict of ``loss_<term>`` entries and metrics.
+
+    ``reduce=True``, which in a plain TensorDict adds metrics to losses, gives :attr:`total_loss` here, so that the line of
+    torchrl's recipes, ``loss(batch).mean(reduce=True)``, trains on the losses alone.
+
+    Example:
+        >>> out = LossOutput(loss_objective=torch.tensor(2.0), loss_entropy=torch.tensor(-0.5), ESS=torch.tensor(1.0))
+        >>> out.total_loss, out["total_loss"], out.mean(reduce=True)
+        (tensor(1.5000), tensor(1.5000), tensor(1.5000))
+        >>> out.std(reduce=True)
+        Traceback (most recent call last):
+        ...
+        TypeError: std(reduce=True) of a loss would mix losses and metrics: use out.total_loss, or reduce the entries you need.
+    """
+
+    @property
+    def total_loss(self) -> Tensor:
+        """The sum of all ``loss_<term>`` entries, with graph.
+
+        Raises:
+            KeyError: if there is none.
+            ValueError: for a loss per token (aggregation ``"none"``), which has padding: reduce it with a mask.
+        """
+        losses = {key: value for key, value in self.items() if isinstance(key, str) and key.startswith("loss_")}
+        if not losses:
+            raise KeyError(f"no entry of {sorted(map(str, self.keys()))} is a loss: expected loss_<term>.")
+        for key, value in losses.items():
+            if value.is_nested or value.shape != self.batch_size:
+                raise ValueError(
+                    f"{key} has one value per token (aggregation 'none'), padding too: average it over its tokens, or choose "
+                    "another aggregation."
+                )
+        return sum(losses.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.total_loss if isinstance(index, str) and index == "total_loss" else super().__getitem__(index)
+
+    def _cast_reduction(self, *, reduction_name: str, further_reduce: bool, **kwargs: Any) -> Any:
+        # All reductions of a TensorDict end here.
+        td: TensorDict = super()
+        if further_reduce:
+            if reduction_name not in _ADDED_UP:
+                raise TypeError(
+                    f"{reduction_name}(reduce=True) of a loss would mix losses and metrics: use out.total_loss, or reduce the "
+                    "entries you need."
+                )
+            td = TensorDict({"total_loss": self.total_loss}, batch_size=self.batch_size)
+        return td._cast_reduction(reduction_name=reduction_name, further_reduce=further_reduce, **kwargs)
+
+
+# As TensorDict is: DDP looks for the tensors of an output this way.
+register_pytree_node(
+    LossOutput,
+    lambda out: (list(out.values()), (list(out.keys()), out.batch_size)),
+    lambda values, context: LossOutput(dict(zip(context[0], values, strict=True)), batch_size=context[1]),
+)
+# Optional entries that change the loss.
+_OPTIONAL = ("loss_mask", "expert_mask", "selected", "sampler_log_prob", "pair_id", "chosen")
 
 
 class TokenLoss(LossModule):
@@ -40,7 +108,7 @@ class TokenLoss(LossModule):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase: ...
+        def __call__(self, tensordict: TensorDictBase) -> LossOutput: ...
         @overload
         def __call__(self, **entries: Any) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -90,8 +158,14 @@ class TokenLoss(LossModule):
         if name in exposed:
             part, own = exposed[name]
             part.put(own, value)
+        elif isinstance(value, (int, float, Tensor)) and not hasattr(self, name) and did_you_mean(name, exposed):
+            raise AttributeError(f"{type(self).__name__} has no {name!r} to set.{did_you_mean(name, exposed)}")
         else:
             super().__setattr__(name, value)
+
+    def _is_set(self, name: str) -> bool:
+        """Whether an optional entry that changes the loss was given another key."""
+        return name in _OPTIONAL and getattr(self.tensor_keys, name) != getattr(self._AcceptedKeys, name)
 
     @property
     def tensor_keys(self) -> Any:
@@ -126,14 +200,17 @@ class TokenLoss(LossModule):
         td = reader.with_batch_dims(tensordict)
         located = reader.locate(td)
         mask, key = located.mask, find_key(td, self.tensor_keys.loss_mask)
+        if key is None and self._is_set("loss_mask"):
+            advice = "Add the entry, or say where it is with set_keys(loss_mask=...)."
+            require_key(td, self.tensor_keys.loss_mask, "loss_mask was set to another key", advice)
         responses = None if self.masking_strategy == "generic" else mask
         if key is not None:
-            mask = mask & per_token(td, key, located.tokens, responses, fill=0).bool()
+            mask = mask & as_mask(per_token(td, key, located.tokens, responses, fill=0), key)
         return td, located.tokens, mask, responses
 
     def _output(
         self, td: TensorDictBase, response: ResponseTokens, terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]
-    ) -> TensorDict:
+    ) -> LossOutput:
         """Each term as ``loss_<name>``, and all metrics without graph."""
         summed = [(term.name, self._mode(term)) for term in terms if self._mode(term) != "none"]
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
@@ -146,13 +223,18 @@ class TokenLoss(LossModule):
                 denominator = self._denominator(term) if denominators is None else denominators[term.name]
             value = term.weight * aggregate(term.value, term.mask, mode, denominator=denominator)
             out[f"loss_{term.name}"] = response.restore(value) if mode == "none" else value
-        return TensorDict(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
+        return LossOutput(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 
     def _mode(self, term: LossTerm) -> Aggregation:
         return term.aggregation or self.aggregation
 
     def _denominator(self, term: LossTerm) -> Tensor:
         mode = self._mode(term)
+        if mode == "seq-mean-token-sum-norm" and self.max_len is not None and term.mask.shape[-1] > self.max_len:
+            raise ValueError(
+                f"max_len={self.max_len}, but a sequence has {term.mask.shape[-1]} trained tokens: pass the length limit of "
+                "the sampler, over all turns that are trained."
+            )
         return count(term.mask, mode, max_len=self.max_len if mode == "seq-mean-token-sum-norm" else None)
 
     def count(
@@ -176,7 +258,8 @@ class TokenLoss(LossModule):
             ranks_average: True if the gradients of ranks are averaged, as DDP and FSDP do; False if they are summed.
 
         Returns:
-            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term.
+            ``tensordict``, with a new entry ``denominators`` (``set_keys``): ``[*B]`` float64 for each term, and an id of
+            the batch, so that rows of batches that were counted apart are refused.
 
         Raises:
             RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
@@ -190,15 +273,69 @@ class TokenLoss(LossModule):
         with torch.no_grad():
             terms = self._mask_terms(td)
             counts = torch.stack([self._denominator(term).double() for term in terms])  # exact up to 2**53
+            # Random, but not from torch's generators, whose state it would change; one for all ranks.
+            batch_id = counts.new_tensor(secrets.randbits(32))
         if distributed and all_ranks is not False:
+            counts = torch.cat([counts, batch_id.unsqueeze(0)])
             torch.distributed.all_reduce(counts, group=process_group)
+            counts, batch_id = counts[:-1], counts[-1]
             if ranks_average:  # each rank's loss enters the gradient with a factor of 1 / ranks
                 counts = counts / torch.distributed.get_world_size(process_group)
         key = self.tensor_keys.denominators
         own_leaves(tensordict, sub_key(key, "any"))  # do not write into the storage of a replay buffer
         modes: list[tuple[str, str]] = [(term.name, self._mode(term)) for term in terms]
-        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)))
+        write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)), batch_id)
         return tensordict
+
+    def check_ranks(self, *parts: TensorDictBase, process_group: Any = None, tolerance: float = 0.02) -> None:
+        """Check that all ranks train one model with the gradient of the whole batch; for the first step of a new script.
+
+        Call it on every rank, after the last ``backward()`` of a step and before the gradient is clipped. It compares
+        parameters, buffers and gradients to the last bit. With the parts of the step it also computes the gradient of the
+        whole batch (one more forward and backward), and reports how that of the script differs: ranks that add up or average
+        their gradients against what :meth:`count` assumes, a further division such as that of Accelerate's
+        ``gradient_accumulation_steps``, parts that were not counted. Changes nothing, also not the random state.
+
+        Args:
+            parts: all micro-batches of this rank in this step, as the loss received them, in any order; none to compare the
+                ranks only. Without ``torch.distributed`` they are checked alone.
+
+        Keyword Args:
+            process_group: the ranks that share the step.
+            tolerance: the largest difference of the two gradients, relative to the norm of the right one. Autocast and
+                dropout need more than rounding does.
+
+        Raises:
+            RuntimeError: if something differs; the message says what, and what to change. Also if no parameter has a
+                gradient, or ``WORLD_SIZE`` says that there are ranks but ``torch.distributed`` is not initialised.
+            ValueError: if parameters are sharded, or with aggregation ``"none"``.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from torchrl_llm_kl.losses import ValueLoss
+            >>> from torchrl_llm_kl.scoring import TokenCritic
+            >>> from transformers import Qwen2Config, Qwen2Model
+            >>> loss = ValueLoss(TokenCritic(Qwen2Model(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
+            ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))))
+            >>> tokens = TensorDict(prompt=torch.tensor([[3], [4]]), full=torch.tensor([[3, 5], [4, 6]]), batch_size=[2])
+            >>> batch = loss.count(TensorDict(tokens=tokens, value_target=torch.ones(2, 2), batch_size=[2]))
+            >>> for part in batch.split(1):
+            ...     (loss(part)["loss_critic"] / 2).backward()  # counted, so the 2 is wrong
+            >>> loss.check_ranks(*batch.split(1))
+            Traceback (most recent call last):
+                ...
+            RuntimeError: the gradient is 0.5 times that of the batch ... it was also divided by 2, the number of parts. ...
+        """
+        check_ranks(self, parts, process_group, tolerance)
+
+
+def as_mask(value: Tensor, key: NestedKey) -> Tensor:
+    """A mask as bool. One of numbers must hold 0 and 1 alone, which is read on the host: it is no weight."""
+    if value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
+        raise ValueError(
+            f"{key!r} is a mask: expected True and False, or 1 and 0, got other numbers. Weight the advantage."
+        )
+    return value.bool()
 
 
 def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:

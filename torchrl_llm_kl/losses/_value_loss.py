@@ -11,11 +11,11 @@ from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._numerics import Scalar, check_range, check_same_shape, masked_mean
-from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
+from torchrl_llm_kl._numerics import Scalar, check_is_scalar, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl.losses._arithmetic import Aggregation, checked, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
-from torchrl_llm_kl.losses._token_loss import TokenLoss, with_graph
+from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
 from torchrl_llm_kl.rollouts import TOKENS_FULL, MaskingStrategy, ResponseTokens, find_key, per_token, require_key
 
 _INPUTS = ("value", "mask", "value_target", "old_value")
@@ -51,6 +51,7 @@ def value_error(
 
     Raises:
         ValueError: if shapes differ or ``clip_value`` is negative.
+        TypeError: if the mask is not boolean.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -60,12 +61,13 @@ def value_error(
     Source: Schulman et al., baselines ``ppo2`` (2017).
     """
     check_same_shape(value=value, mask=mask, value_target=value_target, old_value=old_value)
+    check_is_scalar(clip_value=clip_value, coeff=coeff)
     check_range(low=0.0, clip_value=clip_value)
-    value, target = torch.where(mask, value, 0), torch.where(mask, value_target, 0)
+    value, target = checked(mask, value=value, value_target=value_target.detach())
     error = (value - target).square()
     clipped = torch.zeros_like(mask)
     if old_value is not None and clip_value is not None:
-        old = torch.where(mask, old_value, 0)
+        (old,) = checked(mask, old_value=old_value.detach())
         bounded = (old + clamp(value - old, -clip_value, clip_value) - target).square()
         clipped = bounded > error
         error = torch.maximum(error, bounded)
@@ -97,7 +99,8 @@ class ValueLoss(TokenLoss):
     on the other side of ``"next"``.
 
     Outputs:
-        ``loss_critic``, ``value_clip_fraction``, ``value_mean``, ``explained_variance``.
+        A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_critic`` and the metrics ``value_clip_fraction``,
+        ``value_mean``, ``explained_variance``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -146,7 +149,7 @@ class ValueLoss(TokenLoss):
         return [LossTerm("critic", mask.float(), mask)]
 
     @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch or a micro-batch; see the class."""
         td, tokens, mask, responses = self._read_tokens(tensordict)
         response = ResponseTokens(tokens, mask)

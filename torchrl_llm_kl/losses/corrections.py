@@ -9,11 +9,21 @@ corrected and 0 where the mask is False; and metrics as in :class:`~torchrl_llm_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl._numerics import (
+    Scalar,
+    check_choice,
+    check_is_mask,
+    check_is_scalar,
+    check_range,
+    check_same_shape,
+    masked_mean,
+)
+from torchrl_llm_kl.estimators import get_estimator
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
     bounded_exp,
@@ -29,7 +39,7 @@ def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | 
     """Multiply the values of loss terms by weights. Their masks, and so their denominators, are unchanged.
 
     A term with one value per token gets the weight of each token. One with a value per sequence, ``[*B, 1]``, gets the mean
-    weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite.
+    weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite. Weights pass none.
 
     Args:
         terms: usually those of the objective, not the KL to the reference.
@@ -59,8 +69,10 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
             raise ValueError(
                 f"{term.name} has one value per sequence: pass mask=, to average the weights over its tokens."
             )
+        check_same_shape(weights=weights, mask=mask)
+        check_is_mask(mask=mask)
         weights = sequence_mean(weights, mask)
-    weights = weights.to(term.value.dtype)
+    weights = weights.detach().to(term.value.dtype)
     return term.replace(value=torch.where(weights == 0, 0, term.value) * weights)
 
 
@@ -120,6 +132,7 @@ def importance_weights(
     """
     check_choice(("token", "sequence", "geometric"), level=level)
     check_choice(("truncate", "mask"), mode=mode)
+    check_is_scalar(low=low, high=high)
     if isinstance(high, (int, float)) and not high > 0:
         raise ValueError(f"high must be greater than 0, got {high}.")
     if isinstance(low, (int, float)) and not low >= 0:
@@ -127,7 +140,7 @@ def importance_weights(
     if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
         raise ValueError(f"low must be at most high, got low={low} and high={high}.")
     old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
-    log_ratio = (old - sampler).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    log_ratio = _log_ratio(old, sampler)
     counts = mask
     if level != "token":
         log_ratio = (sequence_sum if level == "sequence" else sequence_mean)(log_ratio, mask)
@@ -148,6 +161,157 @@ def importance_weights(
         "effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 1, square),
     }
     return torch.where(mask, weight, 0), metrics
+
+
+#: A divergence of sampler and trainer, per token or summarised over a sequence; see :func:`rejection_mask`.
+Divergence = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+
+
+@torch.no_grad()
+def rejection_mask(
+    old_log_prob: Tensor,
+    sampler_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    divergence: str,
+    low: Scalar | None = None,
+    high: Scalar | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    r"""0 for tokens or sequences on which sampler and trainer disagree too much, 1 for all others.
+
+    With ``d = old_log_prob - sampler_log_prob`` (0 where the sampler's is NaN: not scored) the estimates of
+    :math:`KL(\pi_{sampler} \| \pi_{old})` are ``k1 = -d``, ``k2 = d^2 / 2`` and ``k3 = exp(d) - 1 - d``.
+
+    ============== ===========================================================
+    divergence     rejected
+    ============== ===========================================================
+    ``token_*``    each token outside the bounds
+    ``seq_sum_*``  all tokens of a sequence whose sum is outside
+    ``seq_mean_*`` all tokens of a sequence whose mean is outside
+    ``seq_max_*``  all tokens of a sequence that has a token outside
+    ============== ===========================================================
+
+    Rejected tokens keep their place in the denominator. Several masks multiply: all must accept a token.
+
+    Hyper-parameters:
+        divergence: one of :data:`Divergence`, the names of verl's ``rollout_rs``.
+        low: smallest value that is kept, in nats, at most 0; for ``k1`` alone, the others are never negative. verl states
+            bounds of ``k1`` as ratios of sampler to trainer: ``low = log(lower)``, ``high = log(upper)``.
+        high: largest value that is kept, in nats, at least 0 for ``k1`` and above 0 for the others. At least one bound is
+            required.
+
+    Returns:
+        Weights, and the metrics ``<divergence>_masked_fraction``, of tokens, and ``<divergence>_seq_masked_fraction``, of
+        sequences with a rejected token.
+
+    Example:
+        >>> old, sampler = torch.tensor([[-1.0, -2.0], [-1.0, -1.1]]), torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
+        >>> mask = torch.ones(2, 2, dtype=torch.bool)
+        >>> rejection_mask(old, sampler, mask, divergence="token_k2", high=0.1)[0]
+        tensor([[1., 0.],
+                [1., 1.]])
+        >>> rejection_mask(old, sampler, mask, divergence="seq_max_k2", high=0.1)[0]
+        tensor([[0., 0.],
+                [1., 1.]])
+
+    Source: Liu et al. 2025, "When Speed Kills Stability" (masked importance sampling, geometric mask); names: verl 0.9.1.
+    """
+    check_choice(get_args(Divergence), divergence=divergence)
+    check_is_scalar(low=low, high=high)
+    level, estimator = divergence.rsplit("_", 1)
+    if low is None and high is None:
+        raise ValueError(f"{divergence} rejects nothing without a bound: pass high= (or low=, for k1).")
+    if estimator != "k1" and low is not None:
+        raise ValueError(f"{divergence} is never negative, so it has no lower bound: leave out low={low}.")
+    if isinstance(low, (int, float)) and not low <= 0:
+        raise ValueError(f"low must be at most 0, the value where sampler and trainer agree, got {low}.")
+    if isinstance(high, (int, float)) and not (high >= 0 if estimator == "k1" else high > 0):
+        least = "at least 0" if estimator == "k1" else "greater than 0"
+        raise ValueError(f"high must be {least}: sampler and trainer agree at 0, got {high}.")
+    old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
+    log_ratio = _log_ratio(old, sampler)
+    value = get_estimator(estimator)(torch.zeros_like(log_ratio), log_ratio)  # type: ignore[arg-type]
+    if level in ("seq_sum", "seq_mean"):
+        value = (sequence_sum if level == "seq_sum" else sequence_mean)(value, mask)
+    rejected = mask & (value != clamp(value, low, high))
+    if level == "seq_max":
+        rejected = rejected.any(-1, keepdim=True)
+    dtype = value.dtype
+    metrics = {
+        f"{divergence}_masked_fraction": masked_mean(rejected.to(dtype), mask),
+        f"{divergence}_seq_masked_fraction": masked_mean(rejected.any(-1).to(dtype), mask.any(-1)),
+    }
+    return (mask & ~rejected).to(dtype), metrics
+
+
+def _log_ratio(old: Tensor, sampler: Tensor) -> Tensor:
+    """Trainer to sampler, within +-80 nats, and 0 where one of them is NaN."""
+    return (old - sampler).nan_to_num(nan=0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+@torch.no_grad()
+def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    r"""How far the sampler's log-probs are from the trainer's of the same tokens.
+
+    :class:`~torchrl_llm_kl.PolicyLoss` logs them. With ``d = old_log_prob - sampler_log_prob``; tokens that the sampler did not
+    score (NaN) are left out, as are sequences without tokens:
+
+    ======================================== =========================================================================
+    ``trainer_log_ppl``, ``sampler_log_ppl`` minus the mean log-prob of a sequence, nats per token; mean over sequences
+    ``trainer_ppl``, ``sampler_ppl``         the perplexity, its exponential; mean over sequences
+    ``log_ppl_diff``                         trainer's less sampler's log-perplexity; mean over sequences
+    ``log_ppl_abs_diff``                     its size; mean over sequences
+    ``log_ppl_diff_max``, ``_min``           its largest and smallest value
+    ``ppl_ratio``                            trainer's over sampler's perplexity; mean over sequences
+    ``mismatch_k1``, ``mismatch_k3``         estimates of :math:`KL(\pi_{sampler} \| \pi_{old})`: ``-d`` and
+                                             ``exp(d) - 1 - d``; mean over tokens
+    ``chi2_token``, ``chi2_seq``             :math:`\chi^2(\pi_{old} \| \pi_{sampler})`: ``mean r^2 - 1``, with the ratio
+                                             ``r = exp(d)`` of tokens, or ``exp(sum d)`` of sequences
+    ======================================== =========================================================================
+
+    Args:
+        old_log_prob: nats, as the trainer computes them; ``[*B, T]``.
+        sampler_log_prob: as the sampler did; same shape.
+        mask: bool ``[*B, T]``.
+
+    Returns:
+        0-dim tensors without graph, 0 for an empty mask; exponents are capped at 80.
+
+    Example:
+        >>> old, sampler = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]])
+        >>> found = mismatch_metrics(old, sampler, torch.ones(1, 2, dtype=torch.bool))
+        >>> found["mismatch_k1"], found["log_ppl_diff"], found["chi2_seq"]
+        (tensor(0.2500), tensor(0.2500), tensor(-0.6321))
+
+    Source: Liu et al. 2025, "When Speed Kills Stability"; verl 0.9.1 has the same numbers as ``rollout_corr/*``.
+    """
+    old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
+    scored = mask & ~(old.isnan() | sampler.isnan())
+    rows = scored.any(-1, keepdim=True)
+    log_ratio = _log_ratio(old, sampler)
+    trainer_log_ppl, sampler_log_ppl = -sequence_mean(old, scored), -sequence_mean(sampler, scored)
+    difference = -sequence_mean(log_ratio, scored)
+    none = difference.new_zeros(())
+    largest, smallest = (torch.where(rows, sign * difference, -torch.inf) for sign in (1, -1))
+    some = rows.any()
+    return {
+        "trainer_log_ppl": masked_mean(trainer_log_ppl, rows),
+        "sampler_log_ppl": masked_mean(sampler_log_ppl, rows),
+        "trainer_ppl": masked_mean(bounded_exp(trainer_log_ppl), rows),
+        "sampler_ppl": masked_mean(bounded_exp(sampler_log_ppl), rows),
+        "log_ppl_diff": masked_mean(difference, rows),
+        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
+        "log_ppl_diff_max": torch.where(some, largest.max(), 0) if rows.numel() else none,
+        "log_ppl_diff_min": torch.where(some, -smallest.max(), 0) if rows.numel() else none,
+        "ppl_ratio": masked_mean(bounded_exp(difference), rows),
+        "mismatch_k1": masked_mean(-log_ratio, scored),
+        "mismatch_k3": masked_mean(torch.expm1(log_ratio) - log_ratio, scored),
+        "chi2_token": masked_mean(torch.expm1((2 * log_ratio).clamp(max=LARGEST_LOG_RATIO)), scored),
+        "chi2_seq": masked_mean(torch.expm1((2 * sequence_sum(log_ratio, scored)).clamp(max=LARGEST_LOG_RATIO)), rows),
+    }
 
 
 @torch.no_grad()
@@ -173,6 +337,7 @@ def off_policy_sequence_mask(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), eq. 9.
     """
     check_range(low=0.0, delta=delta)
+    check_is_scalar(delta=delta)
     now, old, advantage = checked(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage)
     drift = sequence_mean(old - now, mask)
     dropped = (drift > delta) & (advantage < 0)
@@ -201,6 +366,8 @@ def top_entropy_mask(
 
     Source: Wang et al. 2025 (arXiv 2506.01939), "Beyond the 80/20 Rule".
     """
+    check_range(threshold=threshold)  # not NaN
+    check_is_scalar(threshold=threshold)
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, fraction)
     (entropy,) = checked(mask, entropy=entropy)
@@ -226,6 +393,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, fraction: Scalar = 0.2) -> 
     Source: Wang et al. 2025 (arXiv 2506.01939).
     """
     check_range(above=0.0, high=1.0, fraction=fraction)
+    check_is_scalar(fraction=fraction)
     (entropy,) = checked(mask, entropy=entropy)
     if entropy.numel() == 0:
         return entropy.new_zeros(())

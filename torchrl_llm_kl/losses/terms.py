@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar
+from torchrl_llm_kl._numerics import Scalar, check_range
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import clean
 from torchrl_llm_kl.losses._objective import LossTerm, term
@@ -68,6 +68,7 @@ def kl_to_ref(
         >>> term.value, term.weight
         (tensor([[0.1250, 0.0000]]), 0.001)
     """
+    check_range(coeff=coeff)  # not NaN
     if leave_out_experts:
         mask, log_prob, ref_log_prob, old_log_prob = _without(expert_mask, mask, log_prob, ref_log_prob, old_log_prob)
     if estimator == "exact":
@@ -112,6 +113,7 @@ def kl_to_sampler(
         >>> kl_to_sampler(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old)[0].value
         tensor([[0.1250, 0.0000]])
     """
+    check_range(coeff=coeff)
     sampler = old_log_prob if sampler_log_prob is None else sampler_log_prob
     if sampler is None:
         raise ValueError("kl_to_sampler needs log-probs of the sampler: pass sampler_log_prob= or old_log_prob=.")
@@ -153,6 +155,7 @@ def entropy_bonus(
         >>> term.value, term.weight
         (tensor([[-0.5000, -0.0000]]), 0.01)
     """
+    check_range(coeff=coeff)
     if leave_out_experts:
         (mask,) = _without(expert_mask, mask)
     return (LossTerm("entropy", -entropy, mask, weight=coeff),)

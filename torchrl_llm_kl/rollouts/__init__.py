@@ -6,6 +6,8 @@ from torchrl_llm_kl.rollouts._entries import (
     MissingEntryError as MissingEntryError,
     describe_entries as describe_entries,
     find_key,
+    find_log_probs as find_log_probs,
+    leading_zeros as leading_zeros,
     outcomes as outcomes,
     per_sequence,
     per_token,
@@ -21,8 +23,8 @@ from torchrl_llm_kl.rollouts._keys import (
     ModelInterface,
     sub_key as sub_key,
 )
-from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions
-from torchrl_llm_kl.rollouts._response import ResponseTokens
+from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, in_layout as in_layout
+from torchrl_llm_kl.rollouts._response import ResponseTokens, mismatch
 from torchrl_llm_kl.rollouts._rewards import (
     RewardPlacement,
     read_denominators as read_denominators,
@@ -36,6 +38,8 @@ from torchrl_llm_kl.rollouts._tokens import (
     assistant_mask as assistant_mask,
     first_difference as first_difference,
     locate,
+    prompt_ids as prompt_ids,
+    response_mask as response_mask,
 )
 
 __all__ = [
@@ -49,6 +53,7 @@ __all__ = [
     "TokenisingOptions",
     "find_key",
     "locate",
+    "mismatch",
     "per_sequence",
     "per_token",
     "require_key",

@@ -42,13 +42,34 @@ def find_key(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
         >>> find_key(td, ("next", "reward")), find_key(td, "advantage")
         ('reward', None)
     """
-    path = unravel_key(key)
-    path = (path,) if isinstance(path, str) else path
+    path = _path(key)
     other = path[1:] if path[0] == "next" else ("next", *path)
     for candidate in filter(None, (path, other)):
         if read_column(td, candidate) is not None:
             return candidate if len(candidate) > 1 else candidate[0]
     return None
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    path = unravel_key(key)
+    return (path,) if isinstance(path, str) else path
+
+
+def find_log_probs(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
+    """:func:`find_key`; where ``(..., "full")`` is missing, the ``"response"`` beside it.
+
+    That is all that a TorchRL wrapper stores if its engine returns log-probs of generated tokens alone.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> td = TensorDict(log_probs=TensorDict(response=torch.zeros(2, 3), batch_size=[2]), batch_size=[2])
+        >>> find_log_probs(td, ("next", "log_probs", "full"))
+        ('log_probs', 'response')
+    """
+    found, path = find_key(td, key), _path(key)
+    if found is not None or len(path) < 2 or path[-1] != "full":
+        return found
+    return find_key(td, (*path[:-1], "response"))
 
 
 def require_key(td: TensorDictBase, key: NestedKey, what: str, advice: str) -> NestedKey:
@@ -173,6 +194,22 @@ def _at_responses(
     )
 
 
+def leading_zeros(values: Tensor, tokens: Ragged) -> Tensor:
+    """True before the first token, other than a sequence's very first, whose value is not exactly 0; ``[N]``.
+
+    An engine's wrapper fills in 0 for prompts that were not scored. All False in a sequence that holds zeros alone.
+
+    Example:
+        >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([5, 6])])
+        >>> leading_zeros(torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0]), tokens).tolist()
+        [True, True, False, False, False]
+    """
+    none = torch.zeros_like(tokens.lengths)
+    at = torch.where((values != 0) & (tokens.positions > 0), tokens.lengths[tokens.sequence_ids] - tokens.positions, 0)
+    left = none.scatter_reduce(0, tokens.sequence_ids, at, "amax")  # tokens from the first score on
+    return tokens.first(torch.where(left > 0, tokens.lengths - left, 0))
+
+
 # ------------------------------------------------------------------ one value per sequence
 
 
@@ -249,6 +286,8 @@ def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
     tokens = None if counts == [1] * rows else _padded_tokens(td)
     if tokens is None:
         return sequence_sums(value, rows, what)
+    if tokens.keep is not None and counts == tokens.lengths.tolist():  # rows without the padding of the tokens
+        return _sums(flat, counts)
     expected = tokens.container.row_sizes
     if counts != expected:
         row = next(i for i, (a, b) in enumerate(zip(counts, expected, strict=True)) if a != b)

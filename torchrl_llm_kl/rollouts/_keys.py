@@ -31,7 +31,7 @@ class ModelInterface:
         attention_mask_key: a mask of padding outside ``masks_key``.
         log_probs_key: parent of the log-prob entries.
         in_keys: all entries the model reads.
-        pad_output: whether the model pads its output.
+        pad_output: whether the model's output is padded; None for a bare model, whose output has the layout of the data.
         layout: of nested output, if it does not pad.
         tokenizer: for text and conversations; None if there is none.
         template_kwargs: the chat template's arguments.
@@ -50,7 +50,7 @@ class ModelInterface:
     attention_mask_key: NestedKey = "attention_mask"
     log_probs_key: NestedKey = "log_probs"
     in_keys: tuple[NestedKey, ...] = (TOKENS_FULL,)
-    pad_output: bool = False
+    pad_output: bool | None = None
     layout: torch.layout = torch.strided
     tokenizer: Any = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class ModelInterface:
             input_mode=model.input_mode,
             input_key=input_key,
             in_keys=(input_key,) if generates else tuple(model.in_keys),
-            pad_output=bool(getattr(model, "pad_output", False)),
+            pad_output=getattr(model, "pad_output", None),
             layout=getattr(model, "layout", None) or torch.strided,
             tokenizer=getattr(model, "tokenizer", None),
             template_kwargs=given("chat_template", "chat_template_name"),

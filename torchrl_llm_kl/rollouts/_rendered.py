@@ -12,7 +12,16 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl.masks import RenderedConversation, encode_with_mask, history_to_messages, render_conversations
-from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, read_column
+from torchrl_llm_kl.ragged import (
+    Dense,
+    Jagged,
+    PaddingSide,
+    Ragged,
+    Rows,
+    Strided,
+    check_padding_side,
+    read_column,
+)
 from torchrl_llm_kl.rollouts._entries import leaves
 from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
 
@@ -248,10 +257,40 @@ def _arrange(
     rows = Ragged.from_list([row.to(device) for row in ids], td.batch_size)
     mask = torch.cat(masks).to(device).bool()
     if interface.pad_output:
-        padded = rows.to_padded(side=options.padding_side)
-        keep = rows.padding_mask(side=options.padding_side)
-        shape = (*td.batch_size, padded.shape[-1])
-        rows = Ragged.from_padded(padded.reshape(shape), mask=keep.reshape(shape), batch_dims=td.batch_dims)
-    elif interface.layout == torch.jagged and td.batch_dims == 1:
-        rows = Ragged.from_nested(rows.to_nested(torch.jagged))
-    return rows, mask
+        return _padded(rows, options.padding_side), mask
+    return _unpadded(rows, interface.layout), mask
+
+
+def in_layout(data: Ragged, interface: ModelInterface, side: PaddingSide) -> Ragged:
+    """``data`` in the layout of a model's output, which its ``pad_output`` decides; unchanged for a model without one.
+
+    Without padding: nested rows, or the leaves of a lazy stack. With: a nested tensor is padded on ``side``; each leaf of a
+    lazy stack is a row of its own width and remains so.
+
+    Example:
+        >>> ids = torch.tensor([[3, 4, 5], [6, 0, 0]])
+        >>> data = Ragged.from_padded(ids, mask=ids > 0)
+        >>> in_layout(data, ModelInterface(pad_output=False), "left").restore()
+        [tensor([3, 4, 5]), tensor([6])]
+    """
+    nested = isinstance(data.container, (Strided, Jagged))
+    if interface.pad_output and nested:
+        return _padded(data, side)
+    if interface.pad_output is False and (data.keep is not None or isinstance(data.container, Dense)):
+        rows = Rows(data.lengths, data.container.batch_shape, data.values.device)
+        return _unpadded(Ragged(data.values, None, rows), interface.layout)
+    return data
+
+
+def _padded(rows: Ragged, side: PaddingSide) -> Ragged:
+    padded, keep, batch = rows.to_padded(side=side), rows.padding_mask(side=side), rows.container.batch_shape
+    shape = (*batch, padded.shape[1])
+    return Ragged.from_padded(
+        padded.reshape(*shape, *padded.shape[2:]), mask=keep.reshape(shape), batch_dims=len(batch)
+    )
+
+
+def _unpadded(rows: Ragged, layout: torch.layout) -> Ragged:
+    if layout == torch.jagged and len(rows.container.batch_shape) == 1:
+        return Ragged.from_nested(rows.to_nested(torch.jagged))
+    return rows

@@ -95,3 +95,40 @@ class ResponseTokens:
         row, column = divmod(at, self.mask.shape[1])
         element = self.elements[(self.rows == row) & (self.columns == column)][0]
         return f"sequence {row}, position {int(self.tokens.positions[element])}"
+
+
+def mismatch(tokens: Ragged, mask: Tensor) -> tuple[Ragged, Tensor]:
+    """The answers of a batch after prompts that are not their own, each prompt and each answer once.
+
+    All answers move on by the same number of rows: 1 or, if neighbours share a prompt, the first number by which (nearly) all
+    leave their own. An answer begins at the first masked-in token; a sequence without any has an empty one.
+
+    Args:
+        tokens: token ids of the sequences.
+        mask: True at masked-in tokens; bool ``[N]``.
+
+    Returns:
+        The sequences, and their mask.
+
+    Example:
+        >>> tokens = Ragged.from_list([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6, 7])])
+        >>> mixed, mask = mismatch(tokens, torch.tensor([False, True, True, False, False, True, True]))
+        >>> [row.tolist() for row in mixed.to_list()], mask.tolist()
+        ([[1, 6, 7], [4, 5, 2, 3]], [False, True, True, False, False, True, True])
+    """
+    rows, masks = tokens.to_list(), tokens.like(mask).to_list()
+    cuts = [[*row.tolist(), True].index(True) for row in masks]
+    prompts = [tuple(row[:cut].tolist()) for row, cut in zip(rows, cuts, strict=True)]
+    number, shift, fewest = len(rows), 0, len(rows)
+    for candidate in range(1, number):
+        same = sum(prompts[i] == prompts[i - candidate] for i in range(number))
+        if same < fewest:
+            shift, fewest = candidate, same
+        if same == 0:
+            break
+    mixed, marks = [], []
+    for i, cut in enumerate(cuts):
+        answer = slice(cuts[i - shift], None)
+        mixed.append(torch.cat([rows[i][:cut], rows[i - shift][answer]]))
+        marks.append(torch.cat([torch.zeros_like(masks[i][:cut]), masks[i - shift][answer]]))
+    return Ragged.from_list(mixed, tokens.container.batch_shape), torch.cat(marks)

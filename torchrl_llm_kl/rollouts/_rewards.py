@@ -51,6 +51,8 @@ def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placemen
         values = _place(flat, like, mask, placement)
     elif counts == sizes:
         values = flat if like.keep is None else flat[like.keep]
+    elif like.keep is not None and counts == like.lengths.tolist():  # rows without the padding of the tokens
+        values = flat
     else:
         found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
         raise ValueError(
@@ -82,20 +84,27 @@ def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: Reward
 # ------------------------------------------------------------------ denominators
 
 
-def write_denominators(td: TensorDictBase, key: NestedKey, counts: Mapping[tuple[str, str], Tensor]) -> None:
+_BATCH = "batch"
+
+
+def write_denominators(
+    td: TensorDictBase, key: NestedKey, counts: Mapping[tuple[str, str], Tensor], batch_id: Tensor
+) -> None:
     """Store the counts of a whole batch (0-dim, by name of the term and aggregation mode) with each of its rows.
 
-    Every part of the batch then has them, under ``key`` as ``<name>/<mode>``.
+    Every part of the batch then has them, under ``key`` as ``<name>/<mode>``, and beside them ``batch``: a number that no other
+    batch has, by which rows that were counted apart are told from one another even if their counts are equal.
     """
-    for (name, mode), value in counts.items():
-        td.set(sub_key(key, f"{name}/{mode}"), value.expand(td.batch_size).clone())
+    for entry, value in [*((f"{name}/{mode}", x) for (name, mode), x in counts.items()), (_BATCH, batch_id)]:
+        td.set(sub_key(key, entry), value.expand(td.batch_size).clone())
 
 
 def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[str, str]]) -> dict[str, Tensor] | None:
     """Read what :func:`write_denominators` stored for ``terms`` (name, aggregation mode) from any rows of the batch.
 
     Returns:
-        By name of the term; None if nothing is stored.
+        By name of the term; None if nothing is stored. On a device, where a check on the host would wait for it, NaN if the
+        rows come from batches that were counted apart.
 
     Raises:
         ValueError: if the rows come from batches that were counted apart, or were counted for another loss.
@@ -104,20 +113,27 @@ def read_denominators(td: TensorDictBase, key: NestedKey, terms: Sequence[tuple[
     stored = set() if node is None else set(node.keys())
     if not stored:
         return None
-    out: dict[str, Tensor] = {}
     for name, mode in terms:
-        entry = f"{name}/{mode}"
-        if entry not in stored:
+        if f"{name}/{mode}" not in stored:
             raise ValueError(
-                f"the batch was counted for {', '.join(sorted(stored))} but not for {entry}: count it with this loss."
+                f"the batch was counted for {', '.join(sorted(stored - {_BATCH}))} but not for {name}/{mode}: count it with "
+                "this loss."
             )
-        column = read_column(td, sub_key(key, entry))
-        assert column is not None
-        values = torch.stack(column).flatten() if isinstance(column, list) else column.flatten()
-        if values.device.type == "cpu" and values.numel() and bool((values != values[0]).any()):
-            raise ValueError(
-                f"rows of batches that were counted apart: found denominators {values.unique().tolist()} of {name}. "
-                "Concatenate the batch of one optimiser step first, then count it."
-            )
-        out[name] = values[0]
-    return out
+    columns = {name: _numbers(td, sub_key(key, f"{name}/{mode}")) for name, mode in terms}
+    ids = _numbers(td, sub_key(key, _BATCH))
+    apart = (ids != ids[:1]).any()
+    if ids.device.type != "cpu":
+        return {name: torch.where(apart, torch.nan, values[0]) for name, values in columns.items()}
+    if bool(apart):
+        found = "; ".join(f"{values.unique().tolist()} of {name}" for name, values in columns.items())
+        raise ValueError(
+            f"rows of {len(ids.unique())} batches that were counted apart: found denominators {found}. Concatenate the batch "
+            "of one optimiser step first, then count it."
+        )
+    return {name: values[0] for name, values in columns.items()}
+
+
+def _numbers(td: TensorDictBase, key: NestedKey) -> Tensor:
+    column = read_column(td, key)
+    assert column is not None
+    return torch.stack(column).flatten() if isinstance(column, list) else column.flatten()

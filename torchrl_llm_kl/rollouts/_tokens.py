@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged, same_rows
-from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries
+from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros, sequence_ids_of
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
 
@@ -179,6 +179,34 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
     )
 
 
+def prompt_ids(td: TensorDictBase) -> Tensor | None:
+    """A number per sequence, equal for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
+
+    Prompts are compared without their padding; as text if the data holds no tokens.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> full = torch.tensor([[3, 5], [4, 5], [3, 6]])
+        >>> tokens = TensorDict(prompt=full[:, :1], full=full, batch_size=[3])
+        >>> prompt_ids(TensorDict(tokens=tokens, batch_size=[3])).tolist()
+        [0, 1, 0]
+    """
+    interface = ModelInterface()
+    tokens = read_ragged(td, TOKENS_FULL, sub_key(interface.masks_key, "all_attention_mask"))
+    if tokens is None:
+        text = read_column(td, sub_key(interface.text_key, "prompt"))
+        return None if text is None else sequence_ids_of(text, td.batch_size.numel(), "the prompt")
+    try:
+        response = response_mask(td, tokens, interface)
+    except ValueError:  # whoever scores the data says why
+        return None
+    if response is None:
+        return None
+    lengths = tokens.like((~response).long()).sum()
+    prompts = tokens.values[~response].split(lengths.tolist())
+    return sequence_ids_of(list(prompts), len(prompts), "the prompt") if len(response) > int(response.sum()) else None
+
+
 def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
     """The data's own assistant mask at the kept tokens; ``[N]``."""
     key = interface.assistant_mask
@@ -298,13 +326,22 @@ class TokenReader:
         return locate(td, self.interface, assistant_only=self.strategy != "generic", scope=scope)
 
     def without_unscored(self, mask: Tensor, old: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
-        """Drop first generated tokens whose log-prob the sampler never computed; ``[N]``.
+        """Drop tokens whose log-prob the sampler never computed; ``[N]``.
 
         torchrl's wrappers store exactly 0 for the first generated token, at the root. The first token of a row is dropped if
-        its log-prob is exactly 0 and others are not; a token that really had probability 1 has no gradient anyway.
+        its log-prob is exactly 0 and others are not; a token that really had probability 1 has no gradient anyway. SGLang's
+        wrapper stores 0 for the whole prompt, which ``"rlhf"`` and ``"generic"`` train on too.
         """
-        if isinstance(key, tuple) and key[0] == "next":  # written by a transform, which scores every token
-            return mask
+        if isinstance(key, tuple) and key[0] == "next" and key[-1] != "response":
+            return mask  # written by a transform, which scores every token
+        if self.strategy != "sft" and bool((unscored := mask & leading_zeros(old, tokens)).any()):
+            warnings.warn(
+                f"{key!r} holds exactly 0 for the first {int(unscored.sum())} tokens of prompts: the sampler returned no "
+                "scores of prompts. Those tokens are left out of the loss; RetrieveKL and RetrieveLogProb with scope='full' "
+                "score them.",
+                stacklevel=4,
+            )
+            mask = mask & ~unscored
         before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
         first = mask & (~before | (tokens.positions == 0))
         scored = tokens.like((mask & (old != 0)).long()).sum() > 0

@@ -3,8 +3,17 @@
 from torchrl_llm_kl.scoring._critic import TokenCritic
 from torchrl_llm_kl.scoring._model import evaluating as evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
+from torchrl_llm_kl.scoring._request import (
+    Sequences as Sequences,
+    TokenMask as TokenMask,
+    read_sequences as read_sequences,
+)
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
-from torchrl_llm_kl.scoring._wrapper import is_wrapper as is_wrapper, unwrap as unwrap
+from torchrl_llm_kl.scoring._wrapper import (
+    check_distributions as check_distributions,
+    is_wrapper as is_wrapper,
+    unwrap as unwrap,
+)
 
 __all__ = ["DEFAULT_MEMORY", "LogProbScorer", "Scores", "TokenCritic", "plan_micro_batches"]

@@ -1,22 +1,23 @@
 """Attention within a pack: each piece attends to the pieces before it in its sequences and to itself, to no other.
 
 transformers' models look up their attention by a name in their configuration. While a pack is scored, that name is the
-one registered here.
+one registered here; and again while checkpointed layers of the pack are recomputed in the backward.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrl_llm_kl.scoring._model import send
+from torchrl_llm_kl.scoring._model import body_and_head, locked, send
 
 varlen_attn: Any
 try:  # torch 2.10 and later
@@ -28,6 +29,8 @@ except ImportError:
 KeysValues = list[tuple[Tensor, Tensor]]
 
 NAME = "torchrl_llm_kl_pack"
+# The attributes that hold a module's checkpoint function: in transformers, and in torch's CheckpointWrapper.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Queries at a time where keys come from other packs or a window limits them: bounds the size of the mask.
 _ROWS = 512
 
@@ -53,14 +56,42 @@ class PackLayout:
     calls: int = 0  # attention calls so far
     has_window: bool = False  # whether any layer passed a sliding window
     shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
+    saving: tuple[bool, Any] = (False, None)  # of :func:`_saving`, where the forward or its checkpoint began
+
+    def again(self, call: int) -> PackLayout:
+        """The layout for a recomputation that begins with an attention call of the forward."""
+        return PackLayout([replace(piece, kept=None) for piece in self.pieces], call, shared=self.shared)
+
+    def check_saving(self) -> None:
+        """Raise a :class:`CheckpointError` inside a checkpoint whose recomputation would not find this layout."""
+        if _saving() != self.saving:
+            raise CheckpointError(
+                "Layers run in a checkpoint that is reentrant or not transformers' or torch's checkpoint_wrapper: use one of "
+                "these, with use_reentrant=False."
+            )
+
+
+class CheckpointError(Exception):
+    """Layers of a pack would be recomputed in the backward without the layout of the pack."""
+
+
+def _saving() -> tuple[bool, Any]:
+    """Whether a graph is recorded here, and the innermost checkpoint that drops the tensors it saves.
+
+    A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = None if hooks is None else hooks[0]
+    return torch.is_grad_enabled(), pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 @contextmanager
-def pack_attention(body: nn.Module, layout: PackLayout) -> Iterator[None]:
-    """Context: attention within a pack, in this thread; restores the configuration afterwards, also after an error.
+def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
+    """Context: attention within a pack, in this thread; restores the model's attributes afterwards, also after an error.
 
     Raises a NotImplementedError if the body's attention cannot be replaced, or is more than a causal mask and a window.
     """
+    body = body_and_head(model)[0]
     found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
     configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
     if not configs or not getattr(body, "_supports_flash_attn", False):
@@ -69,16 +100,48 @@ def pack_attention(body: nn.Module, layout: PackLayout) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-    before = [config._attn_implementation_internal for config in configs]
+    names = [(config, "_attn_implementation_internal", config._attn_implementation_internal) for config in configs]
+    checkpoints = [(m, name, m.__dict__[name]) for m in body.modules() for name in _CHECKPOINTS if name in m.__dict__]
+    layout.saving = _saving()
     try:
-        for config in configs:
-            config._attn_implementation_internal = NAME
+        for config, name, _ in names:
+            setattr(config, name, NAME)
+        for module, name, function in checkpoints:
+            setattr(module, name, partial(_checkpoint, function, model, layout))
         _ACTIVE.layout = layout
         yield
     finally:
         _ACTIVE.layout = None
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+        for owner, name, value in (*names, *checkpoints):
+            setattr(owner, name, value)
+
+
+def _checkpoint(
+    function: Callable[..., Any],
+    model: nn.Module,
+    layout: PackLayout,
+    run: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """``function(run, ...)``, a checkpoint; its recomputation attends as ``run`` does in the forward."""
+    call = -1  # the attention call with which `run` begins; -1 until the forward
+
+    def bound(*inputs: Any, **named: Any) -> Any:
+        nonlocal call
+        if call >= 0:
+            with locked(model), pack_attention(model, layout.again(call)):
+                return run(*inputs, **named)
+        call, before = layout.calls, layout.saving
+        if before[0] == torch.is_grad_enabled():  # not reentrant
+            layout.saving = _saving()
+        try:
+            return run(*inputs, **named)
+        finally:
+            layout.saving = before
+
+    layout.check_saving()
+    return function(bound, *args, **options)
 
 
 def _attention(
@@ -104,6 +167,7 @@ def _attention(
         )
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
+    layout.check_saving()
     call, layout.calls = layout.calls, layout.calls + 1
     layout.has_window |= sliding_window is not None
     for piece in layout.pieces:

@@ -245,12 +245,9 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def layers_vary(model: nn.Module) -> bool:
-    """Whether layers run again in the backward (checkpointing) or are dropped at random."""
-    return any(
-        getattr(module, "gradient_checkpointing", False) or (module.training and getattr(module, "layerdrop", 0))
-        for module in model.modules()
-    )
+def drops_layers(model: nn.Module) -> bool:
+    """Whether layers are dropped at random, as OPT does in training."""
+    return any(module.training and getattr(module, "layerdrop", 0) for module in model.modules())
 
 
 def position_limit(model: nn.Module) -> int | None:

@@ -29,7 +29,6 @@ class PackedPass:
         self, setup: Setup, request: Request, tree: PrefixTree, tokens_per_batch: int, lookup: CacheLookup | None = None
     ) -> None:
         self.setup, self.size, self.lookup = setup, tokens_per_batch, lookup
-        self.body = body_and_head(setup.model)[0]
         self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
         element, position, place = _row(self.plan, tree)
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
@@ -50,8 +49,13 @@ class PackedPass:
         """States at the positions that predict ``elements[index]``. Packs must be run in order."""
         layout = self._layout(index)
         here = slice(index * self.size, (index + 1) * self.size)
-        with self.setup.active(), pack_attention(self.body, layout):
-            output = call(self.body, self._ids[None, here], position_ids=self._positions[None, here], use_cache=False)
+        with self.setup.active(), pack_attention(self.setup.model, layout):
+            output = call(
+                body_and_head(self.setup.model)[0],
+                self._ids[None, here],
+                position_ids=self._positions[None, here],
+                use_cache=False,
+            )
             self.has_window |= layout.has_window
             for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
                 if self.lookup is not None and forwarded.kept is not None:

@@ -2,14 +2,102 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_finite, check_is_mask
 from torchrl_llm_kl.ragged import Ragged
+
+#: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
+Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
+#: Tokens to score: one bool for each token, flat or in the form of the token ids.
+TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
+
+
+def read_sequences(
+    sequences: Sequences, mask: TokenMask | None, attention_mask: Tensor | None
+) -> tuple[Ragged, Tensor | None]:
+    """Convert token ids of any accepted form, and the mask of those to score, to their flat form.
+
+    Raises:
+        TypeError: if ``sequences`` is none of the forms.
+        ValueError: if the attention mask is missing, superfluous or no mask of the ids, or the mask selects padding.
+
+    Example:
+        >>> ids, real = torch.tensor([[3, 4, 5], [6, 7, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+        >>> tokens, mask = read_sequences(ids, real == 1, real)
+        >>> tokens.to_list(), mask
+        ([tensor([3, 4, 5]), tensor([6, 7])], tensor([True, True, True, True, True]))
+    """
+    if isinstance(sequences, Tensor) and not sequences.is_nested:
+        return _read_padded(sequences, mask, attention_mask)
+    if attention_mask is not None:
+        raise ValueError("attention_mask= belongs to a padded tensor of token ids; these sequences have no padding.")
+    if isinstance(sequences, Ragged):
+        tokens = sequences
+    elif isinstance(sequences, Tensor):
+        tokens = Ragged.from_nested(sequences)
+    elif isinstance(sequences, (list, tuple)):
+        tokens = Ragged.from_list([_row(i, row, torch.long) for i, row in enumerate(sequences)])
+    else:
+        raise TypeError(
+            f"sequences must be a Ragged, a list of token id lists, or a padded tensor with attention_mask=, got "
+            f"{type(sequences).__name__}."
+        )
+    return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
+
+
+def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | None) -> tuple[Ragged, Tensor | None]:
+    if ids.ndim < 2:
+        raise ValueError(f"token ids must be a tensor [*B, T], got shape {tuple(ids.shape)}: pass a list of such rows.")
+    if attention_mask is None:
+        raise ValueError(
+            f"token ids of shape {tuple(ids.shape)} may be padded: pass attention_mask=, 1 at tokens and 0 at padding, or a "
+            "list of unpadded rows."
+        )
+    if attention_mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask must have the shape {tuple(ids.shape)} of the token ids, got {tuple(attention_mask.shape)}."
+        )
+    if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, found other numbers.")
+    real = attention_mask.to(ids.device).bool()
+    tokens = Ragged.from_padded(ids, mask=real, batch_dims=ids.ndim - 1)
+    if not isinstance(mask, Tensor):
+        return tokens, None if mask is None else _mask_of_rows(mask, tokens)
+    if mask.shape == ids.shape:
+        check_is_mask(mask=mask)
+        mask = mask.to(ids.device)
+        padding = (mask & ~real).reshape(-1, ids.shape[-1]).nonzero().tolist()
+        if padding:
+            row, slot = padding[0]
+            raise ValueError(
+                f"the mask selects padding: sequence {row}, slot {slot}. Pass mask & attention_mask.bool()."
+            )
+        mask = mask[real]
+    return tokens, mask
+
+
+def _mask_of_rows(mask: Sequence[Any], tokens: Ragged) -> Tensor:
+    flat = Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
+    found, expected = flat.lengths.tolist(), tokens.lengths.tolist()
+    if found != expected:
+        raise ValueError(f"the mask must have one bool for each token, rows of {expected}, got rows of {found}.")
+    return flat.values
+
+
+def _row(i: int, row: Any, empty: torch.dtype) -> Tensor:
+    """Row ``i`` as a tensor ``[T]``; ``empty`` is the dtype of a list without elements."""
+    if isinstance(row, Tensor):
+        return row
+    try:
+        return torch.tensor(row, dtype=None if len(row) else empty)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected a list of rows of numbers, found {row!r:.60} as row {i}.") from error
 
 
 class PaddedBatch(NamedTuple):
@@ -79,7 +167,7 @@ class Request:
             if vocab_size is not None:
                 allowed = f"ids must lie in [0, {vocab_size - 1}] (vocabulary of {vocab_size})"
             raise ValueError(
-                f"token id {int(values[element])} at {self._locate(element)} is outside the vocabulary: {allowed}. Score "
+                f"token id {int(values[element])} at {self.locate(element)} is outside the vocabulary: {allowed}. Score "
                 "with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
             )
 
@@ -100,7 +188,7 @@ class Request:
 
         def place(index: int) -> str:
             element = int(elements[index])
-            return f"{self._locate(element)} (token {int(self.tokens.values[element])})"
+            return f"{self.locate(element)} (token {int(self.tokens.values[element])})"
 
         check_finite(
             {"the model's log-prob": log_probs},
@@ -108,7 +196,8 @@ class Request:
             advice="Mask the token, or look for NaN weights or a token that the model forbids (logit -inf).",
         )
 
-    def _locate(self, element: int) -> str:
+    def locate(self, element: int) -> str:
+        """Sequence and position of a flat element, for errors."""
         return f"sequence {int(self.tokens.sequence_ids[element])}, position {int(self.tokens.positions[element])}"
 
 

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
     check_adapters,
     check_has_adapters,
+    drops_layers,
     frequency_switches,
     is_on_meta,
-    layers_vary,
     locked,
     model_device,
     position_limit,
@@ -31,10 +32,10 @@ from torchrl_llm_kl.scoring._model import (
 )
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
 from torchrl_llm_kl.scoring._probe import choose_route
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, score_wrapper, scoring_version, unwrap
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
 
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
@@ -67,7 +68,8 @@ class LogProbScorer:
         adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
             second copy of the weights.
         share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
-            cannot attend within a pack always run so, as do those with checkpointed layers if gradients are needed.
+            cannot attend within a pack always run so. Where a gradient is needed, so do models that drop layers at random or
+            checkpoint them in a way that a scorer cannot follow (reentrant, or in the model's own code), with a warning.
         dtype: autocast dtype of the body; for instance ``torch.bfloat16`` on float32 weights. The head keeps its dtype.
         memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
             are evicted first. 0 disables the cache.
@@ -119,6 +121,7 @@ class LogProbScorer:
         inner = unwrap(model) if is_wrapper(model) else None
         self.model = model if inner is None else inner
         self._route: Route | None = None
+        self._warned_apart = False
         self._wrapper: Any = None  # scores in place of the model
         name = type(self.model).__name__
         if is_wrapper(self.model):
@@ -157,16 +160,25 @@ class LogProbScorer:
         return None if self._route is None else self._route.path
 
     def score(
-        self, sequences: Ragged, mask: Tensor | None = None, *, grad: bool = False, remember: bool = False
+        self,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        grad: bool = False,
+        remember: bool = False,
     ) -> Ragged:
         """Log-probs of the masked-in tokens.
 
         Args:
-            sequences: token ids without padding; ``values [N]`` of an integer dtype. Rows may be empty.
-            mask: True at tokens to score; ``[N]`` bool, in the order of ``sequences.values``. None scores every token
-                but the first of each sequence, which has no prefix.
+            sequences: token ids of an integer dtype: a :class:`~torchrl_llm_kl.Ragged` (``values [N]``), a list of rows
+                (lists or tensors), a nested tensor, or a padded tensor ``[*B, T]`` with ``attention_mask``. Rows may be empty.
+            mask: True at tokens to score; ``[N]`` bool, in the order of the tokens without padding; also a list of rows, or
+                ``[*B, T]`` for padded token ids. None scores every token but the first of each sequence, which has no prefix.
 
         Keyword Args:
+            attention_mask: 1 or True at tokens, 0 or False at padding, which may be on either side; ``[*B, T]``. Required by,
+                and only for, a padded tensor.
             grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits
                 are computed again in the backward instead of held. By default no part of the graph is kept.
             remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs
@@ -174,22 +186,35 @@ class LogProbScorer:
                 :attr:`shares_prefixes` is False.
 
         Returns:
-            ``sequences.like(log_probs)``: nats, ``[N]`` float32 on the device of ``sequences``; exactly 0 where the
-            mask is False.
+            The log-probs as ``values [N]``: nats, float32 on the device of ``sequences``; exactly 0 where the mask is False.
+            ``restore()`` converts them to the form of ``sequences`` (padded, nested or a list), with 0 at padding.
 
         Raises:
-            ValueError: if there is no sequence, the mask selects a first token, a sequence is too long for the model,
-                a token id is outside its vocabulary, or a log-prob is not finite. Each message names the sequence.
+            TypeError: if ``sequences`` or a row has another type.
+            ValueError: if there is no sequence, the mask selects padding or a first token, a sequence is too long for the
+                model, a token id is outside its vocabulary, or a log-prob is not finite (each message names the sequence);
+                if the attention mask is missing or no mask of the token ids.
+
+        Example:
+            >>> class Uniform(torch.nn.Module):
+            ...     def forward(self, input_ids):
+            ...         return (torch.zeros(*input_ids.shape, 4),)
+            >>> ids, real = torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+            >>> LogProbScorer(Uniform()).score(ids, attention_mask=real).restore()
+            tensor([[ 0.0000, -1.3863, -1.3863],
+                    [ 0.0000, -1.3863,  0.0000]])
         """
-        return self.evaluate(sequences, mask, grad=grad, remember=remember).log_prob
+        return self.evaluate(sequences, mask, attention_mask=attention_mask, grad=grad, remember=remember).log_prob
 
     def evaluate(
         self,
-        sequences: Ragged,
-        mask: Tensor | None = None,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
         *,
+        attention_mask: Tensor | None = None,
         entropy: bool = False,
         top_k: int = 0,
+        moments: bool = False,
         reference: LogProbScorer | None = None,
         direction: Literal["reverse", "forward"] = "reverse",
         grad: bool = False,
@@ -202,11 +227,14 @@ class LogProbScorer:
             mask: see :meth:`score`.
 
         Keyword Args:
+            attention_mask: see :meth:`score`.
             grad: see :meth:`score`.
             remember: see :meth:`score`; in the caches of both models.
             entropy: of the distribution over the whole vocabulary that each token was drawn from.
             top_k: number of most probable tokens to return, with the log of the total probability of all others. These
                 have no gradient.
+            moments: ``collision`` and ``discriminator`` of :class:`Scores`, for advantages; one more sweep of the head, without
+                gradient.
             reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It
                 runs without gradient.
             direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``.
@@ -225,27 +253,28 @@ class LogProbScorer:
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
-        wanted = Wanted(entropy, None if reference is None else direction, top_k)
+        wanted = Wanted(entropy, None if reference is None else direction, top_k, moments)
         scorers = [self] if reference is None else [self, reference]
         for scorer in scorers:
-            if wanted != Wanted() and scorer._wrapper is not None:
+            if wanted != Wanted() and log_probs_only(scorer.model):
                 raise ValueError(
-                    f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k and an exact KL need the "
+                    f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k, moments and an exact KL need the "
                     "transformers model itself."
                 )
         if grad and not self.adapters:
             raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False.")
-        request = Request.build(sequences, mask)
+        tokens, mask = read_sequences(sequences, mask, attention_mask)
+        request = Request.build(tokens, mask)
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
             if self._wrapper is None:
                 elements, columns = _run(scorers, request, wanted, grad, remember)
             else:
                 request.check_ids(None)
-                device, budget = sequences.values.device, self.tokens_per_batch or 8192
+                device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, grad)
                 columns = {"log_prob": log_probs}
             request.check_finite(elements, columns["log_prob"])
-        return Scores.spread(sequences, elements, **columns)
+        return Scores.spread(tokens, elements, **columns)
 
     def forget(self) -> None:
         """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
@@ -262,8 +291,7 @@ class LogProbScorer:
         request.check_lengths(position_limit(model))
         if self._route is None:
             self._route = self._choose_route()
-        # Checkpointed layers run again in the backward, when the pack is gone.
-        packed = self.shares_prefixes and not frequency_switches(model) and not (grad and layers_vary(model))
+        packed = self.shares_prefixes and not frequency_switches(model)
         device = model_device(model, request.tokens.values.device)
         route = replace(self._route, packed=packed)
         return Setup(model, route, device, self.temperature, self.adapters, self.dtype, grad)
@@ -277,6 +305,16 @@ class LogProbScorer:
                 stacklevel=3,
             )
         return route
+
+    def _warn_apart(self, reason: str) -> None:
+        """Warn once that calls with gradient share no prefixes."""
+        if not self._warned_apart:
+            self._warned_apart = True
+            warnings.warn(
+                f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} needs a gradient: each "
+                "sequence is forwarded separately, with padding. share_prefixes=False silences this warning.",
+                stacklevel=5,
+            )
 
 
 class ScorerSlot:
@@ -320,7 +358,10 @@ def _run(
         request = request.uncut()
     tree, caches = None, []
     if all(setup.route.packed for setup in setups):
-        tree = PrefixTree.build(request.tokens, request.forward_lengths)
+        if grad and drops_layers(setups[0].model):
+            scorers[0]._warn_apart("Layers are dropped at random: set layerdrop to 0, or call eval().")
+        else:
+            tree = PrefixTree.build(request.tokens, request.forward_lengths)
         if remember and not grad and all(scorer.memory.limit for scorer in scorers):
             caches = [scorer.memory for scorer in scorers]
     budget = min(
@@ -330,6 +371,10 @@ def _run(
     while True:
         try:
             return _attempt(setups, request, tree, caches, wanted, budget, scorers[0].head_chunk)
+        except CheckpointError as error:
+            tree, caches = None, []
+            scorers[0]._warn_apart(str(error))
+            continue
         except torch.OutOfMemoryError:
             if budget <= (int(request.forward_lengths.max()) if tree is None else _SMALLEST_PACK):
                 raise  # the budget cannot shrink further

@@ -30,6 +30,8 @@ class Scores(NamedTuple):
         top_indices: the most probable tokens, in order; ``[N, k]``.
         top_log_probs: their log-probs; ``[N, k]``.
         tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
+        collision: ``sum p ** 2`` over the vocabulary, the probability that two draws are the same token; ``[N]``.
+        discriminator: ``sum p ** 2 (H + log p)``, the mean entropy discriminator ``p (H + log p)`` of a draw; ``[N]``.
     """
 
     log_prob: Ragged
@@ -39,6 +41,8 @@ class Scores(NamedTuple):
     top_indices: Ragged | None = None
     top_log_probs: Ragged | None = None
     tail_log_prob: Ragged | None = None
+    collision: Ragged | None = None
+    discriminator: Ragged | None = None
 
     @classmethod
     def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:
@@ -66,10 +70,12 @@ class Wanted:
     entropy: bool = False
     kl: Literal["reverse", "forward"] | None = None  # direction of the exact KL to a reference
     top_k: int = 0
+    moments: bool = False  # collision and discriminator
 
     def nowhere(self, device: torch.device) -> Columns:
         """The columns of no token."""
         names = ["log_prob"] + ["entropy"] * self.entropy + ["ref_log_prob", "kl"] * (self.kl is not None)
+        names += ["collision", "discriminator"] * self.moments
         columns = {name: torch.zeros(0, device=device) for name in names}
         if self.top_k:
             top = torch.zeros(0, self.top_k, device=device)
@@ -167,7 +173,27 @@ def _read_linear(states: States, head: nn.Linear, targets: Tensor, wanted: Wante
     columns = {name: values.float() for name, values in found.items() if values is not None}
     if wanted.top_k:
         columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own))
+    if wanted.moments:
+        columns |= _moments(hidden, head.weight, targets, **own)
     return columns
+
+
+@torch.no_grad()
+def _moments(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, **own: Any) -> Columns:
+    """The moments of ``p`` from ``q = p ** 2 / c`` with ``c = sum p ** 2``, which has the temperature of ``p``, halved.
+
+    ``log c = 2 log p - log q`` at any token, and ``sum p ** 2 log p = c E_q[log p] = c (log c - H(q)) / 2``.
+    """
+    p = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature, **own)
+    q = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature / 2, **own)
+    assert p.entropy is not None
+    assert q.entropy is not None
+    log_c = 2 * p.log_prob - q.log_prob
+    collision = log_c.exp()
+    return {
+        "collision": collision.float(),
+        "discriminator": (collision * (p.entropy + (log_c - q.entropy) / 2)).float(),
+    }
 
 
 def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | None, rows: Tensor) -> Columns:
@@ -189,6 +215,12 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
             )
         columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
         columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse").float()
+    if wanted.moments:
+        with torch.no_grad():
+            square, finite = log_probs.exp().square(), log_probs.masked_fill(log_probs.isneginf(), 0.0)
+            entropy = -(log_probs.exp() * finite).sum(-1, keepdim=True)
+            columns["collision"] = square.sum(-1).float()
+            columns["discriminator"] = (square * (entropy + finite)).sum(-1).float()
     if wanted.top_k:
         if wanted.top_k > logits.shape[-1]:
             raise ValueError(

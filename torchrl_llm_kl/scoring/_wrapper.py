@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import Request
@@ -27,6 +28,21 @@ def unwrap(wrapper: Any) -> nn.Module | None:
         return None
     of_transformers = any(base.__name__ == "TransformersWrapper" for base in type(wrapper).__mro__)
     return inner if of_transformers or hasattr(inner, "get_output_embeddings") else None
+
+
+def log_probs_only(model: Any) -> bool:
+    """Whether a model returns log-probs but no distributions: it is of another backend, or in another process."""
+    return unwrap(model) is None if is_wrapper(model) else getattr(model, "log_probs_only", False) is True
+
+
+def check_distributions(*models: Any, what: str = "an exact KL") -> None:
+    """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
+    for model in filter(log_probs_only, models):
+        place = "of another backend" if is_wrapper(model) else "behind a service"
+        raise ValueError(
+            f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: pass the "
+            "transformers model in this process, or use an estimator of log-probs: 'k2' in a loss (kl_loss=), 'k1' in a reward."
+        )
 
 
 def scoring_version(wrapper: Any) -> Any:
@@ -53,12 +69,17 @@ def scoring_version(wrapper: Any) -> Any:
 def score_wrapper(
     version: Any, request: Request, device: torch.device, tokens_per_batch: int, grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Flat elements ``[K]`` of the scored tokens, on the CPU, and their log-probs on ``device``."""
-    batches = plan_micro_batches(request.forward_lengths, tokens_per_batch)
+    """Flat elements ``[K]`` of the scored tokens, on the CPU, and their log-probs on ``device``.
+
+    torchrl fills in 0 where an engine returned no score: at the start of a sequence whose prefix was cached, or everywhere. A
+    log-prob of 0 is also that of a certain token. So where all tokens from the start of a sequence up to a scored one have
+    exactly 0, that token is scored again, and another in its place: only one of two tokens can be certain.
+    """
     with evaluating(version) if isinstance(version, nn.Module) and not grad else nullcontext():
-        parts = [_score_rows(version, request, rows, device) for rows in batches]
-    parts.append((torch.zeros(0, dtype=torch.long), torch.zeros(0, device=device)))  # if there is nothing to score
-    elements, log_probs = (torch.cat(column) for column in zip(*parts, strict=True))
+        elements, log_probs, zeros = _score(version, request, device, tokens_per_batch)
+        if zeros:
+            with torch.no_grad():
+                _check_zeros(version, request, zeros, device, tokens_per_batch)
     if grad and log_probs.numel() and not log_probs.requires_grad:
         raise ValueError(
             f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: build the scorer "
@@ -67,7 +88,42 @@ def score_wrapper(
     return elements, log_probs
 
 
-def _score_rows(version: Any, request: Request, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _score(
+    version: Any, request: Request, device: torch.device, tokens_per_batch: int
+) -> tuple[Tensor, Tensor, list[int]]:
+    """What :func:`score_wrapper` returns, and the flat elements that end a run of zeros from the start of a sequence."""
+    batches = plan_micro_batches(request.forward_lengths, tokens_per_batch)
+    parts = [_score_rows(version, request, rows, device) for rows in batches]
+    parts.append((torch.zeros(0, dtype=torch.long), torch.zeros(0, device=device), []))  # if there is nothing to score
+    elements, log_probs, zeros = zip(*parts, strict=True)
+    return torch.cat(elements), torch.cat(log_probs), [element for part in zeros for element in part]
+
+
+def _check_zeros(version: Any, request: Request, zeros: list[int], device: torch.device, tokens_per_batch: int) -> None:
+    """Raise a ValueError unless each token of ``zeros`` is certain: scored again it is, and another in its place is not."""
+    tokens = request.tokens
+    ends: dict[tuple[int, ...], int] = {}
+    for element in zeros:
+        ends.setdefault(
+            tuple(tokens.values[tokens.offsets[tokens.sequence_ids[element]] : element + 1].tolist()), element
+        )
+    others = [next((x for x in tokens.values.tolist() if x != prefix[-1]), int(prefix[-1] == 0)) for prefix in ends]
+    pairs = [row for prefix, other in zip(ends, others, strict=True) for row in (prefix, (*prefix[:-1], other))]
+    probe = Ragged.from_list([torch.tensor(row) for row in pairs])
+    last = probe.positions == probe.lengths[probe.sequence_ids] - 1
+    elements, log_probs, _ = _score(version, Request.build(probe, last), device, tokens_per_batch)
+    found = log_probs[elements.argsort().to(device)].reshape(-1, 2).tolist()
+    for (prefix, element), other, (again, instead) in zip(ends.items(), others, found, strict=True):
+        if not (again > -1e-3 and instead < -1):
+            raise ValueError(
+                f"{type(version).__name__} returned log-probs of exactly 0 up to {request.locate(element)}, as if each token "
+                f"were certain. Scored again, token {prefix[-1]} there has {again:g} and token {other} in its place "
+                f"{instead:g}: the zeros are no scores. torchrl fills them in where the engine returned none: turn its prefix "
+                "cache off (vLLM: enable_prefix_caching=False), or score the transformers model."
+            )
+
+
+def _score_rows(version: Any, request: Request, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     from tensordict import TensorDict, lazy_stack
     from tensordict.utils import unravel_key
 
@@ -93,7 +149,14 @@ def _score_rows(version: Any, request: Request, rows: Tensor, device: torch.devi
         )
     flat, element = torch.cat([row.reshape(-1) for row in found]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)
-    return element[scored], flat[scored.to(flat.device)].float().to(device)
+    log_probs = flat[scored.to(flat.device)].float().to(device)
+    zeros = []
+    if bool((log_probs == 0).any()):
+        for row, span in zip(found, spans, strict=True):
+            run = int((row[1:] == 0).long().cumprod(0).sum())
+            suspects = span[1 : run + 1][request.mask[span[1 : run + 1]]]
+            zeros += suspects[-1:].tolist()
+    return element[scored], log_probs, zeros
 
 
 def _is_remote(wrapper: Any) -> bool:

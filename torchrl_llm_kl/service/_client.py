@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Scores
+from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Patience, Replicas, Router, client_name, failures
@@ -33,6 +33,8 @@ class RemoteModel:
     Keyword Args:
         timeout: seconds per call, retries included.
     """
+
+    log_probs_only = True  # no distributions: see check_distributions
 
     def __init__(self, spec: ServiceSpec, *, timeout: float = 120.0) -> None:
         if not timeout > 0:
@@ -88,7 +90,7 @@ class RemoteModel:
     @property
     def pad_output(self) -> bool:
         """That of the TorchRL wrapper; an AttributeError if the model is not one."""
-        return self._model_interface("pad_output").pad_output
+        return bool(self._model_interface("pad_output").pad_output)
 
     def _model_interface(self, of_wrapper: str = "") -> ModelInterface:
         if self._interface is None:
@@ -128,6 +130,12 @@ class RemoteModel:
         return f"{type(self).__name__}({self.spec.name!r}, num_replicas={self.spec.num_replicas})"
 
 
+def _local_only() -> ValueError:
+    return ValueError(
+        "an exact KL, top-k and moments need the model in this process: the service sends log-probs and entropies."
+    )
+
+
 class RemoteScorer:
     """Scores on a service, with the interface of :class:`~torchrl_llm_kl.LogProbScorer`.
 
@@ -143,18 +151,26 @@ class RemoteScorer:
         self.temperature = settings.temperature
 
     def score(
-        self, sequences: Ragged, mask: Tensor | None = None, *, grad: bool = False, remember: bool = False
+        self,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        grad: bool = False,
+        remember: bool = False,
     ) -> Ragged:
         """Log-probs, as :meth:`LogProbScorer.score` returns them, without gradient."""
-        return self.evaluate(sequences, mask, grad=grad, remember=remember).log_prob
+        return self.evaluate(sequences, mask, attention_mask=attention_mask, grad=grad, remember=remember).log_prob
 
     def evaluate(
         self,
-        sequences: Ragged,
-        mask: Tensor | None = None,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
         *,
+        attention_mask: Tensor | None = None,
         entropy: bool = False,
         top_k: int = 0,
+        moments: bool = False,
         reference: Any = None,
         direction: str = "reverse",
         grad: bool = False,
@@ -163,30 +179,34 @@ class RemoteScorer:
         """Log-probs and entropies, as :meth:`LogProbScorer.evaluate` returns them.
 
         Raises:
-            ValueError: for gradients, an exact KL and top-k, which need the model in this process; and as the scorer does.
+            ValueError: for gradients, an exact KL, top-k and moments, which need the model in this process; and as the
+                scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None or top_k:
-            raise ValueError(
-                "an exact KL and top-k need the model in this process: the service sends log-probs and entropies."
-            )
-        return self.begin(sequences, mask, entropy=entropy, grad=grad, remember=remember)()
+            raise _local_only()
+        options: dict[str, Any] = {"entropy": entropy, "moments": moments, "grad": grad, "remember": remember}
+        return self.begin(sequences, mask, attention_mask=attention_mask, **options)()
 
     def begin(
         self,
-        sequences: Ragged,
-        mask: Tensor | None = None,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
         *,
+        attention_mask: Tensor | None = None,
         entropy: bool = False,
+        moments: bool = False,
         grad: bool = False,
         remember: bool = False,
     ) -> Callable[[], Scores]:
         """Send the requests; returns a function that waits for the scores of :meth:`evaluate`."""
+        if moments:
+            raise _local_only()
         if grad:
             raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
         settings = replace(self.settings, entropy=entropy, remember=remember and self.settings.remember)
-        mask = sequences.positions > 0 if mask is None else mask
-        parts = self._parts(sequences, mask, settings)
+        tokens, mask = read_sequences(sequences, mask, attention_mask)
+        parts = self._parts(tokens, tokens.positions > 0 if mask is None else mask, settings)
         exchange = Exchange(self.model.replicas, parts, timeout=self.model.timeout)
 
         def finish() -> Scores:
@@ -199,7 +219,7 @@ class RemoteScorer:
                 name: torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
                 for name, arrays in columns.items()
             }
-            return Scores.spread(sequences, elements, **joined)
+            return Scores.spread(tokens, elements, **joined)
 
         return finish
 

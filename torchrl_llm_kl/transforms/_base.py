@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvBase, Transform
+from torchrl.envs import Compose, EnvBase, Transform
 
 import torchrl_llm_kl
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
@@ -55,7 +55,17 @@ class StepMixin(ABC):
 
     def _ordered(self, td: TensorDictBase, next_td: TensorDictBase) -> list[tuple[NestedKey, Ragged]]:
         # Nested keys last, since they always fit: an entry that does not fit raises before anything is written.
-        return sorted(self.outputs(td, next_td).items(), key=lambda output: isinstance(output[0], tuple))
+        self.check_order()
+        outputs = [(key, self.arrange(data)) for key, data in self.outputs(td, next_td).items()]
+        return sorted(outputs, key=lambda output: isinstance(output[0], tuple))
+
+    def arrange(self, data: Ragged) -> Ragged:
+        """An output in the layout in which it is written."""
+        return data
+
+    def check_order(self) -> None:
+        """Warn if a transform that should have run before comes after."""
+        return None
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         for key, data in self._ordered(tensordict, next_tensordict):
@@ -156,6 +166,27 @@ def containers(transform: Transform) -> Iterator[Any]:
         container = outer() if callable(outer) else outer
 
 
+def later_transforms(transform: Transform) -> Iterator[Transform]:
+    """The transforms that run after ``transform`` in the same env or replay buffer, at any depth of composition."""
+    inner: Any = transform
+    while inner is not None:
+        outer = getattr(inner, "_container", None)
+        outer = outer() if callable(outer) else outer
+        if isinstance(outer, Compose):
+            siblings = list(outer.transforms)
+            at = next(i for i, sibling in enumerate(siblings) if sibling is inner)
+            yield from _leaves(siblings[at + 1 :])
+        inner = outer
+
+
+def _leaves(transforms: Iterable[Transform]) -> Iterator[Transform]:
+    for transform in transforms:
+        if isinstance(transform, Compose) and not isinstance(transform, StepMixin):
+            yield from _leaves(transform.transforms)
+        else:
+            yield transform
+
+
 def in_env(transform: Transform) -> bool:
     """Whether an env holds the transform: its conversations continue, so that caching them pays."""
     return next(containers(transform), None) is not None
@@ -194,6 +225,18 @@ def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *,
     if model is not None and not (isinstance(model, str) and model == default):
         raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     return factory()
+
+
+def to_device(model: Any, device: torch.device | str | None) -> Any:
+    """Move a model; one that is not in this process raises a TypeError."""
+    if device is None:
+        return model
+    if not hasattr(model, "to"):
+        raise TypeError(
+            f"device={str(device)!r} moves the model, and {type(model).__name__} is not in this process: leave it out, and "
+            "place the model where it is created (ScoringService(factory=...))."
+        )
+    return model.to(device)
 
 
 class RayVariant:

@@ -35,6 +35,8 @@ _EXACT_KL_ADVICE = (
 class KLComputation(KLPenalty):
     r"""Per-token KL between two log-prob entries, and optionally ``reward - coeff * KL``.
 
+    Append it after all transforms that write the reward: the penalised reward has one number per token.
+
     Args:
         gen_log_probs_full_key: log-probs of the policy, which sampled the tokens. Default ``("log_probs", "full")``.
         ref_log_probs_full_key: log-probs of the reference. Default ``("ref_log_probs", "full")``.
@@ -226,6 +228,11 @@ def _read(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, attention
 def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
     """The assistant's tokens; ``[N]``, or None if the data is no rollout of these tokens."""
     tokens = read_ragged(td, TOKENS_FULL)
-    if tokens is None or not same_rows(tokens.container, kl.container):
+    if tokens is None:
         return None
-    return assistant_mask(td, Ragged.from_slots(tokens.slots(), kl.container, kl.keep), _DEFAULTS)
+    if same_rows(tokens.container, kl.container):
+        return assistant_mask(td, Ragged.from_slots(tokens.slots(), kl.container, kl.keep), _DEFAULTS)
+    tokens = read_ragged(td, TOKENS_FULL, ATTENTION_MASK)  # the KL may lack their padding
+    assert tokens is not None
+    same = tokens.num_sequences == kl.num_sequences and torch.equal(tokens.lengths, kl.lengths)
+    return assistant_mask(td, tokens, _DEFAULTS) if same else None

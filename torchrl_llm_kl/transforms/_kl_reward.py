@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_llm_kl._numerics import check_finite
-from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
+from torchrl_llm_kl.ragged import Ragged, read_ragged
 from torchrl_llm_kl.rollouts import (
     Located,
     MissingEntryError,
@@ -20,11 +20,13 @@ from torchrl_llm_kl.rollouts import (
     Scope,
     TokenisingOptions,
     describe_entries,
+    find_log_probs,
+    leading_zeros,
     read_result,
-    sub_key,
+    response_mask,
 )
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScorerSlot
-from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory
+from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory, to_device
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
     Estimator,
@@ -59,7 +61,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
     Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
-    log-probs in the data.
+    log-probs in the data. Append it after all transforms that write the reward.
 
     Args:
         ref_model: the reference, a wrapper with ``input_mode="tokens"`` and ``generate=False`` or a transformers model.
@@ -79,7 +81,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     All except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
 
     Shapes:
-        KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout of the tokens.
+        KL, reference log-probs and reward: ``[*B, T, 1]``, in the layout that :class:`RetrieveLogProb` of the reference has.
 
     Raises:
         ValueError: see :class:`RetrieveLogProb` and :class:`KLComputation`.
@@ -130,7 +132,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         estimator = _check_estimator(estimator)
         _check_reference(ref_model)
         super().__init__()
-        self.ref_model = ref_model if device is None else ref_model.to(device)
+        self.ref_model = to_device(ref_model, device)
         self.in_keys = read
         self.reward_key, self.log_prob_full_key, self.add_to_reward = self.in_keys[0], log_prob_key, add_to_reward
         self.coef: Any = coef
@@ -161,9 +163,14 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         return super().transform_reward_spec(reward_spec) if self.out_keys[0] == self.reward_key else reward_spec
 
     @property
+    def penalised_key(self) -> NestedKey:
+        """The first of the ``out_keys``."""
+        return self.out_keys[0]
+
+    @property
     def pad_output(self) -> bool:
         """Whether the reference pads its output."""
-        return self._interface().pad_output
+        return bool(self._interface().pad_output)
 
     @property
     def tokenizer(self) -> Any:
@@ -194,14 +201,25 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         key = self.log_prob_full_key
         gen = read_result(td, next_td, key)
         if gen is not None:
-            tokens, known = located.tokens, torch.ones_like(located.mask)
+            tokens = located.tokens
             if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
                 values = Ragged.from_slots(gen.slots(), tokens.container, tokens.keep).values
             else:
                 values = check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
+            known = torch.ones_like(located.mask)
+            if not self.assistant_only or self.scope == "full":
+                known = ~leading_zeros(values, tokens)
+                if (response := response_mask(td, tokens, self._interface())) is not None:
+                    known = known | response
+            if skipped := int((located.mask & ~known).sum()):
+                warnings.warn(
+                    f"{key!r} holds exactly 0 for the first {skipped} tokens of prompts: the policy's engine returned no "
+                    "scores of prompts. Those tokens are left out of the KL; RetrieveKL scores every token.",
+                    stacklevel=2,
+                )
         else:
-            key = sub_key(key[:-1], "response") if isinstance(key, tuple) and len(key) > 1 else None
-            if key is None or not has_entry(td, key):
+            key = find_log_probs(td, key)
+            if key is None:
                 raise MissingEntryError(
                     f"the policy's log-probs are missing: expected {self.log_prob_full_key!r}, found: "
                     f"{describe_entries(td, next_td)}. Collect with return_log_probs=True, put RetrieveLogProb before, or "

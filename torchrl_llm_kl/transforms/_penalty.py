@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, ClassVar, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Composite
+from torchrl.envs import DeviceCastTransform, DTypeCastTransform, RewardScaling, Transform
 
 from torchrl_llm_kl._numerics import all_finite, check_choice, check_finite
 from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
 from torchrl_llm_kl.rollouts import RewardPlacement, token_reward
-from torchrl_llm_kl.transforms._base import Checks, StepTransform, declare_entry
+from torchrl_llm_kl.transforms._base import Checks, StepMixin, StepTransform, declare_entry, later_transforms
 
 #: A name of :func:`~torchrl_llm_kl.estimators.get_estimator`, or a function ``(log_prob, ref_log_prob, old_log_prob)``.
 Estimator = EstimatorName | Callable[..., Tensor]
@@ -52,6 +54,7 @@ class KLPenalty(StepTransform):
     reward_placement: RewardPlacement
     add_to_reward: bool
     reward_key: NestedKey
+    _order_checked = False
 
     def kl(self, gen: Tensor, ref: Tensor, old: Tensor, scored: Tensor | None) -> Tensor:
         """The estimate where ``scored`` (None: everywhere), exactly 0 elsewhere; ``[N]``.
@@ -72,9 +75,39 @@ class KLPenalty(StepTransform):
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Declare the penalised reward: one number per token, ``[*B, -1, 1]``."""
+        self._order_checked = False  # specs are computed again when a transform is appended
         if self.add_to_reward:
             declare_entry(reward_spec, self.reward_key, (1,))
         return reward_spec
+
+    @property
+    def penalised_key(self) -> NestedKey:
+        """Where the penalised reward goes."""
+        return self.reward_key
+
+    def check_order(self) -> None:
+        """Warn once about a later transform that writes the reward: it would change the number of each token."""
+        if self._order_checked or not self.add_to_reward or self.reward_placement == "broadcast":
+            return
+        self._order_checked = True
+        for transform in later_transforms(self):
+            if _changes(transform, self.penalised_key):
+                name = type(transform).__name__
+                warnings.warn(
+                    f"{name} comes after the KL was charged to {self.penalised_key!r}, which then holds one number per token: "
+                    f"it changes each of them, and an amount that it adds counts once per token. Append {name} before the KL "
+                    "transform, so that it changes the outcome.",
+                    stacklevel=2,
+                )
+
+
+def _changes(transform: Transform, key: NestedKey) -> bool:
+    """Whether a transform declares ``key`` as its output and does not treat all tokens of a sequence properly."""
+    if isinstance(transform, (StepMixin, DTypeCastTransform, DeviceCastTransform)):
+        return False
+    if isinstance(transform, RewardScaling) and not bool(transform.loc.any()):
+        return False  # a factor alone is that of the sum
+    return unravel_key(key) in [unravel_key(out) for out in transform.out_keys or ()]
 
 
 # ------------------------------------------------------------------ two sets of log-probs

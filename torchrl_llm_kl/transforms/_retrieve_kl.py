@@ -12,7 +12,7 @@ from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, check_distributions
 from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
@@ -25,7 +25,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "dtype", "memory", "scope", "temperature")
     },
-    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key")},
+    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "moments_key")},
     **{
         name: ((_KL, name),)
         for name in [
@@ -47,7 +47,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
     Composes two :class:`RetrieveLogProb` and a :class:`KLComputation`; locates the tokens once for both models, and checks
-    that both see the same tokens.
+    that both see the same tokens. Append it after all transforms that write the reward: from here on the reward has one number
+    per token.
 
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
@@ -62,7 +63,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         ref_log_probs_full_key: where the reference's go. Default ``("ref_log_probs", "full")``.
         estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
             vocabulary at each token (both must have the same one).
-        entropy_key: where to write the policy's entropy, if anywhere.
+        entropy_key, moments_key: where to write the policy's entropy and two more moments of its distribution, if anywhere;
+            see :class:`RetrieveLogProb`.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
             temperature: of both models; see :class:`RetrieveLogProb`.
@@ -70,7 +72,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
     Shapes:
-        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout of the tokens.
+        log-probs and KL: float32 nats ``[*B, T]``; reward ``[*B, T, 1]``; all in the layout that
+        :class:`RetrieveLogProb` of the policy has.
 
     Raises:
         ValueError: at construction, for models that generate, differ in ``pad_output``, or write to one key; on data, see
@@ -114,6 +117,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         old_log_probs_key: NestedKey | None = None,
         reward_key: NestedKey = "reward",
         entropy_key: NestedKey | None = None,
+        moments_key: NestedKey | None = None,
         adapters: bool = True,
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
@@ -122,6 +126,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     ) -> None:
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
+        if estimator == "exact":
+            check_distributions(gen_model, ref_model)
         _check_models(gen_model, ref_model)
         if isinstance(gen_model, str):  # as torchrl: otherwise RetrieveLogProb warns
             for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
@@ -130,7 +136,6 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         shared: dict[str, Any] = {
             "assistant_only": assistant_only,
             "tokenizer_kwargs": tokenizer_kwargs,
-            "device": device,
             "tokenizer": tokenizer,
             "padding_side": padding_side,
             "history_key": history_key,
@@ -145,14 +150,17 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 gen_model,
                 log_probs_full_key=gen_log_probs_full_key,
                 entropy_key=entropy_key,
+                moments_key=moments_key,
                 detach=detach,
                 adapters=adapters,
+                device=None if isinstance(gen_model, str) else device,
                 **shared,
             ),
             RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
                 adapters=adapters and not base,
+                device=None if base and isinstance(gen_model, str) else device,
                 **shared,
             ),
             KLComputation(
@@ -175,6 +183,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTINGS:
             super().__setattr__(name, value)
+        if name == "estimator" and value == "exact":
+            check_distributions(*(getattr(self[part], "model", None) for part in (_POLICY, _REFERENCE)))
         for part, attribute in _SETTINGS.get(name, ()):
             stays_off = name == "adapters" and part == _REFERENCE and self._reference_is_base
             if not stays_off:
@@ -196,6 +206,14 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
 
     # ------------------------------------------------------------------ computation
 
+    def arrange(self, data: Ragged) -> Ragged:
+        """An output in the layout that the policy's ``pad_output`` requests."""
+        return self[_POLICY].arrange(data)
+
+    def check_order(self) -> None:
+        """Warn about a later transform that writes the reward; see :meth:`KLPenalty.check_order`."""
+        self[_KL].check_order()
+
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
         gen, ref, kl = self.transforms
@@ -212,9 +230,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         outputs |= kl.charged(next_td, penalty, located.mask)
-        if scores.entropy is not None:
-            outputs[gen.entropy_key] = scores.entropy
-        return outputs
+        return outputs | gen.requested(scores)
 
 
 # ------------------------------------------------------------------ checks

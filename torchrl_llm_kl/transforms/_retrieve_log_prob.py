@@ -14,8 +14,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, locate, sub_key
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, evaluating
+from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, in_layout, locate, sub_key
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, check_distributions, evaluating
 from torchrl_llm_kl.transforms._base import (
     Checks,
     NoCollectorError,
@@ -23,6 +23,7 @@ from torchrl_llm_kl.transforms._base import (
     StepTransform,
     collector_policy,
     in_env,
+    to_device,
 )
 
 
@@ -35,6 +36,11 @@ def check_scored_model(model: Any, name: str = "model", transform: str = "Retrie
     return model
 
 
+def _check_reference(reference: Any) -> Any:
+    check_distributions(reference)
+    return reference
+
+
 def full_key_problem(name: str, key: NestedKey) -> str | None:
     """The message of torchrl about a key that does not end with ``"full"``; None for one that does."""
     if isinstance(key, tuple) and key[-1] == "full":
@@ -43,6 +49,9 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
         f"The {name} {key} is not a tuple or does not end with 'full'. This may cause issues with the KL computation. "
         "Please use a tuple with the log_probs_key and 'full' as the last element."
     )
+
+
+_MOMENTS = ("collision", "discriminator")
 
 
 class ScoringTransform(StepTransform):
@@ -85,6 +94,10 @@ class ScoringTransform(StepTransform):
     def _settings(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
 
+    def arrange(self, data: Ragged) -> Ragged:
+        """An output in the layout that the model's ``pad_output`` requests; in that of the data for a bare model."""
+        return in_layout(data, self._interface(), self._options.padding_side)
+
     def locate(self, td: TensorDictBase) -> Located:
         """The tokens, and the mask of those that this model scores."""
         return locate(
@@ -96,8 +109,10 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss.
 
     It scores the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise it renders
-    and tokenises the conversation or text with the model's own template. The result has the layout of those tokens:
-    padded in, padded out; nested in, nested out.
+    and tokenises the conversation or text with the model's own template. The result has the layout of those tokens
+    (padded in, padded out; nested in, nested out), unless a TorchRL wrapper says otherwise: with ``pad_output=False`` it
+    has rows without padding, with ``pad_output=True`` a nested tensor becomes a padded one. A wrapper's ``pad_model_input``
+    has no effect, since the engine needs no padding.
 
     Works in a ``ChatEnv`` (written to ``"next"`` at each step), in an ``LLMCollector``, in a replay buffer (on sample, or
     on extend with ``invert=True``), and called directly, on any number of batch dimensions, with or without ``"next"``.
@@ -111,9 +126,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         assistant_only: score only the assistant's tokens, 0 elsewhere. Default True.
         tokenizer_kwargs: arguments of the chat template, used where conversations must be rendered.
         detach: no gradient and no graph. With False the result is differentiable. Default True.
-        device: move the model there first. Data is not moved.
+        device: move the model there first; not for ``"from_collector"``. Data is not moved.
         tokenizer: replaces the model's own, where text must be tokenised.
-        padding_side: the side of padding where text is tokenised for a model with ``pad_output=True``.
+        padding_side: the side of padding where a model with ``pad_output=True`` gets text or a nested tensor.
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. No effect when the data is one whole conversation.
@@ -125,13 +140,16 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         reference: another model; also write the exact KL to it over the whole vocabulary, from the same pass.
         exact_kl_key: where the exact KL goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of the distribution that each token was drawn from, if anywhere.
+        moments_key: below which key to write ``"collision"`` and ``"discriminator"`` of that distribution, if anywhere: inputs
+            of the advantages ``optimal_token_baseline`` and ``clip_v``; see :class:`~torchrl_llm_kl.scoring.Scores`. They have
+            no gradient, and a model behind a service does not return them.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
     ``history_key`` and ``device``.
 
     Shapes:
-        float32 nats ``[*B, T]``, in the layout of the tokens, exactly 0 at padding and at tokens that are not scored.
+        float32 nats ``[*B, T]``, in the layout above, exactly 0 at padding and at tokens that are not scored.
 
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
@@ -150,7 +168,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
 
-    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model}
+    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model, "reference": _check_reference}
     fixed = ScoringTransform.fixed | {"history_key"}
 
     def __init__(
@@ -173,6 +191,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         reference: Any = None,
         exact_kl_key: NestedKey | None = None,
         entropy_key: NestedKey | None = None,
+        moments_key: NestedKey | None = None,
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
@@ -182,12 +201,21 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:
             raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=.")
+        if reference is not None:
+            check_distributions(model, reference)
         if not isinstance(model, str):
             check_scored_model(model)
-            self.model = model if device is None else model.to(device)
+            self.model = to_device(model, device)
         elif model != "from_collector":
             raise ValueError(f"model must be a model or 'from_collector', got {model!r}.")
+        elif device is not None:
+            raise ValueError(f"device={str(device)!r}: the policy of a collector stays on its device, leave it out.")
         self._history_key = history_key
+        if (tokenizer_kwargs or {}).get("padding") and hasattr(self, "model") and not self._interface().pad_output:
+            raise ValueError(
+                "tokenizer_kwargs['padding']=True, but the model's pad_output, which decides about padding, is "
+                f"{self._interface().pad_output}: build the wrapper with pad_output=True."
+            )
         if log_probs_full_key is None:
             log_probs_full_key = sub_key(self._known_interface().log_probs_key, "full")
         elif problem := full_key_problem("log_probs_full_key", log_probs_full_key):
@@ -195,19 +223,21 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self.log_probs_full_key = log_probs_full_key
         self.reference = reference
         self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
-        self.entropy_key = entropy_key
+        self.entropy_key, self.moments_key = entropy_key, moments_key
         self.declare()
         self.check_models()
 
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The model's input; the log-probs, and the exact KL and the entropy if requested."""
+        """The model's input; the log-probs, and the exact KL, the entropy and the moments if requested."""
         out = [self.log_probs_full_key]
         if self.reference is not None:
             out.append(self.exact_kl_key)
         if self.entropy_key is not None:
             out.append(self.entropy_key)
+        if self.moments_key is not None:
+            out += [sub_key(self.moments_key, name) for name in _MOMENTS]
         return list(self._known_interface().in_keys), out
 
     @property
@@ -226,11 +256,14 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
         scores = self.evaluate(self.locate(td), self.reference_scorer)
-        found = {
-            self.log_probs_full_key: scores.log_prob,
-            self.exact_kl_key: scores.kl,
-            self.entropy_key: scores.entropy,
-        }
+        found = {self.log_probs_full_key: scores.log_prob, self.exact_kl_key: scores.kl}
+        return {key: values for key, values in found.items() if values is not None} | self.requested(scores)
+
+    def requested(self, scores: Scores) -> dict[NestedKey, Ragged]:
+        """The entropy and the moments among the scores, by key."""
+        found = {self.entropy_key: scores.entropy}
+        if self.moments_key is not None:
+            found |= {sub_key(self.moments_key, name): getattr(scores, name) for name in _MOMENTS}
         return {key: values for key, values in found.items() if key is not None and values is not None}
 
     def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
@@ -246,7 +279,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     @property
     def _requested(self) -> dict[str, Any]:
-        return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)}
+        moments = {} if self.moments_key is None else {"moments": True}
+        return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)} | moments
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
         """Whether both tokenise text alike, judging by their settings."""
@@ -261,10 +295,13 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     def check_models(self) -> None:
         """Build the scorers of the models known so far, so that a model that cannot be scored raises an error here."""
-        if hasattr(self, "model"):
-            self._slot.get(self.model, adapters=self.adapters, **self._settings)
+        model = getattr(self, "model", None)
         if self.reference is not None:
             self._ref_slot.get(self.reference, **self._settings)
+        if model is not None:
+            scorer = self._slot.get(model, adapters=self.adapters, **self._settings)
+            if self.entropy_key is not None and scorer.path == "wrapper":
+                check_distributions(model, what="the entropy")
 
     @property
     def reference_scorer(self) -> LogProbScorer | None:

@@ -14,6 +14,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from countdown.model import render_prompt, warm_up
+from countdown.report import progress
 from countdown.task import Problem
 from torchrl_llm_kl.advantages import advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
@@ -37,11 +38,14 @@ def build(
     policy: PreTrainedModel,
     reference: PreTrainedModel | RemoteModel,
     *,
-    coefficient: nn.Module,
+    coefficient: nn.Module | None,
     max_new_tokens: int,
     teacher: PreTrainedModel | None = None,
 ) -> AlgorithmParts:
-    """Build an algorithm with its models; a KL penalty in the reward, times ``coefficient``, keeps it near the reference."""
+    """Build an algorithm with its models; a KL penalty in the reward, times ``coefficient``, keeps it near the reference.
+
+    Algorithms without a reference have no penalty and need no coefficient.
+    """
     preset = get_algorithm(name)
     settings = dict(SETTINGS.get(name, {}))
     if preset.use_reference:
@@ -80,8 +84,9 @@ def make_teacher(
 ) -> PreTrainedModel:
     """A copy of the policy, trained on right answers only."""
     teacher = copy.deepcopy(policy)
-    for _ in warm_up(teacher, tokenizer, problems, steps=steps, seed=seed, random_share=0.0):
-        pass
+    with progress("teacher", steps) as advance:
+        for loss in warm_up(teacher, tokenizer, problems, steps=steps, seed=seed, random_share=0.0):
+            advance(f"loss {loss:.2f}")
     return teacher.requires_grad_(False)
 
 

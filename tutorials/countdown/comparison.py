@@ -33,7 +33,7 @@ def print_columns(title: str, columns: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def plot_runs(
-    runs: Mapping[str, tuple[Sequence[Metrics], tuple[float, float]]],
+    runs: Mapping[str, tuple[Sequence[Metrics], Sequence[float]]],
     path: Path,
     *,
     kl_target: float,
@@ -43,8 +43,8 @@ def plot_runs(
     """Plot the share of right answers, the KL with its target, and the time of collecting by step; one line per run.
 
     Args:
-        runs: name -> (rows of metrics, accuracy on held-out problems before and after). The first line is wide and pale, so
-            that it stays visible under another.
+        runs: name -> (rows of metrics, accuracy on held-out problems before and, unless interrupted, after). The first line
+            is wide and pale, so that it stays visible under another.
         path: of the image.
         kl_target: nats per answer.
         killed_at: the step in which the reference was killed; None if it was not.
@@ -56,7 +56,7 @@ def plot_runs(
     styles = [{"linewidth": 6, "alpha": 0.35}, {"linewidth": 1.5, "color": "black", "linestyle": (0, (4, 2))}]
     for (name, (rows, held_out)), style, marker in zip(runs.items(), styles, ("o", "x"), strict=False):
         steps = [row["step"] for row in rows]
-        ends = (steps[0], steps[-1] + 1)
+        ends = (steps[0], steps[-1] + 1)[: len(held_out)]
         right.plot(steps, smooth([row["success"] for row in rows], window), label=name, **style)
         right.plot(ends, held_out, marker, color="black", markersize=9, fillstyle="none", clip_on=False)
         if marker == "o":

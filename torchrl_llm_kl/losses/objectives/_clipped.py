@@ -193,6 +193,29 @@ def gspo(
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
+luspo = variant(
+    gspo,
+    "luspo",
+    r"""GSPO's surrogate times the length of its sequence, so that long answers are not worth less per token.
+
+    A sequence of ``n`` tokens adds ``n max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))``: each token has the value of the
+    sequence and the gradient of its own log-prob, as in :func:`gspo`, and ``seq-mean-token-sum`` adds them up. Where nothing
+    is clipped the gradient is ``-A s`` times that of the log-prob of the whole answer. Hyper-parameters and metrics are those
+    of :func:`gspo`.
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[3.0, 3.0]])
+        >>> luspo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value.sum()
+        tensor(-6.)
+    """,
+    aggregation="seq-mean-token-sum",
+    source="Liu et al. 2026 (arXiv 2602.05261), the LUSPO objective; bounds: GSPO (arXiv 2507.18071), section 5.1",
+    clip_low=3e-4,
+    clip_high=4e-4,
+)
+
+
 @objective(
     "gmpo",
     aggregation="seq-mean-token-mean",

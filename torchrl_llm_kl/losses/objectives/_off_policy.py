@@ -136,6 +136,49 @@ def sppo(
     return (LossTerm("objective", value, mask, metrics=clip_fractions(below, above, mask)),)
 
 
+@objective(
+    "dro",
+    aliases={"dro_beta": "beta"},
+    source="Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V; per token and towards the "
+    "sampler: verl 0.9.1; beta: the example of Thinking Machines' Tinker",
+)
+def dro(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    beta: Scalar = 0.05,
+    level: str = "token",
+) -> tuple[LossTerm, ...]:
+    r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
+
+    The gradient is ``-(A - beta log r)`` times that of the log-prob: a regression of ``beta log r`` on the advantage, over
+    ``beta``, on the data of any fixed policy. It vanishes where ``beta log r = A``. For answers of the old policy, rewards of
+    whole answers and ``A = r - beta log E exp(r / beta)`` (the advantage ``opmd`` with ``opmd_baseline="logavgexp"``) that
+    is ``pi_old exp(r / beta)``, with ``level="sequence"``.
+
+    Hyper-parameters:
+        beta: weight of the quadratic penalty, above 0, in units of the advantage per nat. verl: ``dro_beta``; the paper:
+            ``tau``.
+        level: ``"token"``: each token on its own (verl, Tinker); ``"sequence"``: the log-prob of the whole answer, its mean
+            advantage and one value, ``[*B, 1]`` (the paper).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
+        >>> dro(log_prob, mask, old_log_prob=old, advantage=advantage, beta=0.4)[0].value
+        tensor([[ 1.0500, -1.8000]])
+    """
+    check_range(above=0.0, beta=beta)
+    check_choice(("token", "sequence"), level=level)
+    log_ratio = log_prob - old_log_prob
+    if level == "sequence":
+        log_prob, log_ratio = sequence_sum(log_prob, mask), sequence_sum(log_ratio, mask)
+        advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
+    return (LossTerm("objective", -advantage * log_prob + beta / 2 * log_ratio.square(), mask),)
+
+
 #: Bounds of each divergence: the authors' settings.
 _DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
@@ -245,13 +288,21 @@ def vespo(
     return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
 
 
-@objective("rec", source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4")
+def _rec_reads_ratio(clip_mode: str, weight: str, regularizer: str) -> bool:
+    return clip_mode != "none" or weight not in ("none", "advantage") or regularizer == "k2"
+
+
+@objective(
+    "rec",
+    needs_if={"old_log_prob": (("clip_mode", "weight", "regularizer"), _rec_reads_ratio)},
+    source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4",
+)
 def rec(
     log_prob: Tensor,
     mask: Tensor,
     *,
-    old_log_prob: Tensor,
     advantage: Tensor,
+    old_log_prob: Tensor | None = None,
     clip_mode: str = "none",
     epsilon_low: Scalar = 0.2,
     epsilon_high: Scalar = 0.2,
@@ -288,7 +339,9 @@ def rec(
             ``forward-kl``: ``-regularizer_coef log_prob``, which imitates it.
         regularizer_coef: at least 0.
 
-    Metrics: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0).
+    ``old_log_prob`` is required where a ratio is read: by a clip mode, by either importance weight and by ``k2``.
+
+    Metrics, if the mode clips: ``clip_fraction`` (``_low``: A < 0, ``_high``: A > 0).
 
     Example:
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.5]])
@@ -303,7 +356,7 @@ def rec(
     check_range(above=0.0, epsilon_high=epsilon_high, epsilon_high_prime=epsilon_high_prime, temp=temp)
     check_range(low=0.0, regularizer_coef=regularizer_coef)
 
-    log_ratio = log_prob - old_log_prob
+    log_ratio = log_prob - (log_prob.detach() if old_log_prob is None else old_log_prob)
     ratio = bounded_exp(log_ratio.detach())
     sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)
 
@@ -331,7 +384,9 @@ def rec(
         value = value + regularizer_coef * log_ratio.square()
     elif regularizer == "forward-kl":
         value = value - regularizer_coef * log_prob
-    metrics = clip_fractions(~in_range & bad, ~in_range & good, mask)
-    metrics["clip_fraction"] = masked_mean((~in_range).float(), mask)
+    metrics: dict[str, Tensor] = {}
+    if clip_mode != "none":
+        metrics = clip_fractions(~in_range & bad, ~in_range & good, mask)
+        metrics["clip_fraction"] = masked_mean((~in_range).float(), mask)
     per_sequence: Aggregation | None = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else None
     return (LossTerm("objective", value, mask, metrics=metrics, aggregation=per_sequence),)

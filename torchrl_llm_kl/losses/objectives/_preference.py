@@ -1,35 +1,254 @@
-"""Preference losses on pairs of a chosen and a rejected answer, relative to a reference."""
+"""Preference losses on pairs of a chosen and a rejected answer, with a reference and without.
+
+A member of the family is a formula of :class:`Pairs`. :func:`preference` makes an objective of it, with the inputs, options,
+checks and metrics that all members share.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
-from torchrl_llm_kl.losses._arithmetic import sequence_mean, sequence_sum
-from torchrl_llm_kl.losses._objective import LossTerm, objective
-
-
-@objective(
-    "dpo",
-    aggregation="seq-mean-token-sum",
-    source="Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; label smoothing: Mitchell 2023, 'A note on DPO with noisy "
-    "preferences & relationship to IPO'",
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl.losses._arithmetic import (
+    LARGEST_LOG_RATIO,
+    Aggregation,
+    bounded_exp,
+    check_aggregation,
+    sequence_mean,
+    sequence_sum,
 )
-def dpo(
+from torchrl_llm_kl.losses._objective import FDivergence, LossTerm, Once, Terms, Weighting, objective
+
+# ------------------------------------------------------------------ pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Pairing:
+    """Which rows are pairs. ``order`` makes them adjacent, chosen first; None if they already are."""
+
+    order: Tensor | None
+
+    def pairs(self, rows: Tensor) -> Tensor:
+        """One value per row ``[*B]`` or ``[*B, 1]`` side by side; ``[P, 2]``."""
+        rows = rows.reshape(-1)
+        return (rows if self.order is None else rows[self.order]).view(-1, 2)
+
+    def rows(self, pairs: Tensor) -> Tensor:
+        """The inverse of :meth:`pairs`; ``[S]``."""
+        pairs = pairs.reshape(-1)
+        return pairs if self.order is None else torch.empty_like(pairs).index_put((self.order,), pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    r"""Whole answers, one value per pair ``[P, 1]``.
+
+    ``chosen`` and ``rejected`` are :math:`\log(\pi / \pi_{ref})`, or what the options make of it; ``mask`` is True where both
+    answers have masked-in tokens. ``weight`` and ``reference_point`` are None if there is none. ``log_prob`` and
+    ``token_mask`` are the inputs, ``[*B, T]``.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    mask: Tensor
+    beta: Scalar
+    weight: Tensor | None
+    reference_point: Tensor | None
+    log_prob: Tensor
+    token_mask: Tensor
+    pairing: Pairing
+
+    @property
+    def delta(self) -> Tensor:
+        """The lead of the chosen answer, nats."""
+        return self.chosen - self.rejected
+
+
+def pair_up(
     log_prob: Tensor,
     mask: Tensor,
     *,
-    ref_log_prob: Tensor,
+    ref_log_prob: Tensor | None = None,
+    sharp_log_prob: Tensor | None = None,
     pair_id: Tensor | None = None,
     chosen: Tensor | None = None,
+    reference_point: Tensor | None = None,
     beta: Scalar = 0.1,
-    label_smoothing: Scalar = 0.0,
     length_normalised: bool = False,
-) -> tuple[LossTerm, ...]:
+    ld_alpha: Scalar | None = None,
+    f_divergence: FDivergence = "reverse_kl",
+    f_alpha: Scalar = 0.5,
+    weighting: Weighting = "none",
+    pairing: Pairing | None = None,
+) -> Pairs:
+    """The pairs of a batch. A member of the family has those of these parameters that it is registered with."""
+    check_range(above=0.0, beta=beta)
+    check_choice(("none", "probability", "aligned"), weighting=weighting)
+    pairing = pairing or _pairing(mask.shape[:-1], pair_id, chosen)
+    ratio = log_prob if ref_log_prob is None else log_prob - ref_log_prob
+    if ld_alpha is not None:
+        ratio = _desensitised(ratio, mask, ld_alpha, pairing)
+    ratio = _derivative(sequence_sum(ratio, mask), f_divergence, f_alpha)
+    if length_normalised:
+        ratio = ratio / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio, present = pairing.pairs(ratio), pairing.pairs(mask.any(-1))
+    weight = None
+    if weighting != "none":
+        aligned = log_prob if sharp_log_prob is None or weighting != "aligned" else sharp_log_prob - log_prob
+        weight = bounded_exp(pairing.pairs(sequence_mean(aligned.detach(), mask)).sum(-1, keepdim=True))
+    point = None if reference_point is None else pairing.pairs(reference_point)[:, :1]
+    both = present.all(-1, keepdim=True)
+    return Pairs(ratio[:, :1], ratio[:, 1:], both, beta, weight, point, log_prob, mask, pairing)
+
+
+def _desensitised(ratio: Tensor, mask: Tensor, ld_alpha: Scalar, pairing: Pairing) -> Tensor:
+    """The log-ratios of tokens beyond the length of the shorter answer of the pair, times ``ld_alpha``."""
+    check_range(low=0.0, high=1.0, ld_alpha=ld_alpha)
+    shorter = pairing.pairs(mask.sum(-1)).amin(-1, keepdim=True).expand(-1, 2)
+    common = mask.cumsum(-1) <= pairing.rows(shorter).view(*mask.shape[:-1], 1)
+    return torch.where(common, ratio, ld_alpha * ratio)
+
+
+#: Cap of the exponents of f-divergences, in nats: float32 has room for the square, which :func:`ipo` takes.
+_LARGEST = LARGEST_LOG_RATIO / 2
+
+
+def _derivative(ratio: Tensor, f_divergence: FDivergence, f_alpha: Scalar) -> Tensor:
+    r"""``f'`` at :math:`\pi / \pi_{ref}`, whose log is given, less its value at 1."""
+    if f_divergence == "forward_kl":
+        return 1 - (-ratio).clamp(max=_LARGEST).exp()
+    if f_divergence == "js_divergence":
+        return math.log(2) + logsigmoid(ratio)
+    if f_divergence == "alpha_divergence":
+        check_range(above=0.0, high=1.0, f_alpha=f_alpha)
+        return -torch.expm1((-f_alpha * ratio).clamp(max=_LARGEST)) / f_alpha
+    check_choice(("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"), f_divergence=f_divergence)
+    return ratio
+
+
+def _pairing(shape: torch.Size, pair_id: Tensor | None, chosen: Tensor | None) -> Pairing:
+    if pair_id is not None and chosen is not None:
+        return Pairing(interleaving(pair_id.reshape(-1), chosen.reshape(-1)))
+    if pair_id is not None or chosen is not None:
+        given, missing = ("pair_id", "chosen") if chosen is None else ("chosen", "pair_id")
+        raise ValueError(f"got {given} without {missing}: pass both, or neither for rows chosen, rejected, chosen, ...")
+    if shape.numel() % 2:
+        raise ValueError(
+            f"expected pairs of rows (chosen, rejected, chosen, ...), got {shape.numel()} rows: row {shape.numel() - 1} has "
+            "no partner. Leave it out, or name the pairs with pair_id= and chosen=."
+        )
+    return Pairing(None)
+
+
+def interleaving(pair_id: Tensor, chosen: Tensor, name: str = "pair_id") -> Tensor:
+    """The order of rows that makes pairs adjacent, by id, chosen first; ``name`` of the id, for messages."""
+    if not torch.compiler.is_compiling():
+        ids, pair = pair_id.unique(return_inverse=True)
+        found = torch.stack([torch.bincount(pair[chosen == side], minlength=len(ids)) for side in (True, False)], -1)
+        for at in (found != 1).any(-1).nonzero().flatten().tolist()[:1]:
+            rows = f"{int(found[at, 0])} chosen and {int(found[at, 1])} rejected rows"
+            raise ValueError(f"{name} {int(ids[at])} has {rows}, expected one of each.")
+    first = (~chosen).long().argsort(stable=True)
+    return first[pair_id[first].argsort(stable=True)]
+
+
+# ------------------------------------------------------------------ the family
+
+_RELATIVE = ("ref_log_prob", "sharp_log_prob", "ld_alpha", "weighting")
+#: Of losses that read the lead alone, where what depends on the prompt alone cancels.
+_LEAD = (*_RELATIVE, "f_divergence", "f_alpha")
+_ALIASES = {"f_divergence_type": "f_divergence"}
+
+
+def _is_aligned(weighting: Any) -> bool:
+    return weighting == "aligned"
+
+
+def preference(
+    name: str,
+    options: tuple[str, ...],
+    *,
+    source: str,
+    once: Once | None = None,
+    aliases: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Terms]]:
+    """Register a formula of :class:`Pairs`, with hyper-parameters of its own, as the objective ``name``.
+
+    The formula returns one value per pair ``[P, 1]``, or a tuple of it and further terms. ``options`` are the parameters of
+    :func:`pair_up` that the objective has beside ``pair_id``, ``chosen`` and ``beta``; ``settings`` are other values for
+    the parameters, of those that it has and of those that it has not.
+    """
+    taken = ("log_prob", "mask", "pair_id", "chosen", "beta", *options)
+
+    def decorate(formula: Callable[..., Any]) -> Callable[..., Terms]:
+        shared, own = (inspect.signature(f).parameters for f in (pair_up, formula))
+        values = {"ref_log_prob": inspect.Parameter.empty, **settings}
+        parameters = [shared[key].replace(default=values.get(key, shared[key].default)) for key in taken]
+
+        @wraps(formula)
+        def whole(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:
+            hyper = {key: given.pop(key) for key in own if key in given}
+            pairs = pair_up(log_prob, mask, **{**settings, **given})
+            return finish(formula(pairs, **hyper), pairs)
+
+        whole.__signature__ = inspect.Signature([*parameters, *list(own.values())[1:]])  # type: ignore[attr-defined]
+        return objective(
+            name,
+            aggregation="seq-mean-token-sum",
+            aliases={**(_ALIASES if "f_divergence" in options else {}), **(aliases or {})},
+            needs_if={"sharp_log_prob": ("weighting", _is_aligned)} if "weighting" in options else None,
+            once=once,
+            source=source,
+        )(whole)
+
+    return decorate
+
+
+def finish(result: Any, pairs: Pairs) -> Terms:
+    """One term with one value per pair ``[P, 1]``, 0 for pairs that are left out, and the metrics; then other terms."""
+    value, *others = result if isinstance(result, tuple) else (result,)
+    mask = pairs.mask
+    won, lost = pairs.beta * pairs.chosen.detach(), pairs.beta * pairs.rejected.detach()
+    metrics = {
+        "chosen_reward": masked_mean(won, mask),
+        "rejected_reward": masked_mean(lost, mask),
+        "reward_margin": masked_mean(won - lost, mask),
+        "reward_accuracy": masked_mean((won > lost).to(won.dtype), mask),
+    }
+    if pairs.weight is not None:
+        value = pairs.weight * value
+        metrics["weight_mean"] = masked_mean(pairs.weight, mask)
+    return (LossTerm("objective", torch.where(mask, value, 0), mask, metrics=metrics), *others)
+
+
+def logistic(logit: Tensor, label_smoothing: Scalar = 0.0) -> Tensor:
+    """``-logsigmoid`` of the logit, with the label wrong with a probability up to 1/2."""
+    check_range(low=0.0, high=0.5, label_smoothing=label_smoothing)
+    right, wrong = -logsigmoid(logit), -logsigmoid(-logit)
+    return (1 - label_smoothing) * right + label_smoothing * wrong
+
+
+# ------------------------------------------------------------------ functions of the lead
+
+
+@preference(
+    "dpo",
+    (*_LEAD, "length_normalised"),
+    source="Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; label smoothing: Mitchell 2023, 'A note on DPO with noisy "
+    "preferences & relationship to IPO'; f-divergences: Wang et al. 2023 (arXiv 2309.16240), theorem 1; ld_alpha: Liu et al. "
+    "2024 (LD-DPO, arXiv 2409.06411); weighting: Zhou et al. 2024 (WPO, arXiv 2406.11827)",
+)
+def dpo(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""Direct preference optimisation: ``-logsigmoid(beta * delta)`` per pair of a chosen and a rejected answer.
 
     ``c`` and ``l`` are the log-ratios ``log_prob - ref_log_prob`` of the chosen and the rejected (lost) answer, summed over
@@ -44,11 +263,21 @@ def dpo(
         beta: strength of the pull to the reference; per nat, above 0.
         label_smoothing: probability that a label is wrong, up to 1/2 (cDPO).
         length_normalised: average log-ratios over tokens instead of summing them.
+        ld_alpha: factor of the log-probs of tokens beyond the length of the pair's shorter answer, 0 to 1 (LD-DPO); None
+            for 1. Below 1, an answer gains less by being longer.
+        f_divergence: the divergence that penalises the distance to the reference. With ``u = exp(c)``, ``c`` becomes
+            ``c`` (``"reverse_kl"``), ``1 - 1 / u`` (``"forward_kl"``), ``log(2 u / (1 + u))`` (``"js_divergence"``) or
+            ``(1 - u**-f_alpha) / f_alpha`` (``"alpha_divergence"``), and so does ``l``; powers of ``u`` above exp(40) are
+            capped there, without gradient. Metrics are of these.
+        f_alpha: of the alpha-divergence; in ``(0, 1]``, reverse KL towards 0 and forward KL at 1.
+        weighting: factor of the pair's loss, without gradient (WPO): ``"probability"``: the product over both answers of
+            ``exp(mean log_prob)``; ``"aligned"``: ``log_prob`` less the log of its mean over the policy's own tokens,
+            ``log(sum_v p_v**2)``, so that the policy's own answers weigh about 1. It needs ``sharp_log_prob``.
 
     Returns:
         One term, ``objective``, with one value per pair: ``[P, 1]``, in the order of rows or of ``pair_id``. Metrics, means
         over pairs: ``chosen_reward`` and ``rejected_reward`` (``beta c`` and ``beta l``), ``reward_margin``,
-        ``reward_accuracy``.
+        ``reward_accuracy``; with a weighting ``weight_mean``.
 
     Raises:
         ValueError: if a pair does not have exactly one chosen and one rejected row.
@@ -56,35 +285,22 @@ def dpo(
     Example:
         >>> log_prob = torch.tensor([[-1.0, -1.0], [-2.0, -3.0]])  # chosen, rejected
         >>> ref_log_prob = torch.tensor([[-1.5, -1.5], [-2.0, -2.0]])
-        >>> dpo(log_prob, torch.ones(2, 2, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
+        >>> mask = torch.ones(2, 2, dtype=torch.bool)
+        >>> dpo(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5)[0].value
         tensor([[0.3133]])
+        >>> dpo(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, f_divergence="forward_kl")[0].value
+        tensor([[0.2691]])
     """
-    check_range(low=0.0, high=0.5, label_smoothing=label_smoothing)
-    pairs = _pair_up(log_prob, mask, ref_log_prob, pair_id, chosen, beta, length_normalised=length_normalised)
-    right, wrong = -logsigmoid(beta * pairs.delta), -logsigmoid(-beta * pairs.delta)
-    return _preference((1 - label_smoothing) * right + label_smoothing * wrong, pairs)
+    return logistic(pairs.beta * pairs.delta, label_smoothing)
 
 
-@objective(
-    "robust",
-    aggregation="seq-mean-token-sum",
-    source="Chowdhury et al. 2024 (arXiv 2403.00409), the loss of robust DPO",
-)
-def robust(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    ref_log_prob: Tensor,
-    pair_id: Tensor | None = None,
-    chosen: Tensor | None = None,
-    beta: Scalar = 0.1,
-    label_smoothing: Scalar = 0.0,
-) -> tuple[LossTerm, ...]:
+@preference("robust", _LEAD, source="Chowdhury et al. 2024 (arXiv 2403.00409), the loss of robust DPO")
+def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""Robust DPO: with noisy labels its mean is the loss of :func:`dpo` on the true ones.
 
     With ``e = label_smoothing`` it is ``((1 - e) * right - e * wrong) / (1 - 2 e)``, where ``right`` is :func:`dpo`'s loss of
-    the pair and ``wrong`` that of the pair with its answers swapped. It is not bounded below. Pairs, ``beta`` and metrics are
-    those of :func:`dpo`.
+    the pair and ``wrong`` that of the pair with its answers swapped. It is not bounded below. Pairs, metrics and the other
+    hyper-parameters are those of :func:`dpo`.
 
     Hyper-parameters:
         label_smoothing: probability that a label is wrong, below 1/2.
@@ -100,27 +316,17 @@ def robust(
         raise ValueError(
             "label_smoothing must be below 0.5, got 0.5: labels wrong half of the time hold no information."
         )
-    pairs = _pair_up(log_prob, mask, ref_log_prob, pair_id, chosen, beta)
-    right, wrong = -logsigmoid(beta * pairs.delta), -logsigmoid(-beta * pairs.delta)
-    value = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
-    return _preference(value, pairs)
+    right, wrong = -logsigmoid(pairs.beta * pairs.delta), -logsigmoid(-pairs.beta * pairs.delta)
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
-@objective(
+@preference(
     "hinge",
-    aggregation="seq-mean-token-sum",
+    _LEAD,
     source="Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425) relative to a reference: Liu et al. 2023 (RSO, arXiv 2309.06657)",
 )
-def hinge(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    ref_log_prob: Tensor,
-    pair_id: Tensor | None = None,
-    chosen: Tensor | None = None,
-    beta: Scalar = 0.1,
-) -> tuple[LossTerm, ...]:
-    r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair; pairs, ``delta`` and metrics as in :func:`dpo`.
+def hinge(pairs: Pairs) -> Tensor:
+    r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair; all else as in :func:`dpo`.
 
     The gradient is ``-beta`` times that of ``delta`` until the chosen answer leads by the margin, ``1 / beta`` nats, then 0.
 
@@ -129,22 +335,12 @@ def hinge(
         >>> hinge(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.2)[0].value
         tensor([[0.6000]])
     """
-    pairs = _pair_up(log_prob, mask, ref_log_prob, pair_id, chosen, beta)
-    return _preference((1 - beta * pairs.delta).relu(), pairs)
+    return (1 - pairs.beta * pairs.delta).relu()
 
 
-@objective("ipo", aggregation="seq-mean-token-sum", source="Azar et al. 2023 (arXiv 2310.12036), eq. 17")
-def ipo(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    ref_log_prob: Tensor,
-    pair_id: Tensor | None = None,
-    chosen: Tensor | None = None,
-    beta: Scalar = 0.1,
-    length_normalised: bool = False,
-) -> tuple[LossTerm, ...]:
-    r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared; pairs, ``delta`` and metrics as in :func:`dpo`.
+@preference("ipo", (*_LEAD, "length_normalised"), source="Azar et al. 2023 (arXiv 2310.12036), eq. 17")
+def ipo(pairs: Pairs) -> Tensor:
+    r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared; all else as in :func:`dpo`.
 
     The gradient pulls the lead of the chosen answer to ``1 / (2 beta)`` nats from both sides, so that the lead stays bounded.
     ``beta`` is the paper's tau, per nat.
@@ -158,134 +354,239 @@ def ipo(
         >>> ipo(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.1)[0].value
         tensor([[9.]])
     """
-    pairs = _pair_up(log_prob, mask, ref_log_prob, pair_id, chosen, beta, length_normalised=length_normalised)
-    return _preference((pairs.delta - 1 / (2 * beta)).square(), pairs)
+    return (pairs.delta - 1 / (2 * pairs.beta)).square()
 
 
-@objective(
-    "apo_zero", aggregation="seq-mean-token-sum", source="D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1"
+@preference("exo_pair", _LEAD, source="Ji et al. 2024 (EXO, arXiv 2402.00856), eq. 16 with two answers")
+def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
+    r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's and the labels' order of the two answers of each pair.
+
+    ``p = (sigmoid(beta delta), sigmoid(-beta delta))`` is the policy's probability of each order and ``q = (1 - e, e)`` with
+    ``e = label_smoothing`` that of the labels. :func:`dpo` has the KL in the other direction; here the gradient vanishes both
+    at the labels' odds and where the policy is certain. All else as in :func:`dpo`.
+
+    Hyper-parameters:
+        label_smoothing: probability that a label is wrong; above 0, up to 1/2. The paper has 1e-3.
+
+    Example:
+        >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
+        >>> mask = torch.ones(2, 1, dtype=torch.bool)
+        >>> exo_pair(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, label_smoothing=0.2)[0].value
+        tensor([[0.0138]])
+    """
+    check_range(above=0.0, high=0.5, label_smoothing=label_smoothing)
+    wrong = torch.as_tensor(label_smoothing, dtype=pairs.delta.dtype, device=pairs.delta.device)
+    won, lost = logsigmoid(pairs.beta * pairs.delta), logsigmoid(-pairs.beta * pairs.delta)
+    return won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log())
+
+
+@preference(
+    "discopop",
+    _LEAD,
+    aliases={"discopop_tau": "tau"},
+    source="Lu et al. 2024 (arXiv 2406.08414), the log-ratio modulated loss",
 )
-def apo_zero(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    ref_log_prob: Tensor,
-    pair_id: Tensor | None = None,
-    chosen: Tensor | None = None,
-    beta: Scalar = 0.1,
-) -> tuple[LossTerm, ...]:
+def discopop(pairs: Pairs, *, tau: Scalar = 0.05) -> Tensor:
+    r"""DiscoPOP: ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``, with weights ``sigmoid(-x / tau)`` and the rest.
+
+    A loss that a language model discovered. It has a local minimum below ``x = 0``. All else as in :func:`dpo`.
+
+    Hyper-parameters:
+        tau: width in ``x`` of the change from one to the other, above 0. The paper's is 0.05. TRL: ``discopop_tau``.
+
+    Example:
+        >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
+        >>> mask = torch.ones(2, 1, dtype=torch.bool)
+        >>> discopop(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, tau=0.5)[0].value
+        tensor([[0.3614]])
+    """
+    check_range(above=0.0, tau=tau)
+    logit = pairs.beta * pairs.delta
+    exponential = bounded_exp(logsigmoid(logit / tau) - logit)
+    return (-logit / tau).sigmoid() * -logsigmoid(logit) + exponential
+
+
+# ------------------------------------------------------------------ functions of both answers
+
+
+@preference("apo_zero", _RELATIVE, source="D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1")
+def apo_zero(pairs: Pairs) -> Tensor:
     r"""Anchored preference optimisation: ``1 - sigmoid(beta * c) + sigmoid(beta * l)`` for each pair, from 0 to 2.
 
     The gradient independently raises the chosen answer and lowers the rejected one relative to the reference: for data whose
-    chosen answers are better than the model's. The paper's formula is 1 less. Pairs, ``c``, ``l``, ``beta`` and metrics are
-    those of :func:`dpo`.
+    chosen answers are better than the model's. The paper's formula is 1 less. ``c``, ``l`` and all else as in :func:`dpo`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> apo_zero(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
         tensor([[0.6465]])
     """
-    pairs = _pair_up(log_prob, mask, ref_log_prob, pair_id, chosen, beta)
-    return _preference((-beta * pairs.chosen).sigmoid() + (beta * pairs.rejected).sigmoid(), pairs)
+    return (-pairs.beta * pairs.chosen).sigmoid() + (pairs.beta * pairs.rejected).sigmoid()
 
 
-@objective(
-    "sppo_hard",
-    aggregation="seq-mean-token-sum",
-    source="Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with probabilities of winning of 1 and 0",
+@preference("apo_down", _RELATIVE, source="D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8, plus 1")
+def apo_down(pairs: Pairs) -> Tensor:
+    r"""Anchored preference optimisation: ``sigmoid(beta * c) + 1 - sigmoid(beta * delta)`` for each pair, from 0 to 2.
+
+    The gradient lowers the chosen answer, and the rejected one more: for data whose chosen answers are worse than the model's.
+    The paper's formula is 1 less. ``c``, ``delta`` and all else as in :func:`dpo`.
+
+    Example:
+        >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
+        >>> apo_down(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
+        tensor([[0.8049]])
+    """
+    return (pairs.beta * pairs.chosen).sigmoid() + (-pairs.beta * pairs.delta).sigmoid()
+
+
+@preference(
+    "sppo_hard", _RELATIVE, source="Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with probabilities of winning of 1 and 0"
 )
-def sppo_hard(
-    log_prob: Tensor,
-    mask: Tensor,
-    *,
-    ref_log_prob: Tensor,
-    pair_id: Tensor | None = None,
-    chosen: Tensor | None = None,
-    beta: Scalar = 0.1,
-) -> tuple[LossTerm, ...]:
+def sppo_hard(pairs: Pairs) -> Tensor:
     r"""Self-play preference optimisation: ``(c - 1 / (2 beta))**2 + (l + 1 / (2 beta))**2`` for each pair, nats squared.
 
-    The reference is the policy of the previous round of play. The gradient pulls each log-ratio to its own target. Pairs,
-    ``c``, ``l`` and metrics are those of :func:`dpo`; ``beta`` is one over the paper's eta, per nat. (:func:`sppo` is another
-    method, which learns from advantages.)
+    The reference is the policy of the previous round of play. The gradient pulls each log-ratio to its own target. ``c``,
+    ``l`` and all else as in :func:`dpo`; ``beta`` is one over the paper's eta, per nat. (:func:`sppo` is another method,
+    which learns from advantages.)
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> sppo_hard(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.1)[0].value
         tensor([[25.]])
     """
-    pairs = _pair_up(log_prob, mask, ref_log_prob, pair_id, chosen, beta)
-    target = 1 / (2 * beta)
-    return _preference((pairs.chosen - target).square() + (pairs.rejected + target).square(), pairs)
+    target = 1 / (2 * pairs.beta)
+    return (pairs.chosen - target).square() + (pairs.rejected + target).square()
 
 
-# ------------------------------------------------------------------ pairs
+@preference(
+    "nca_pair",
+    _RELATIVE,
+    source="Chen et al. 2024 (arXiv 2402.05369), NCA with two answers whose rewards are far apart",
+)
+def nca_pair(pairs: Pairs) -> Tensor:
+    r"""Noise-contrastive alignment: ``-logsigmoid(beta c) - (logsigmoid(-beta c) + logsigmoid(-beta l)) / 2`` for each pair.
+
+    The gradient pulls the chosen answer up to ``c = log(2) / beta`` and no further, and the rejected one down: absolute
+    likelihoods are trained, so that the chosen answer does not lose. ``c``, ``l`` and all else as in :func:`dpo`.
+
+    Example:
+        >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
+        >>> nca_pair(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
+        tensor([[1.1177]])
+    """
+    chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-@dataclass(frozen=True, eq=False)
-class _Pairs:
-    r""":math:`\log(\pi / \pi_{ref})` of whole answers, ``[P, 1]`` each; ``mask`` is True where both have masked-in tokens."""
-
-    chosen: Tensor
-    rejected: Tensor
-    mask: Tensor
-    beta: Scalar
-
-    @property
-    def delta(self) -> Tensor:
-        """The lead of the chosen answer, nats."""
-        return self.chosen - self.rejected
+# ------------------------------------------------------------------ without a reference
 
 
-def _pair_up(
-    log_prob: Tensor,
-    mask: Tensor,
-    ref_log_prob: Tensor,
-    pair_id: Tensor | None,
-    chosen: Tensor | None,
-    beta: Scalar,
+@preference(
+    "cpo",
+    (),
+    aliases={"cpo_alpha": "nll_coeff"},
+    source="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood",
+)
+def cpo(
+    pairs: Pairs,
     *,
-    length_normalised: bool = False,
-) -> _Pairs:
-    check_range(above=0.0, beta=beta)
-    reduce = sequence_mean if length_normalised else sequence_sum
-    ratio = reduce(log_prob - ref_log_prob, mask).reshape(-1)
-    present = mask.any(-1).reshape(-1)
-    if pair_id is not None and chosen is not None:
-        order = _interleaving(pair_id.reshape(-1), chosen.reshape(-1))
-        ratio, present = ratio[order], present[order]
-    elif pair_id is not None or chosen is not None:
-        given, missing = ("pair_id", "chosen") if chosen is None else ("chosen", "pair_id")
-        raise ValueError(f"got {given} without {missing}: pass both, or neither for rows chosen, rejected, chosen, ...")
-    elif ratio.numel() % 2:
-        raise ValueError(
-            f"expected pairs of rows (chosen, rejected, chosen, ...), got {ratio.numel()} rows: row {ratio.numel() - 1} has "
-            "no partner. Leave it out, or name the pairs with pair_id= and chosen=."
-        )
-    ratio, present = ratio.view(-1, 2), present.view(-1, 2)
-    return _Pairs(ratio[:, :1], ratio[:, 1:], present.all(-1, keepdim=True), beta)
+    label_smoothing: Scalar = 0.0,
+    nll_coeff: Scalar = 1.0,
+    nll_aggregation: Aggregation | None = None,
+) -> tuple[Tensor, LossTerm]:
+    r"""Contrastive preference optimisation: :func:`dpo` without a reference, plus the likelihood of chosen answers.
+
+    The first term is ``-logsigmoid(beta * (c - l))`` with the log-probs ``c`` and ``l`` of the two answers, the second
+    ``-log_prob`` of the chosen answers of the same pairs, which keeps them likely. Pairs and metrics are those of :func:`dpo`.
+
+    Hyper-parameters:
+        beta: per nat, above 0. The paper has 0.1.
+        label_smoothing: see :func:`dpo`.
+        nll_coeff: weight of the second term. TRL: ``cpo_alpha``.
+        nll_aggregation: how the second term is summed over tokens, if not as the rest of the loss, which is the paper's sum
+            over the answer. The authors' code and TRL have ``"token-mean"``, a far smaller weight.
+
+    Returns:
+        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1, dtype=torch.bool)
+        >>> pair, nll = cpo(log_prob, mask, beta=0.5)
+        >>> pair.value, nll.value[nll.mask]
+        (tensor([[0.3133]]), tensor([1.]))
+    """
+    return logistic(pairs.beta * pairs.delta, label_smoothing), _nll_of_chosen(pairs, nll_coeff, nll_aggregation)
 
 
-def _interleaving(pair_id: Tensor, chosen: Tensor) -> Tensor:
-    """The order of rows that makes pairs adjacent, by id, chosen first."""
-    if not torch.compiler.is_compiling():
-        ids, pair = pair_id.unique(return_inverse=True)
-        found = torch.stack([torch.bincount(pair[chosen == side], minlength=len(ids)) for side in (True, False)], -1)
-        for at in (found != 1).any(-1).nonzero().flatten().tolist()[:1]:
-            rows = f"{int(found[at, 0])} chosen and {int(found[at, 1])} rejected rows"
-            raise ValueError(f"pair_id {int(ids[at])} has {rows}, expected one of each.")
-    first = (~chosen).long().argsort(stable=True)
-    return first[pair_id[first].argsort(stable=True)]
+@preference(
+    "simpo",
+    (),
+    beta=2.0,
+    length_normalised=True,
+    aliases={"simpo_gamma": "margin"},
+    source="Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B",
+)
+def simpo(pairs: Pairs, *, margin: Scalar = 1.0, label_smoothing: Scalar = 0.0) -> Tensor:
+    r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
+
+    It needs no reference: what is rewarded is the likelihood per token, as in sampling, whatever the length. Pairs and
+    metrics are those of :func:`dpo`.
+
+    Hyper-parameters:
+        beta: per nat, above 0; far greater than :func:`dpo`'s, because means are far smaller than sums.
+        margin: of the reward, by which the chosen answer should lead; the paper's gamma, at least 0. TRL: ``simpo_gamma``.
+        label_smoothing: see :func:`dpo`.
+
+    Example:
+        >>> log_prob = torch.tensor([[-1.0, -1.0], [-2.0, 0.0]])  # the rejected answer has one token
+        >>> simpo(log_prob, torch.tensor([[True, True], [True, False]]))[0].value
+        tensor([[0.3133]])
+    """
+    check_range(low=0.0, margin=margin)
+    return logistic(pairs.beta * pairs.delta - margin, label_smoothing)
 
 
-def _preference(value: Tensor, pairs: _Pairs) -> tuple[LossTerm, ...]:
-    """One term with one value per pair ``[P, 1]``, 0 for pairs that are left out, and the metrics of the family."""
-    mask = pairs.mask
-    won, lost = pairs.beta * pairs.chosen.detach(), pairs.beta * pairs.rejected.detach()
-    metrics = {
-        "chosen_reward": masked_mean(won, mask),
-        "rejected_reward": masked_mean(lost, mask),
-        "reward_margin": masked_mean(won - lost, mask),
-        "reward_accuracy": masked_mean((won > lost).to(won.dtype), mask),
-    }
-    return (LossTerm("objective", torch.where(mask, value, 0), mask, metrics=metrics),)
+@preference(
+    "orpo",
+    (),
+    length_normalised=True,
+    source="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B",
+)
+def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-mean") -> tuple[Tensor, LossTerm]:
+    r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
+
+    With the mean log-prob ``x`` per token of an answer, its odds are ``exp(x) / (1 - exp(x))``. It needs no reference: SFT on
+    the chosen answers and preference learning are one stage. A mean log-prob above -1e-7 counts as that, without gradient.
+    Pairs and metrics are those of :func:`dpo`, with mean log-probs in the place of ``c`` and ``l``.
+
+    Hyper-parameters:
+        beta: weight of the odds ratio, above 0; the paper's lambda.
+        nll_aggregation: how the likelihood is summed over tokens; the paper averages over each answer (eq. 3). None: as the
+            rest of the loss.
+
+    Returns:
+        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[0.5], [0.25]]).log(), torch.ones(2, 1, dtype=torch.bool)
+        >>> odds, nll = orpo(log_prob, mask, beta=0.5)  # odds of 1 and 1/3
+        >>> odds.value, nll.value[nll.mask]
+        (tensor([[0.1438]]), tensor([0.6931]))
+    """
+    log_odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
+    return -pairs.beta * logsigmoid(log_odds), _nll_of_chosen(pairs, 1.0, nll_aggregation)
+
+
+def _log_odds(log_prob: Tensor) -> Tensor:
+    """``log(p / (1 - p))``, exact at either end."""
+    x = log_prob.clamp(max=-1e-7)
+    return x - torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp()))
+
+
+def _nll_of_chosen(pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
+    """``-log_prob`` at each token of the chosen answers of pairs that are not left out."""
+    if aggregation is not None:
+        check_aggregation(aggregation)
+    chosen = pairs.pairing.rows(torch.cat([pairs.mask, torch.zeros_like(pairs.mask)], -1))
+    mask = pairs.token_mask & chosen.view(*pairs.token_mask.shape[:-1], 1)
+    return LossTerm("nll", -pairs.log_prob, mask, weight=weight, aggregation=aggregation)

@@ -181,7 +181,8 @@ def mix_chord(
         usual_aggregation, expert_aggregation: see :func:`mix`.
 
     Returns:
-        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu`` and, if weighted, ``weight_mean``.
+        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu``, if it follows a schedule, and ``weight_mean``, if
+        weighted.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -206,8 +207,9 @@ def mix_chord(
         usual_aggregation=usual_aggregation,
         expert_aggregation=expert_aggregation,
     )
-    now = torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()
-    metrics = {"mu": now, **expert.metrics}
+    metrics = dict(expert.metrics)
+    if mu_warmup_steps or mu_decay_steps:
+        metrics["mu"] = torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()
     if enable_phi_function:
         (weighted,) = sft_phi(log_prob, expert.mask)
         expert, metrics = expert.replace(value=weighted.value), {**weighted.metrics, **metrics}

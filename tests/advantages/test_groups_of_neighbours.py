@@ -1,0 +1,135 @@
+"""``group_size`` takes consecutive rows for answers to one prompt: data that shows otherwise is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, lazy_stack
+
+from torchrl_llm_kl.advantages import Advantage
+from torchrl_llm_kl.algorithms import make_algorithm
+from toy_models import tiny_model
+
+MESSAGE = r"group_size=4: sequences 0 and 1 would be compared as answers to one prompt, and their prompt differs\. If rows are"
+
+
+def conversations(*, padding: str = "right") -> TensorDict:
+    """Two prompts, two conversations each, of two turns: ``[4, 2]``; the second prompt holds the first turn."""
+    rows = []
+    for conversation in range(4):
+        prompt, said = [5 + conversation // 2, 9], []
+        for turn in range(2):
+            answer = [10 + conversation, 3 + turn]
+            rows.append((prompt + said, answer, float(conversation == turn)))
+            said = [*said, *answer, 8]
+    width, prompt_width = 7, 5
+    full, attention, prompts = [], [], []
+    for prompt, answer, _ in rows:
+        gap = [0] * (prompt_width - len(prompt))
+        if padding == "left":
+            full.append([*gap, *prompt, *answer])
+            prompts.append([*gap, *prompt])
+            attention.append([False] * len(gap) + [True] * (width - len(gap)))
+        else:
+            full.append([*prompt, *answer, *gap])
+            prompts.append(torch.tensor(prompt))
+            attention.append([True] * (width - len(gap)) + [False] * len(gap))
+    data = TensorDict(
+        tokens=TensorDict(full=torch.tensor(full), batch_size=[8]),
+        masks=TensorDict(all_attention_mask=torch.tensor(attention), batch_size=[8]),
+        next=TensorDict(reward=torch.tensor([[r] for *_, r in rows]), batch_size=[8]),
+        batch_size=[8],
+    )
+    data["tokens", "prompt"] = torch.tensor(prompts) if padding == "left" else torch.nested.as_nested_tensor(prompts)
+    return data
+
+
+def first_turns() -> TensorDict:
+    return lazy_stack(list(conversations().unbind(0))[::2])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec", "best_of_group"])
+def test_turns_are_not_answers_to_one_prompt(name: Any, padding: str) -> None:
+    with pytest.raises(ValueError, match=MESSAGE + r".* use the algorithm multi_step_grpo .*, or pass group_key="):
+        Advantage(name, group_size=4)(conversations(padding=padding))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "raft", "cispo"])
+def test_presets_refuse_them_before_models_run(name: Any) -> None:
+    reference = {"reference": tiny_model()} if name not in ("dapo", "raft") else {}
+    parts = make_algorithm(name, tiny_model(), group_size=4, **reference)
+    with pytest.raises(ValueError, match=MESSAGE):
+        parts.prepare(conversations())
+
+
+def test_whole_conversations_are_compared() -> None:
+    """Conversations 0 and 1 answer prompt 5, and end with rewards 0 and 1."""
+    parts = make_algorithm("multi_step_grpo", tiny_model(), reference=tiny_model(), group_size=2)
+    advantage = parts.prepare(conversations(padding="left").reshape(4, 2))["advantage"].reshape(4, 2)
+    torch.testing.assert_close(advantage[:2], torch.tensor([[-0.7071] * 2, [0.7071] * 2]), atol=1e-4, rtol=0)
+    shuffled = conversations(padding="left").reshape(4, 2)[torch.tensor([0, 2, 1, 3])]
+    with pytest.raises(
+        ValueError, match=r"group_size=2: sequences 0 and 2 would .* prompt differs\. Otherwise put the"
+    ):
+        Advantage("step_wise_grpo", group_size=2)(shuffled)
+
+
+@pytest.mark.parametrize("layout", ["lazy", "dense"])
+def test_answers_to_one_prompt_are_compared_whatever_their_padding(layout: str) -> None:
+    data = first_turns()  # rewards 1, 0, 0, 0
+    if layout == "dense":
+        for row, gap in zip(data.tensordicts, (0, 3, 1, 2), strict=True):  # each row padded in its own way
+            for key, empty in (
+                (("tokens", "full"), 0),
+                (("masks", "all_attention_mask"), False),
+                (("tokens", "prompt"), 0),
+            ):
+                row[key] = torch.nn.functional.pad(row[key], (gap, 0), value=empty)
+    found = Advantage("dr_grpo", group_size=2)(data)["advantage"].flatten()
+    assert found.tolist() == [0.5, -0.5, 0, 0]
+    with pytest.raises(ValueError, match="sequences 0 and 2 would be compared"):
+        Advantage("dr_grpo", group_size=4)(data)
+
+
+@pytest.mark.parametrize("query", [torch.tensor([3, 3, 4, 4]), ["a", "a", "b", "b"]], ids=str)
+def test_the_query_is_compared_too(query: Any) -> None:
+    data = TensorDict(
+        next=TensorDict(reward=torch.tensor([[0.0], [2.0], [0.0], [4.0]]), batch_size=[4]), batch_size=[4]
+    )
+    data["query"] = query if isinstance(query, torch.Tensor) else NonTensorStack(*query)
+    assert Advantage("dr_grpo", group_size=2)(data.clone())["advantage"].flatten().tolist() == [-1, 1, -2, 2]
+    with pytest.raises(ValueError, match=r"sequences 0 and 2 would be compared .* their entry 'query' differs"):
+        Advantage("dr_grpo", group_size=4)(data)
+    data["query"] = torch.rand(4)  # not an identity: it tells nothing
+    assert Advantage("dr_grpo", group_size=4)(data)["advantage"].sum() == 0
+
+
+def test_prompts_as_text_are_compared() -> None:
+    data = TensorDict(next=TensorDict(reward=torch.zeros(2, 1), batch_size=[2]), batch_size=[2])
+    data["text"] = TensorDict(prompt=NonTensorStack("two?", "three?"), batch_size=[2])
+    with pytest.raises(ValueError, match="sequences 0 and 1 would be compared as answers to one prompt"):
+        Advantage("grpo", group_size=2)(data)
+
+
+def test_data_that_shows_no_prompt_is_taken_at_its_word() -> None:
+    data = conversations().exclude(("tokens", "prompt"))
+    found = Advantage("dr_grpo", group_size=4)(data)["advantage"].flatten().tolist()
+    assert found == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]  # rewards 1, 0, 0, 1
+
+
+def test_turns_that_share_a_key_are_told() -> None:
+    data = conversations()
+    data["query"] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    with pytest.warns(
+        UserWarning, match=r"rows of one group \(group_key='query'\) have different prompts.* multi_step_grpo"
+    ):
+        Advantage("grpo")(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = first_turns()
+        first["query"] = torch.tensor([0, 0, 1, 1])
+        Advantage("grpo")(first)

@@ -1,0 +1,437 @@
+"""Options of preference losses by hand, losses without a reference, and losses relative to the whole batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_dpo import column, mean, pair, rows
+from torch import Tensor
+from torch.testing import assert_close
+
+from torchrl_llm_kl.losses import (
+    aggregate,
+    aot,
+    aot_match,
+    aot_reference_point,
+    aot_unpaired,
+    apo_zero,
+    bco,
+    bco_pair,
+    bco_reference_point,
+    cpo,
+    dpo,
+    exo_pair,
+    get_objective,
+    hinge,
+    kto,
+    kto_reference_point,
+    orpo,
+    simpo,
+    sppo_hard,
+)
+
+CLOSE = {"rtol": 2e-6, "atol": 1e-7}
+
+
+def gradient(value: Tensor, data: dict[str, Tensor]) -> Tensor:
+    return torch.autograd.grad(value.sum(), data["log_prob"], retain_graph=True)[0]
+
+
+def free(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: data[key] for key in ("log_prob", "mask")}
+
+
+# ---------------------------------------------------------------------- options of the family
+
+
+def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
+    """The rejected answer's third token has the log-ratio -1: with 1/4 of it, delta is 1 + 1.25."""
+    data = pair()
+    (term,) = dpo(**data, beta=0.5, ld_alpha=0.25)
+    assert_close(term.value.detach(), column([0.2811501]), **CLOSE)
+    expected = [[-0.1225425, -0.1225425, 0.0], [0.1225425, 0.1225425, 0.0306356]]
+    assert_close(gradient(term.value, data), torch.tensor(expected, dtype=torch.float64), **CLOSE)
+    assert_close(term.metrics["rejected_reward"].item(), -0.625)
+    (term,) = sppo_hard(**data, beta=0.1, ld_alpha=0.25)
+    assert_close(term.value.item(), 30.0625)
+    expected = [[-8, -8, 0.0], [7.5, 7.5, 1.875]]
+    assert_close(gradient(term.value, data), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
+    """Holes in the mask do not count, and the partner is that of the id."""
+    ratio = torch.tensor([[1.0, 9.0, 2.0, 4.0], [1.0, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 9.0, 4.0]])
+    mask = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]).bool()
+    ref, ids = torch.full((4, 4), -9.0), torch.tensor([8, 3, 3, 8])
+    chosen = torch.tensor([True, False, True, False])
+    (term,) = hinge(ref + ratio, mask, ref_log_prob=ref, pair_id=ids, chosen=chosen, beta=0.01, ld_alpha=0.5)
+    # Pair 3: 1 + 0.5 * 3 against 1. Pair 8: three tokens each, 7 against 9.
+    assert_close(term.value, 1 - 0.01 * torch.tensor([[1.5], [-2.0]]))
+    whole = hinge(ref + ratio, mask, ref_log_prob=ref, pair_id=ids, chosen=chosen, beta=0.01)
+    all_of_it = hinge(ref + ratio, mask, ref_log_prob=ref, pair_id=ids, chosen=chosen, beta=0.01, ld_alpha=1.0)
+    assert_close(whole[0].value, all_of_it[0].value)
+
+
+@pytest.mark.parametrize(("f_alpha", "limit"), [(1e-6, "reverse_kl"), (1.0, "forward_kl")])
+def test_the_alpha_divergence_lies_between_the_kls(f_alpha: float, limit: str) -> None:
+    value = dpo(**pair(), f_divergence="alpha_divergence", f_alpha=f_alpha)[0].value
+    assert_close(value, dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("f_divergence", "f", "hyper"),
+    [
+        ("reverse_kl", lambda u: u * u.log(), {}),
+        ("forward_kl", lambda u: -u.log(), {}),
+        ("js_divergence", lambda u: u * u.log() - (1 + u) * ((1 + u) / 2).log(), {}),
+        ("alpha_divergence", lambda u: (u**0.7 - 0.7 * u - 0.3) / (0.3 * -0.7), {"f_alpha": 0.3}),
+    ],
+)
+def test_the_lead_is_of_the_derivative_of_the_divergence(f_divergence: str, f: Any, hyper: dict[str, float]) -> None:
+    """Table 1 of the f-DPO paper has each f; autograd its derivative."""
+    u = torch.tensor([[0.3], [1.9]], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(f(u).sum(), u)
+    (term,) = hinge(**rows(u.detach().log().flatten().tolist()), beta=0.1, f_divergence=f_divergence, **hyper)
+    assert_close(term.value.item(), 1 - 0.1 * (slope[0] - slope[1]).item())
+
+
+def test_pairs_are_weighted_by_their_probability() -> None:
+    """Mean log-probs of -1 and -10/3; relative to its own answers, of 0.4 and 2.3 / 3 (WPO)."""
+    data = pair()
+    (plain,) = dpo(**data, beta=0.5)
+    (term,) = dpo(**data, beta=0.5, weighting="probability")
+    assert_close(term.metrics["weight_mean"].item(), math.exp(-13 / 3))
+    assert_close(term.value, math.exp(-13 / 3) * plain.value)
+    sharp = torch.tensor([[-0.2, -1.0, 7.0], [-2.5, -1.2, -4.0]], dtype=torch.float64)
+    (term,) = dpo(**data, sharp_log_prob=sharp, beta=0.5, weighting="aligned")
+    assert_close(term.metrics["weight_mean"].item(), math.exp(0.4 + 2.3 / 3))
+    assert_close(gradient(term.value, data), math.exp(0.4 + 2.3 / 3) * gradient(plain.value, data))
+    (product,) = apo_zero(**rows([0.5, 0.2, 0.7, 0.1]), weighting="probability")
+    weights = [math.exp(-5.3), math.exp(-5.2)]
+    assert_close(product.value, apo_zero(**rows([0.5, 0.2, 0.7, 0.1]))[0].value * column(weights))
+
+
+def test_the_policys_own_answers_weigh_one_on_average() -> None:
+    """``E_p log(p / sum p^2)`` is the distance of the entropy from that of order 2: 0 for a uniform distribution."""
+    logits = torch.tensor([0.3, 0.3, 0.3, -torch.inf]).double()
+    log_p, sharp = logits.log_softmax(-1)[:2, None], (2 * logits).log_softmax(-1)[:2, None]
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    (term,) = dpo(log_p, mask, ref_log_prob=log_p - 1, sharp_log_prob=sharp, weighting="aligned")
+    assert_close(term.metrics["weight_mean"].item(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("dpo", {"ld_alpha": 1.5}, "ld_alpha must be at least 0 and at most 1, got 1.5"),
+        ("dpo", {"f_divergence": "kl"}, "f_divergence must be one of 'reverse_kl', 'forward_kl', .* got 'kl'"),
+        ("dpo", {"f_divergence": "alpha_divergence", "f_alpha": 0.0}, "f_alpha must be greater than 0 .*, got 0.0"),
+        ("dpo", {"weighting": True}, "weighting must be one of 'none', 'probability', 'aligned', got True"),
+        ("dpo", {"weighting": "aligned"}, "dpo needs sharp_log_prob: pass .* or change weighting='aligned'"),
+        ("discopop", {"tau": 0.0}, "tau must be greater than 0, got 0.0"),
+        ("exo_pair", {"label_smoothing": 0.0}, "label_smoothing must be greater than 0 .*, got 0.0"),
+        ("exo_pair", {"label_smoothing": 0.6}, "label_smoothing must be .* at most 0.5, got 0.6"),
+        ("simpo", {"margin": -0.1}, "margin must be at least 0, got -0.1"),
+        ("cpo", {"nll_aggregation": "mean"}, "unknown aggregation 'mean'"),
+        ("orpo", {"nll_aggregation": "mean"}, "unknown aggregation 'mean'"),
+    ],
+)
+def test_values_out_of_range(name: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_objective(name)(**pair(), **given)
+
+
+@pytest.mark.parametrize("name", ["apo_zero", "apo_down", "sppo_hard", "nca_pair", "bco_pair", "aot", "kto", "bco"])
+def test_other_divergences_need_the_lead_alone(name: str) -> None:
+    """What depends on the prompt cancels in the lead, and nowhere else."""
+    with pytest.raises(TypeError, match=f"{name} has no hyper-parameter 'f_divergence'"):
+        get_objective(name)(**pair(), f_divergence="forward_kl")
+
+
+# ---------------------------------------------------------------------- without a reference
+
+
+def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> None:
+    """Log-probs of -0.6 - 1.4 = -2 and of -10."""
+    data = pair()
+    term, nll = cpo(**free(data))
+    assert_close(term.value.detach(), column([0.3711007]), **CLOSE)
+    expected = [[-0.0310026, -0.0310026, 0.0], [0.0310026] * 3]
+    assert_close(gradient(term.value, data), torch.tensor(expected, dtype=torch.float64), **CLOSE)
+    assert (nll.name, nll.weight, nll.aggregation) == ("nll", 1.0, None)
+    assert nll.mask.tolist() == [[True, True, False], [False] * 3]
+    assert_close(nll.value[nll.mask].tolist(), [0.6, 1.4])
+    assert_close(mean(nll).item(), 2.0)
+    assert cpo(**free(data), nll_coeff=0.3)[1].weight == 0.3
+    assert cpo(**free(data), nll_aggregation="token-mean")[1].aggregation == "token-mean"
+    assert_close(
+        cpo(**free(data), beta=0.5)[0].value, dpo(**data | {"ref_log_prob": torch.zeros(2, 3)}, beta=0.5)[0].value
+    )
+
+
+def test_orpo_compares_odds() -> None:
+    """Mean log-probs of -1 and -10/3: odds of 0.582 and 0.0370."""
+    data = pair()
+    term, nll = orpo(**free(data))
+    assert_close(term.value.detach(), column([0.0061627]), rtol=1e-5, atol=0)
+    expected = [[-0.0047275, -0.0047275, 0.0], [0.0020659] * 3]
+    assert_close(gradient(term.value, data), torch.tensor(expected, dtype=torch.float64), rtol=2e-5, atol=1e-7)
+    assert nll.aggregation == "seq-mean-token-mean"
+    assert_close(aggregate(nll.value, nll.mask, nll.aggregation).item(), 1.0)
+    assert_close(term.metrics["reward_margin"].item(), 0.1 * 7 / 3)
+
+
+@pytest.mark.parametrize("certain", [0.0, -1e-9, -1e-4])
+def test_the_odds_of_a_certain_answer_are_finite(certain: float) -> None:
+    log_prob = torch.tensor([[certain], [-2.0]], requires_grad=True)
+    (term, _) = orpo(log_prob, torch.ones(2, 1, dtype=torch.bool), beta=1.0)
+    (slope,) = torch.autograd.grad(term.value.sum(), log_prob)
+    assert slope.isfinite().all()
+    odds = math.exp(max(-certain, 1e-7)) - 1  # of the other outcome
+    assert_close(term.value.item(), math.log1p(odds / (math.exp(2) - 1)), rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["cpo", "orpo"])
+def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
+    data = free(rows([1.5, -0.5, -0.25, 0.75, 0.1, 0.2]))
+    data["mask"][2] = False
+    ids, chosen = torch.tensor([4, 4, 9, 9, 1, 1]), torch.tensor([False, True, False, True, True, False])
+    term, nll = get_objective(name)(**data, pair_id=ids, chosen=chosen)
+    assert nll.mask.flatten().tolist() == [False, True, False, False, True, False]
+    assert term.mask.flatten().tolist() == [True, True, False]
+    assert_close(mean(nll).item(), (3.5 + 2.9) / 2)
+
+
+def test_simpos_margin_is_one_of_rewards() -> None:
+    """2 (c - l) = 1.4 against a margin of 1."""
+    data = free(rows([0.5, -0.2]))
+    assert_close(simpo(**data)[0].value.item(), math.log1p(math.exp(-0.4)))
+    assert simpo(**data)[0].metrics["reward_margin"].item() == pytest.approx(1.4)
+
+
+def test_names_of_trl() -> None:
+    aliases = {
+        "cpo_alpha": ("cpo", "nll_coeff"),
+        "simpo_gamma": ("simpo", "margin"),
+        "discopop_tau": ("discopop", "tau"),
+    }
+    for alias, (name, own) in aliases.items():
+        assert get_objective(name).spec.hyperparameters.translate({alias: 0.25}) == {own: 0.25}
+
+
+# ---------------------------------------------------------------------- answers with a label each
+
+
+def labelled() -> dict[str, Tensor]:
+    """The log-ratio of a desirable answer is 1, of an undesirable one -2."""
+    return {**pair(), "chosen": torch.tensor([True, False])}
+
+
+def test_kto_by_hand() -> None:
+    data = labelled()
+    hyper = {"reference_point": torch.full((2,), 0.5), "beta": 0.5}
+    (term,) = kto(**data, **hyper, desirable_weight=1.3, undesirable_weight=0.7)
+    assert_close(term.value.detach(), column([0.5691705, 0.1558901]), **CLOSE)
+    expected = [[-0.1599872, -0.1599872, 0.0], [0.0605867] * 3]
+    assert_close(gradient(term.value, data), torch.tensor(expected, dtype=torch.float64), **CLOSE)
+    found = {key: round(metric.item(), 9) for key, metric in term.metrics.items()}
+    assert found == {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reference_point": 0.5}
+    assert_close(kto(**data, **hyper)[0].value, term.value / column([1.3, 0.7]))
+    default = kto(**data, **{**hyper, "beta": 0.1})[0].value
+    assert_close(kto(**data, reference_point=hyper["reference_point"])[0].value, default)
+
+
+def test_kto_with_0_is_the_unpaired_apo_zero() -> None:
+    value = kto(**labelled(), reference_point=torch.zeros(2), beta=0.4)[0].value
+    assert_close(value.sum(), apo_zero(**pair(), beta=0.4)[0].value.sum())
+
+
+def test_bco_by_hand() -> None:
+    data = labelled()
+    (term,) = bco(**data, reference_point=torch.full((2,), 0.5), beta=0.5)
+    assert_close(term.value.detach(), column([0.5759394, 0.2519291]), **CLOSE)
+    expected = [[-0.2189117, -0.2189117, 0.0], [0.1113501] * 3]
+    assert_close(gradient(term.value, data), torch.tensor(expected, dtype=torch.float64), **CLOSE)
+    (own,) = bco(**data, beta=0.5)  # half way: -0.5
+    assert_close(own.value.detach(), column([0.3868710, 0.3868710]), **CLOSE)
+    assert_close(own.metrics["reference_point"].item(), -0.5)
+    expected = [[-0.1604107, -0.1604107, 0.0], [0.1604107] * 3]
+    assert_close(gradient(own.value, data), torch.tensor(expected, dtype=torch.float64), **CLOSE)
+    assert_close(bco(**data)[0].value, bco(**data, beta=0.1)[0].value)
+    assert_close(bco_pair(**pair(), beta=0.5)[0].value.sum(), own.value.sum())
+
+
+@pytest.mark.parametrize("name", ["kto", "bco"])
+def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None:
+    flags = torch.tensor([False, True, True, False, True])
+    data = {**rows([0.5, -0.25, 1.5, 0.75, 3.0]), "chosen": flags, "reference_point": torch.full((5,), 0.2)}
+    data["mask"][4], data["log_prob"] = False, data["log_prob"].detach().requires_grad_()
+    data["reference_point"][4] = torch.nan
+    (term,) = get_objective(name)(**data, beta=0.3)
+    assert term.mask.flatten().tolist() == [True, True, True, True, False]
+    assert term.value[4] == 0
+    assert gradient(term.value, data).isfinite().all()
+    assert_close(term.metrics["chosen_reward"].item(), 0.3 * 1.25 / 2)
+    assert_close(term.metrics["rejected_reward"].item(), 0.3 * 1.25 / 2)
+    order = torch.tensor([3, 1, 0, 4, 2])
+    (other,) = get_objective(name)(**{key: x[order] for key, x in data.items()}, beta=0.3)
+    assert_close(other.value, term.value[order])
+    nested = {key: x.unflatten(0, (1, 5)) for key, x in data.items()}
+    assert_close(get_objective(name)(**nested, beta=0.3)[0].value, term.value.unsqueeze(0))
+
+
+def test_the_gradient_of_kto_is_greatest_at_the_reference_point() -> None:
+    data = rows([-3.0, 0.7, 4.0])
+    (term,) = kto(**data, chosen=torch.ones(3).bool(), reference_point=torch.full((3,), 0.7), beta=1.0)
+    found = gradient(term.value, data).flatten()
+    assert found.argmin() == 1
+    assert_close(found[1].item(), -0.25)
+
+
+def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
+    """Log-ratios of 1 and -2, and an answer without tokens."""
+    data = pair()
+    data = {key: torch.cat([x, x[:1]]) for key, x in data.items()}
+    data["mask"][2] = False
+    assert kto_reference_point(**data).tolist() == [0.0, 0.0, 0.0]
+    data["ref_log_prob"][1] -= 1.0
+    assert_close(kto_reference_point(**data).tolist(), [1.0, 1.0, 1.0])
+    assert not kto_reference_point(**data).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([1, 0, 0, 1], 0.625), ([1, 1, 1, 1], 0.625), ([0, 0, 0, 0], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2)],
+)
+def test_the_shift_of_bco_is_half_way_between_the_kinds(flags: list[int], expected: float) -> None:
+    """Log-ratios of 1.5, -0.25, 0 and 1.25: [1.5, 1.25] and [-0.25, 0] have means of 1.375 and -0.125."""
+    data = rows([1.5, -0.25, 0.0, 1.25])
+    found = bco_reference_point(**data, chosen=torch.tensor(flags).bool())
+    assert_close(found.tolist(), [expected] * 4)
+    assert not found.requires_grad
+
+
+def test_without_labels_rows_are_pairs() -> None:
+    data = rows([1.5, -0.5, 2.5, 0.5, 9.0, 7.0])
+    data["mask"][4:] = False
+    assert_close(bco_reference_point(**data).tolist(), [1.0] * 6)
+    assert_close(bco_pair(**data)[0].value, bco_pair(**data, reference_point=bco_reference_point(**data))[0].value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("kto", {"reference_point": torch.zeros(2)}, "kto needs chosen: pass chosen=, one value per sequence"),
+        (
+            "kto",
+            {"chosen": torch.tensor([True, False])},
+            r"kto needs reference_point: .* one value per sequence \(kto_reference_point computes it\)",
+        ),
+        ("bco", {}, "bco needs chosen"),
+        ("aot_unpaired", {}, "aot_unpaired needs chosen"),
+        (
+            "aot_unpaired",
+            {"chosen": torch.tensor([True, True])},
+            "as many chosen as rejected answers, found 2 and 0 answers with masked-in tokens",
+        ),
+        (
+            "aot_unpaired",
+            {"chosen": torch.tensor([True, False]), "match_id": torch.tensor([3, 4])},
+            "match_id 3 has 1 chosen and 0 rejected rows, expected one of each",
+        ),
+        (
+            "kto",
+            {"chosen": torch.tensor([True, False]), "reference_point": torch.zeros(2), "desirable_weight": -1.0},
+            "desirable_weight must be at least 0, got -1.0",
+        ),
+        (
+            "kto",
+            {"chosen": torch.tensor([True, False]), "reference_point": torch.zeros(2), "beta": 0.0},
+            "beta must be greater than 0, got 0.0",
+        ),
+        ("bco", {"chosen": torch.tensor([True, False]), "beta": 0.0}, "beta must be greater than 0, got 0.0"),
+        (
+            "kto",
+            {"chosen": torch.tensor([True, False]), "reference_point": torch.zeros(2, 1)},
+            r"kto: reference_point has shape \(2, 1\), expected one value per sequence, \(2,\)",
+        ),
+    ],
+)
+def test_what_is_missing_or_wrong(name: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_objective(name)(**pair(), **given)
+
+
+def test_an_empty_answer_without_a_partner_is_an_error() -> None:
+    data = rows([1.0, 2.0, 3.0])
+    data["mask"][2] = False
+    with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
+        aot_unpaired(**data, chosen=torch.tensor([True, False, True]))
+
+
+# ---------------------------------------------------------------------- optimal transport
+
+
+def test_aot_compares_leads_of_equal_rank() -> None:
+    """Leads of the policy 3, 1, 2 and of the reference 0.5, 4, 1: sorted, 1 - 0.5, 2 - 1, 3 - 4."""
+    ref = torch.tensor([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0], dtype=torch.float64).unsqueeze(-1)
+    log_prob = torch.tensor([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0], dtype=torch.float64).unsqueeze(-1).requires_grad_()
+    data = {"log_prob": log_prob, "mask": torch.ones(6, 1, dtype=torch.bool), "ref_log_prob": ref}
+    (term,) = aot(**data, beta=1.0)
+    leads = torch.tensor([-1.0, 0.5, 1.0], dtype=torch.float64)
+    assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
+    slope = -torch.sigmoid(-leads)
+    assert_close(gradient(term.value, data).flatten(), torch.stack([slope, -slope], -1).flatten())
+    point = aot_reference_point(**data)
+    assert_close(point.tolist(), [3.5, 3.5, -3.5, -3.5, 0.0, 0.0])
+    assert_close(aot(**data, reference_point=point, beta=1.0)[0].value, term.value)
+    ids, chosen = torch.tensor([2, 7, 5, 2, 5, 7]), torch.tensor([True, False, True, False, False, True])
+    order = torch.tensor([0, 3, 4, 1, 5, 2])
+    crossed = {key: x[order] for key, x in data.items()}
+    found = aot_reference_point(**crossed, pair_id=ids, chosen=chosen)
+    assert_close(found, point[order])
+
+
+def test_a_pair_that_is_left_out_has_no_rank() -> None:
+    data = rows([1.5, -0.5, 0.75, -0.25, 9.0, 0.0])
+    data["mask"][5] = False
+    kept = {key: x[:4] for key, x in data.items()}
+    assert_close(aot(**data)[0].value[:2], aot(**kept)[0].value)
+    assert aot_reference_point(**data)[4:].tolist() == [0.0, 0.0]
+
+
+def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
+    """Chosen 0.5, 3, 1; rejected 2, -1, 0: sorted, 0.5 + 1, 1 - 0, 3 - 2."""
+    data = rows([0.5, 2.0, 3.0, 1.0, -1.0, 0.0])
+    chosen = torch.tensor([True, False, True, True, False, False])
+    assert aot_match(**data, chosen=chosen).tolist() == [0, 2, 2, 1, 0, 1]
+    (term,) = aot_unpaired(**data, chosen=chosen, beta=1.0)
+    leads = torch.tensor([1.5, 1.0, 1.0], dtype=torch.float64)
+    assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
+    slope = -torch.sigmoid(-leads)
+    expected = torch.stack([slope[0], -slope[2], slope[2], slope[1], -slope[0], -slope[1]])
+    assert_close(gradient(term.value, data).flatten(), expected)
+    smoothed = aot_unpaired(**data, chosen=chosen, beta=1.0, label_smoothing=0.2)[0].value.detach().flatten()
+    assert_close(smoothed, 0.8 * torch.log1p((-leads).exp()) + 0.2 * torch.log1p(leads.exp()))
+    assert_close(aot_unpaired(**data, chosen=chosen)[0].value, aot_unpaired(**data, chosen=chosen, beta=0.1)[0].value)
+
+
+def test_matches_of_the_whole_batch_hold_in_its_parts() -> None:
+    data = rows([0.5, 2.0, 3.0, 1.0, -1.0, 0.0])
+    chosen = torch.tensor([True, False, True, True, False, False])
+    match = aot_match(**data, chosen=chosen)
+    (whole,) = aot_unpaired(**data, chosen=chosen)
+    part = match != 1
+    rest = {key: x[part] for key, x in {**data, "chosen": chosen, "match_id": match}.items()}
+    assert_close(aot_unpaired(**rest)[0].value, whole.value[[0, 2]])
+
+
+def test_exo_is_0_at_the_odds_of_the_labels() -> None:
+    lead = math.log(0.9 / 0.1)
+    data = rows([lead / 2, -lead / 2])
+    (term,) = exo_pair(**data, beta=1.0, label_smoothing=0.1)
+    assert_close(term.value.item(), 0.0)
+    assert_close(gradient(term.value, data), torch.zeros(2, 1, dtype=torch.float64))

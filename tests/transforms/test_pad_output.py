@@ -1,0 +1,236 @@
+"""A wrapper's ``pad_output`` decides the layout of what is written, as in torchrl, and every reader understands it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torchrl.envs.llm.transforms import kl as torchrl_kl
+
+from torchrl_llm_kl import (
+    Advantage,
+    KLComputation,
+    KLRewardTransform,
+    PolicyLoss,
+    RetrieveKL,
+    RetrieveLogProb,
+    make_algorithm,
+)
+from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.ragged import read_column
+from torchrl_llm_kl.service import RemoteModel
+from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from toy_rollouts import make_scoring_wrapper, plain_log_probs
+
+LENGTHS, WIDTH, PROMPTS = (9, 35), 35, (4, 6)
+KEYS = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty"), ("next", "reward")]
+
+
+def sequences() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randint(5, 60, (length,)) for length in LENGTHS]
+
+
+def data(form: str = "left") -> TensorDictBase:
+    """Two sequences: padded on a side, nested, or leaves of a lazy stack, of their own widths or all padded."""
+    full = sequences()
+    real = [torch.ones(length, dtype=torch.bool) for length in LENGTHS]
+    assistant = [torch.arange(n) >= p for n, p in zip(LENGTHS, PROMPTS, strict=True)]
+    reward = torch.tensor([[2.0], [-1.0]])
+    columns = {
+        ("tokens", "full"): full,
+        ("masks", "all_attention_mask"): real,
+        ("masks", "all_assistant_mask"): assistant,
+    }
+    if form == "nested":
+        columns = {key: torch.nested.as_nested_tensor(rows) for key, rows in columns.items()}
+    elif form != "leaves":
+        side = "right" if form == "padded leaves" else form
+        columns = {
+            key: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+            for key, rows in columns.items()
+        }
+    if "leaves" in form:
+        rows = [TensorDict({key: value[i] for key, value in columns.items()}) for i in range(2)]
+        for row, outcome in zip(rows, reward, strict=True):
+            row["next", "reward"] = outcome
+        return lazy_stack(rows)
+    return TensorDict({**columns, ("next", "reward"): reward}, batch_size=[2])
+
+
+@pytest.fixture
+def wrapped(tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module) -> Any:
+    def make(pad_output: bool, **kwargs: Any) -> tuple[Any, Any]:
+        return tuple(
+            make_scoring_wrapper(model, tokenizer, pad_output=pad_output, log_probs_key=key, **kwargs)
+            for model, key in ((policy_model, "log_probs"), (ref_model, "ref_log_probs"))
+        )
+
+    return make
+
+
+def rows_of(td: TensorDictBase, key: Any) -> list[Tensor]:
+    column = read_column(td, key)
+    assert column is not None
+    return column if isinstance(column, list) else list(column.unbind())
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_all_tokens_as_torchrl_lays_them_out(wrapped: Any, pad_output: bool, ref_model: nn.Module) -> None:
+    model, key = wrapped(pad_output)[1], ("ref_log_probs", "full")
+    theirs = torchrl_kl.RetrieveLogProb(model, assistant_only=False)(data().exclude("next"))
+    ours = RetrieveLogProb(model, assistant_only=False)(data().exclude("next"))
+    widths = [len(row) for row in rows_of(theirs, key)]
+    assert widths == ([WIDTH, WIDTH] if pad_output else [9, 35])
+    for got, ids, width in zip(rows_of(ours, key), sequences(), widths, strict=True):
+        assert len(got) == width
+        assert_close(got[-len(ids) :], plain_log_probs(ref_model, ids), rtol=0, atol=1e-5)
+
+
+def expected(policy: nn.Module, ref: nn.Module) -> list[dict[Any, Tensor]]:
+    """Of each sequence: log-probs, KL, and the reward with an outcome on the last token."""
+    out = []
+    for ids, prompt, outcome in zip(sequences(), PROMPTS, (2.0, -1.0), strict=True):
+        gen, other = (plain_log_probs(model, ids) * (torch.arange(len(ids)) >= prompt) for model in (policy, ref))
+        reward = -0.5 * (gen - other)
+        reward[-1] += outcome
+        out.append(dict(zip(KEYS, (gen, other, gen - other, reward.unsqueeze(-1)), strict=True)))
+    return out
+
+
+def check(td: TensorDictBase, want: list[dict[Any, Tensor]], side: str | None, keys: Any = KEYS) -> None:
+    """``side``: of the padding; None for rows without padding."""
+    for key in keys:
+        for got, values in zip(rows_of(td, key), want, strict=True):
+            value = values[key]
+            if side is not None:
+                zeros = value.new_zeros(WIDTH - len(value), *value.shape[1:])
+                value = torch.cat([zeros, value] if side == "left" else [value, zeros])
+            assert_close(got, value, rtol=0, atol=2e-5, msg=str(key))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("form", ["left", "right", "nested", "leaves", "padded leaves"])
+def test_rows_without_padding(
+    wrapped: Any, form: str, layout: Any, policy_model: nn.Module, ref_model: nn.Module
+) -> None:
+    out = RetrieveKL(*wrapped(False, layout=layout), coeff=0.5)(data(form))
+    check(out, expected(policy_model, ref_model), None)
+
+
+@pytest.mark.parametrize(
+    ("form", "padding_side", "side"),
+    [
+        ("left", "right", "left"),
+        ("right", "left", "right"),
+        ("padded leaves", "left", "right"),
+        ("nested", "left", "left"),
+        ("nested", "right", "right"),
+        ("leaves", "left", None),
+    ],
+)
+def test_padded_rows(
+    wrapped: Any, form: str, padding_side: str, side: str | None, policy_model: nn.Module, ref_model: nn.Module
+) -> None:
+    """Padding stays where the data has it; ``padding_side`` is that of a nested tensor; leaves of a stack are rows alone."""
+    out = RetrieveKL(*wrapped(True), coeff=0.5, padding_side=padding_side)(data(form))
+    check(out, expected(policy_model, ref_model), side)
+
+
+@pytest.mark.parametrize(("form", "side"), [("left", "left"), ("nested", None), ("leaves", None)])
+def test_a_bare_model_keeps_the_layout(
+    form: str, side: str | None, policy_model: nn.Module, ref_model: nn.Module
+) -> None:
+    check(RetrieveKL(policy_model, ref_model, coeff=0.5)(data(form)), expected(policy_model, ref_model), side)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_the_reward_transform(wrapped: Any, pad_output: bool, policy_model: nn.Module, ref_model: nn.Module) -> None:
+    td, want = data(), expected(policy_model, ref_model)
+    filled = torch.zeros(2, WIDTH)
+    for row, values in zip(filled, want, strict=True):
+        row[WIDTH - len(values[KEYS[0]]) :] = values[KEYS[0]]
+    td["log_probs", "full"] = filled
+    out = KLRewardTransform(wrapped(pad_output)[1], coef=0.5)(td)
+    check(out, want, "left" if pad_output else None, KEYS[3:])
+
+
+@pytest.mark.parametrize("batch", [(), (2, 1)])
+def test_any_number_of_batch_dimensions(
+    wrapped: Any, batch: tuple[int, ...], policy_model: nn.Module, ref_model: nn.Module
+) -> None:
+    td = data()[0] if batch == () else data().unsqueeze(1)
+    out = RetrieveKL(*wrapped(False), coeff=0.5)(td)
+    want = expected(policy_model, ref_model)
+    rows = [out] if batch == () else [out[i, 0] for i in range(2)]
+    for row, values in zip(rows, want, strict=False):
+        for key in KEYS:
+            assert_close(row[key], values[key], rtol=0, atol=2e-5, msg=str(key))
+
+
+# ------------------------------------------------------------------ readers
+
+
+def test_losses_and_advantages_read_rows_without_padding(wrapped: Any, policy_model: nn.Module) -> None:
+    """The tokens are padded: the same numbers as from padded rows."""
+    found = []
+    for pad_output in (True, False):
+        td = RetrieveKL(*wrapped(pad_output), coeff=0.5)(data())
+        td = Advantage("rloo", group_size=2)(td)
+        tokens = Advantage("reinforce_plus_plus", keys={"advantage": "token_advantage"})(td.copy())["token_advantage"]
+        loss = PolicyLoss(policy_model, "ppo", terms=[KLToReference(0.7)])(td)
+        found.append((td["advantage"], tokens, loss["loss_objective"], loss["loss_kl_to_ref"], loss["kl_to_sampler"]))
+    assert found[0][0].abs().min() > 0.1
+    assert found[0][3] > 0.01
+    assert_close(found[1], found[0])
+
+
+def test_the_parts_one_by_one(wrapped: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
+    """``KLComputation`` places the outcome on the last assistant token, though rows lack the padding of the tokens."""
+    td = data("right")
+    td["masks", "all_assistant_mask"][1, 30:] = False
+    for model, key in zip(wrapped(False), ("log_probs", "ref_log_probs"), strict=True):
+        td = RetrieveLogProb(model, log_probs_full_key=(key, "full"))(td)
+    td = KLComputation(coeff=0.5)(td)
+    want = expected(policy_model, ref_model)[1]
+    reward, kl = rows_of(td, ("next", "reward"))[1].squeeze(-1), want[("next", "kl_penalty")].clone()
+    kl[30:] = 0
+    want_reward = -0.5 * kl
+    want_reward[29] -= 1
+    assert_close(reward, want_reward, rtol=0, atol=2e-5)
+    again = KLComputation(coeff=0.5)(td)  # a reward per token, in rows without padding
+    assert_close(rows_of(again, ("next", "reward"))[1].squeeze(-1), want_reward - 0.5 * kl, rtol=0, atol=4e-5)
+
+
+def test_an_algorithm_keeps_the_layout_of_the_batch(
+    tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module
+) -> None:
+    actor = make_scoring_wrapper(policy_model, tokenizer, pad_output=False)
+    batch = make_algorithm("grpo", actor, reference=ref_model, group_size=2).prepare(data())
+    assert batch["next", "ref_log_probs", "full"].shape == (2, WIDTH)
+
+
+# ------------------------------------------------------------------ its sisters
+
+
+def test_padding_of_the_tokenizer_against_pad_output(wrapped: Any, ref_model: nn.Module) -> None:
+    for model in (wrapped(False)[1], ref_model):
+        with pytest.raises(
+            ValueError, match=r"tokenizer_kwargs\['padding'\]=True, .*build the wrapper with pad_output=True"
+        ):
+            RetrieveLogProb(model, tokenizer_kwargs={"padding": True})
+    RetrieveLogProb(wrapped(True)[1], tokenizer_kwargs={"padding": True})
+
+
+def test_a_device_of_what_cannot_be_moved(ref_model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="device='cpu': the policy of a collector stays on its device"):
+        RetrieveLogProb("from_collector", device="cpu")
+    assert RetrieveKL("from_collector", ref_model, device="cpu").transforms[1].model is ref_model
+    served = RemoteModel(ServiceSpec("name", lambda: ref_model, "source", {"max_tokens": 64}))
+    for make in (RetrieveLogProb, KLRewardTransform):
+        with pytest.raises(TypeError, match=r"device='cpu' moves the model, and RemoteModel is not in this process"):
+            make(served, device="cpu")

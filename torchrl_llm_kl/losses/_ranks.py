@@ -1,0 +1,215 @@
+"""Do the ranks of a step train one model, with the gradient of the whole batch?"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrl_llm_kl.rollouts import read_denominators, write_denominators
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**22  # values whose bits are held as int64 at once
+_WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
+_AVERAGE = "or average p.grad over the ranks after backward()"
+
+
+def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: Any, tolerance: float) -> None:
+    """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
+    ranks = _num_ranks(group)
+    _check_tensors(loss, group, ranks)
+    if not parts:
+        return
+    truth, counted = _true_gradient(loss, parts, group, ranks)
+    found = [p.grad for p in loss.parameters() if p.requires_grad]
+    products = torch.zeros(3, dtype=torch.float64)  # found * found, found * truth, truth * truth
+    for a, b in zip(found, truth, strict=True):
+        a, b = torch.zeros_like(b) if a is None else a.double(), b.double()
+        products += torch.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()]).cpu()
+    square, inner, true_square = products.tolist()
+    difference = math.sqrt(max(square - 2 * inner + true_square, 0.0))
+    if difference <= tolerance * math.sqrt(true_square):
+        return
+    cosine = inner / math.sqrt(square * true_square) if square and true_square else 0.0
+    if cosine < 1 - tolerance**2 / 2 or not true_square:
+        advice = "Pass all parts of this step, and call this before clipping and after unscaling the gradient."
+        if counted is None:
+            advice += " Ranks and micro-batches were not counted: call loss.count(batch) before the batch is split."
+        raise RuntimeError(
+            f"the gradient is not that of the {len(parts)} parts of this rank and those of the others: the cosine of the two "
+            f"is {cosine:.4g}, expected 1. {advice}"
+        )
+    _raise_scaled(inner / true_square, counted, ranks, len(parts))
+
+
+def _num_ranks(group: Any) -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(group)
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started not in ("", "1"):
+        raise RuntimeError(
+            f"WORLD_SIZE is {started}, but torch.distributed is not initialised: each process trains a model of its own. Call "
+            "torch.distributed.init_process_group first."
+        )
+    return 1
+
+
+def _check_tensors(loss: nn.Module, group: Any, ranks: int) -> None:
+    """Raise a RuntimeError unless all ranks hold the same parameters, buffers and gradients."""
+    kinds = {type(x).__name__ for x in (*loss.parameters(), *loss.modules())} & {"DTensor", "FullyShardedDataParallel"}
+    if kinds:
+        raise ValueError(
+            f"check_ranks compares whole parameters, but these are sharded ({', '.join(sorted(kinds))}), and FSDP itself "
+            "averages the gradients: call it for models that every rank holds."
+        )
+    trained = {name: p for name, p in loss.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    if not gradients:
+        raise RuntimeError("no parameter has a gradient: call check_ranks after backward() and before zero_grad().")
+    mine = {
+        "parameters": _digests(loss.named_parameters()),
+        "buffers": _digests(loss.named_buffers()),
+        "gradients": _digests(gradients.items()),
+    }
+    if ranks == 1:
+        return
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, mine, group=group)
+    advice = {
+        "parameters": "Start all ranks from the same weights: the same seed or checkpoint, or a broadcast from rank 0. If they "
+        "were equal at the start, the gradients were not averaged",
+        "buffers": "Hyper-parameters and coefficients are buffers: set them, and update adaptive ones, alike on all ranks",
+        "gradients": f"A model that was unwrapped from DistributedDataParallel averages none. {_WRAP}; {_AVERAGE}",
+    }
+    for kind, what in advice.items():
+        for rank, other in enumerate(everyone):
+            first, here = everyone[0][kind], other[kind]
+            missing = sorted(first.keys() ^ here.keys())
+            if missing:
+                raise RuntimeError(
+                    f"ranks 0 and {rank} of {ranks} have different {kind}: {_some(missing)} on one of them only. {what}."
+                )
+            changed = [name for name in first if first[name] != here[name]]
+            if changed:
+                raise RuntimeError(
+                    f"the {kind} of ranks 0 and {rank} of {ranks} differ in {len(changed)} of {len(first)} tensors: "
+                    f"{_some(changed)}. {what}."
+                )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+@torch.no_grad()
+def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...], str, int]]:
+    """Shape, dtype and a checksum of the bits of each tensor."""
+    out = {}
+    for name, tensor in named:
+        flat = tensor.detach().reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for chunk in flat.view(_INTEGERS[flat.element_size()]).split(_CHUNK):
+            # Odd factors, different for each place; sums wrap around.
+            places = torch.arange(chunk.numel(), device=chunk.device) * 2_654_435_762 + 1
+            total = total * 31 + (chunk.long() * places).sum()
+        out[name] = (tuple(tensor.shape), str(tensor.dtype), int(total))
+    return out
+
+
+def _true_gradient(
+    loss: Any, parts: Sequence[TensorDictBase], group: Any, ranks: int
+) -> tuple[list[Tensor], float | None]:
+    """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
+
+    The second is 1 for gradients that ranks add up, 1 / ranks for those that they average, None if nothing was counted.
+    """
+    with torch.no_grad():
+        terms = [loss._mask_terms(part) for part in parts]
+        modes = [(term.name, str(loss._mode(term))) for term in terms[0]]
+        if any(mode == "none" for _, mode in modes):
+            raise ValueError(
+                "aggregation 'none' has no gradient that ranks could share: call check_ranks with another."
+            )
+        per_part = [torch.stack([loss._denominator(term).double() for term in some]) for some in terms]
+    counts = torch.stack(per_part).sum(0)
+    if ranks > 1:
+        dist.all_reduce(counts, group=group)
+    key = loss.tensor_keys.denominators
+    stored = [read_denominators(part, key, modes) for part in parts]
+    factors = [
+        float(some[name]) / float(n) for some in stored if some for (name, _), n in zip(modes, counts, strict=True) if n
+    ]
+    everyone: list[Any] = [[None if some is None else factors for some in stored]] * ranks
+    if ranks > 1:
+        dist.all_gather_object(everyone, everyone[0], group=group)
+    seen = [None if some is None else tuple(round(x, 6) for x in some) for one in everyone for some in one]
+    values = {x for some in seen if some for x in some}
+    if len(values) > 1 or (values and None in seen) or not values <= {1.0, round(1 / ranks, 6)}:
+        expected = (
+            "1" if ranks == 1 else f"1 (ranks that add up gradients) or {1 / ranks:.4g} (ranks that average them)"
+        )
+        raise RuntimeError(
+            f"the parts of this step are divided by {sorted(values)} times the count of all parts of {ranks} rank(s)"
+            f"{', and some by their own count' if None in seen else ''}; expected {expected}. Call loss.count once on each "
+            "rank's whole share of the step, before it is split and over all ranks, and pass all parts of the share here."
+        )
+
+    parameters = [p for p in loss.parameters() if p.requires_grad]
+    before = [p.grad for p in parameters]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        for module in loss.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        try:
+            for p in parameters:
+                p.grad = None
+            for part in parts:
+                part = part.clone(recurse=False)
+                write_denominators(part, key, dict(zip(modes, counts.unbind(), strict=True)), counts.new_zeros(()))
+                loss(part).total_loss.backward()
+            truth = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        finally:
+            for p, gradient in zip(parameters, before, strict=True):
+                p.grad = gradient
+    if ranks > 1:
+        for gradient in truth:
+            dist.all_reduce(gradient, group=group)
+    return truth, next(iter(values), None)
+
+
+def _raise_scaled(scale: float, counted: float | None, ranks: int, parts: int) -> None:
+    """Raise a RuntimeError for a gradient that is ``scale`` times the right one."""
+    begin = f"the gradient is {scale:.4g} times that of the batch of {ranks} rank(s) and {parts} part(s) on this one"
+    if counted is None:
+        raise RuntimeError(
+            f"{begin}: each part was divided by its own count. Call loss.count(batch) before it is split."
+        )
+    # What the ranks did to the gradients of their counted parts: 1 added up, 1 / ranks averaged.
+    done = scale * counted
+    averaging: Mapping[str, float] = {"averaged": 1 / ranks, "added up": 1.0}
+    for what, factor in averaging.items():
+        if math.isclose(done, factor, rel_tol=0.02) and ranks > 1:
+            raise RuntimeError(
+                f"{begin}: the ranks {what} their gradients, but the counts are for gradients that are "
+                f"{'added up' if what == 'averaged' else 'averaged'}. Call loss.count(..., ranks_average={what == 'averaged'})."
+            )
+        if math.isclose(done * parts, factor, rel_tol=0.02):
+            raise RuntimeError(
+                f"{begin}: it was also divided by {parts}, the number of parts. Accelerator.backward() divides by "
+                "gradient_accumulation_steps, and counted losses are already shares of the batch: call backward() of the loss "
+                "itself, or set gradient_accumulation_steps=1."
+            )
+    raise RuntimeError(
+        f"{begin}. Look for what else multiplies it: a loss scale that is not removed yet, clipping, or gradients of an "
+        "earlier step."
+    )
