@@ -41,8 +41,23 @@ def not_found(chat: Renderings, turn: int, reason: str) -> TurnNotFoundError:
     )
 
 
-def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: int | None) -> int:
-    """The end of what the model was given; ``own`` is the first mark of the turn's content, ``traced`` a candidate."""
+def end_of_prompt(chat: Renderings, whole: Trace, turn: int, start: int) -> int:
+    """The end of a generation prompt that the text holds around ``start``, as one whose end is a thinking tag; or ``start``."""
+    prompt = _prompt(chat.prefix(turn, True), chat.prefix(turn, False))
+    if not turn:  # nothing precedes the turn: the prompt is that after a question
+        prompt = _prompt(chat.prefix(0, True, "user"), chat.prefix(0, False, "user"))
+    prompt = prompt.lstrip()
+    for cut in range(len(prompt) - 1, 0, -1):
+        if whole.text.startswith(prompt[cut:], start) and whole.text.endswith(prompt[:cut], 0, start):
+            return start + len(prompt) - cut if prompt[cut:].strip() else start
+    return start
+
+
+def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int, traced: int | None) -> int:
+    """The end of what the model was given, between the marks ``low`` of an earlier message and ``own`` of the turn.
+
+    ``traced`` is a candidate.
+    """
     text, before, without = whole.text, chat.prefix(turn, True), chat.prefix(turn, False)
     prompt = _prompt(before, without)
     place = shared = 0
@@ -62,7 +77,8 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, own: int, traced: i
             return _after_constant_header(chat, whole, turn, ended if exact is None or exact > own else exact)
         except TurnNotFoundError:
             pass
-    if traced is not None and not _holds(text[traced:own], headers) and (ended is None or traced >= ended):
+    split = traced is not None and _holds(text[low:own], headers) and not _holds(text[low:traced], headers)
+    if traced is not None and not (split or _holds(text[traced:own], headers)) and (ended is None or traced >= ended):
         near = exact is not None and exact <= own and not text[slice(*sorted((exact, traced)))].strip()
         return exact if exact is not None and near else traced
     if before is None or ended is None:

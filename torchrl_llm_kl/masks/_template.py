@@ -339,6 +339,8 @@ def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> 
         if isinstance(value, (list, tuple)):
             return [mark(item, spoken, keys) for item in value]
         start, end = core_of(value) if isinstance(value, str) else (0, 0)
+        if start >= end and isinstance(value, str):  # nothing but tags
+            start, end = len(value) - len(value.lstrip()), len(value.rstrip())
         if start >= end:
             return value
         first, last = (f"{nonce}{name}_{side}_" for name in [f"{index}_{spoken:d}_{next(number)}"] for side in (0, 1))

@@ -17,6 +17,7 @@ from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
 from torchrl_llm_kl.masks._prefixes import (
     CONTROL,
     check_gaps,
+    end_of_prompt,
     end_of_shared_units,
     end_of_turn,
     is_omitted,
@@ -56,7 +57,7 @@ def locate_turns(
     whole = trace or chat.trace(len(messages), generation_prompt) or Trace(chat.text, (), 0)
     whole = replace(whole, text=chat.text)
     spans: list[Span] = []
-    traced = False
+    traced, ended = False, 0
     for turn in turns:
         written = _written(trace, turn) if trace is not None else None
         regions: list[Span] = []
@@ -76,6 +77,9 @@ def locate_turns(
                 if chat.template.has_generation_blocks:
                     return chat.text, _spans_of_blocks(chat, whole, turn), "marks"
                 raise
+            if regions and regions[0][0] < ended:
+                raise not_found(chat, turn, "it would begin before the end of an earlier turn")
+            ended = regions[-1][1] if regions else ended
             spans += _blocks_in(chat, whole, regions) if chat.template.has_generation_blocks else regions
     located_by = "marks" if chat.template.has_generation_blocks else "trace" if traced else "prefixes"
     return chat.text, _merge(spans), located_by
@@ -123,7 +127,8 @@ def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -
         start = first + known[0]
     else:
         content = _start_of_content(chat, text, turn, first) if own else traced[1] or 0
-        start = start_of_turn(chat, whole, turn, content, traced[0])
+        start = start_of_turn(chat, whole, turn, low, content, traced[0])
+        start = end_of_prompt(chat, whole, turn, start)
     if len(regions) > 1:
         regions = _with_stop_tokens(chat, text, turn, [(start, regions[0][1]), *regions[1:]])
     elif known and first + known[0] == start:
@@ -380,8 +385,10 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
     spans: list[Span] = []
     for start, end in whole.of(BLOCK):
         stripped = start + len(text[start:end].rstrip())
+        inside = [(p, mark.message) for p, mark in whole.marks if start <= p <= end]
+        start = end_of_prompt(chat, whole, inside[0][1] if inside else turn, start)
         after = re.compile(CONTROL).match(text, end)
-        if after and not re.search(rf"(?:{CONTROL})\Z", text[start:stripped]):
+        if after and not re.search(rf"(?:{CONTROL})\Z", text[max([start, *(p for p, _ in inside)]) : stripped]):
             if after[0] != chat.eos_token:
                 raise not_found(
                     chat, turn, f"{after[0]!r} after its {{% generation %}} block may be a header or its end"
