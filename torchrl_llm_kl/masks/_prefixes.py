@@ -8,11 +8,11 @@ the whole conversation (it drops their reasoning, say), so texts are compared fr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from torchrl_llm_kl.masks._messages import ASSISTANT, TurnNotFoundError
-from torchrl_llm_kl.masks._template import FILLER, Renderings, Trace, common_prefix_length
+from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
+from torchrl_llm_kl.masks._template import FILLER, LOOP, Renderings, Trace, common_prefix_length
+from torchrl_llm_kl.masks._tokens import Span
 
 # Pattern of control tokens.
 CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
@@ -64,27 +64,30 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int,
     if before is not None:
         at, place = _anchor(before, whole)
         given = before.text[at:]
-        headers = _headers(_known_prompts(chat)) if prompt else set()
-        if prompt and text.startswith(given, place) and not _holds(text[place + len(given) : own], headers):
+        headers = headers_of(_known_prompts(chat)) if prompt else set()
+        if prompt and text.startswith(given, place) and not holds(text[place + len(given) : own], headers):
             return place + len(given)
         shared = end_of_shared_units(text, given, place)
-    headers = _headers((prompt, *_known_prompts(chat)))
+    headers = headers_of((prompt, *_known_prompts(chat)))
     ended = _end_of_text(without, whole) if turn else 0
     # Without a header, the turn begins where the prompt ends, in the white space between two messages.
     exact = None if prompt else _end_of_text(before, whole)
+    always = before.text[before.messages_end :].strip() if before is not None and before.messages_end else ""
+    if always and exact is not None and exact == traced:  # a prompt that needs no flag
+        return exact
     if not headers and ended is not None:
         try:  # the template never shows a generation prompt: what precedes any content is the header
             return _after_constant_header(chat, whole, turn, ended if exact is None or exact > own else exact)
         except TurnNotFoundError:
             pass
-    split = traced is not None and _holds(text[low:own], headers) and not _holds(text[low:traced], headers)
-    if traced is not None and not (split or _holds(text[traced:own], headers)) and (ended is None or traced >= ended):
+    split = traced is not None and holds(text[low:own], headers) and not holds(text[low:traced], headers)
+    if traced is not None and not (split or holds(text[traced:own], headers)) and (ended is None or traced >= ended):
         near = exact is not None and exact <= own and not text[slice(*sorted((exact, traced)))].strip()
         return exact if exact is not None and near else traced
     if before is None or ended is None:
         raise not_found(chat, turn, "it rejects the conversation up to that turn, or renders it differently")
     if prompt:  # the template writes another header than the prompt: they share the role's name
-        if text[ended:shared].strip() and not _holds(text[shared:own], headers):
+        if text[ended:shared].strip() and not holds(text[shared:own], headers):
             return shared
         raise not_found(chat, turn, f"the turn does not begin with the generation prompt {prompt!r}")
     return _after_constant_header(chat, whole, turn, ended)
@@ -142,11 +145,16 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
     """Raise if a region holds a header at its edges, or between the turn's own strings a token that ends the turn."""
     gaps = own_gaps(whole, turn, start, end)
     edges, between = {gaps[0], gaps[-1]}, gaps[1:-1]
-    headers = _headers(_known_prompts(chat))
+    headers = headers_of(_known_prompts(chat))
+    upto = chat.prefix(turn + 1, False)
+    last = _TOKENS.findall(gaps[-1])[-1:]
+    at_end = upto is not None and last and gaps[-1].rstrip().endswith(last[0]) and last[0] != chat.eos_token
+    if upto is not None and at_end and last[0] in _header_tokens(chat, upto, whole.text[:start]):
+        raise not_found(chat, turn, f"it may end in {last[0]!r}, a token of the next header")
     ends = {chat.eos_token, *_TOKENS.findall(_plain_end(chat, turn))[-1:]} - {None} if between else set()
     for gap in (
-        *(e for e in edges if _holds(e, headers)),
-        *(g for g in between if _holds(g, ends) and _holds(g, headers)),
+        *(e for e in edges if holds(e, headers)),
+        *(g for g in between if holds(g, ends) and holds(g, headers)),
     ):
         raise not_found(chat, turn, f"it holds a header that the model does not write ({gap!r})")
 
@@ -176,21 +184,46 @@ def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
     """Whether the text holds nothing of the turn: another content changes nothing, or without the turn it is equal."""
     if any(mark.message == turn and mark.spoken for _, mark in whole.marks):
         return False
-    messages = [dict(message) for message in chat.messages]
-    content = messages[turn].get("content")
-    more = [*content, {"type": "text", "text": FILLER}] if isinstance(content, list) else f"{content or ''}{FILLER}"
-    changed = [*messages]
-    changed[turn] = {**changed[turn], "content": more, "tool_calls": None}
-    if _renders_the_same(chat, changed):
-        return True
-    return not content and _renders_the_same(chat, messages[:turn] + messages[turn + 1 :])
+    without = [*chat.messages[:turn], *chat.messages[turn + 1 :]]
+    return _with_filler(chat, turn) == chat.text or (
+        not chat.messages[turn].get("content") and _text(chat, without) == chat.text
+    )
 
 
-def _renders_the_same(chat: Renderings, messages: list[dict[str, Any]]) -> bool:
-    try:
-        return chat.renderer.text(messages, chat.generation_prompt) == chat.text
-    except Exception:  # a template may raise anything
+def is_header_alone(chat: Renderings, trace: Trace, turn: int, written: Span) -> bool:
+    """Whether the template writes a header for the turn and nothing else: another content is followed by nothing either."""
+    text, end = trace.text, written[1]
+    before, _, after = (_with_filler(chat, turn) or "").partition(FILLER)
+    following, first = (
+        text[end:],
+        min((a for kind, _, a, b in trace.spans if kind == LOOP and text[a:b].strip()), default=0),
+    )
+    token = _TOKENS.match(following.lstrip())  # an end token, unless the first message begins with it as well
+    if (token and not text.startswith(token[0], first)) or (
+        chat.eos_token and following.lstrip().startswith(chat.eos_token)
+    ):
         return False
+    return (
+        before.rstrip() == text[:end].rstrip()
+        and after.endswith(following)
+        and not after.removesuffix(following).strip()
+    )
+
+
+def _with_filler(chat: Renderings, turn: int) -> str | None:
+    """The text if the turn's content ended in :data:`FILLER`, and the turn had no tool calls."""
+    content = chat.messages[turn].get("content")
+    more = [*content, {"type": "text", "text": FILLER}] if isinstance(content, list) else f"{content or ''}{FILLER}"
+    changed = {**chat.messages[turn], "content": more, "tool_calls": None}
+    return _text(chat, [*chat.messages[:turn], changed, *chat.messages[turn + 1 :]])
+
+
+def _text(chat: Renderings, messages: Sequence[Message]) -> str | None:
+    """The rendering of other messages in place of the conversation's; None if the template rejects them."""
+    try:
+        return chat.renderer.text(messages, chat.generation_prompt)
+    except Exception:  # a template may raise anything
+        return None
 
 
 # ------------------------------------------------------------------ comparisons
@@ -231,18 +264,19 @@ def _known_prompts(chat: Renderings) -> Iterator[str]:
             return
 
 
-def _headers(prompts: Iterable[str]) -> set[str]:
+def headers_of(prompts: Iterable[str]) -> set[str]:
     """The beginnings of generation prompts: the first name, with the next one if it is a word."""
     return {prompt[: match.end()].lstrip() for prompt in prompts if (match := _HEADER.search(prompt))}
 
 
-def _holds(text: str, headers: set[str]) -> bool:
+def holds(text: str, headers: set[str]) -> bool:
     return any(header in text for header in headers)
 
 
 def _header_tokens(chat: Renderings, upto: Trace, before: str) -> set[str]:
     """The control tokens of generation prompts, also of one that the template always writes."""
-    always = upto.text[upto.messages_end :].strip() if upto.messages_end else ""
+    message_follows = any(p > upto.messages_end for p, _ in upto.marks)  # the last one, outside of the loop
+    always = upto.text[upto.messages_end :].strip() if upto.messages_end and not message_follows else ""
     several = len(_TOKENS.findall(always)) > 1 and not (chat.eos_token and chat.eos_token in always)
     prompts = [*_known_prompts(chat), always if several or before.rstrip().endswith(always) else ""]
     return {token for prompt in prompts for token in _TOKENS.findall(prompt)}

@@ -170,6 +170,15 @@ class Renderings:
                 return trace
         return None
 
+    def _ends_in_prompt(self, trace: Trace, count: int) -> bool:
+        """Whether a prompt, and not a message, follows the message loop: by its marks, or by what the flag changes."""
+        end = trace.messages_end
+        if not end or any(p > end or (p == end and not mark.is_end) for p, mark in trace.marks):
+            return False
+        if self.template.prompt_is_fixed or any(mark.message == count - 1 for _, mark in trace.marks):
+            return True
+        return self.plain(count, True) != self.plain(count, False)
+
     def prompts(self, count: int, *, fixed: bool) -> Iterator[str]:
         """Candidates for the generation prompt after the first ``count`` messages.
 
@@ -180,7 +189,8 @@ class Renderings:
         prompted = self.prompted if fixed else None
         try:
             trace = prompted or self.trace(count, True)
-            yield trace.text[trace.messages_end :] if trace is not None else ""
+            if trace is not None and (self._ends_in_prompt(trace, count) or prompted):
+                yield trace.text[trace.messages_end :]
             if prompted is None or self.template.loop_reads_flag:
                 with_prompt, without = self.plain(count, True), self.plain(count, False)
             else:

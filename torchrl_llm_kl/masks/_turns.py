@@ -20,6 +20,9 @@ from torchrl_llm_kl.masks._prefixes import (
     end_of_prompt,
     end_of_shared_units,
     end_of_turn,
+    headers_of,
+    holds,
+    is_header_alone,
     is_omitted,
     not_found,
     own_gaps,
@@ -67,8 +70,8 @@ def locate_turns(
             except TurnNotFoundError:
                 pass  # prefixes may show the header
             else:
-                if not regions and written[0] < written[1] and not any(mark.message == turn for _, mark in whole.marks):
-                    continue  # a header and nothing else
+                if not regions and is_header_alone(chat, trace, turn, written):
+                    continue
         traced = traced or bool(regions)
         if regions or not is_omitted(chat, whole, turn):
             try:
@@ -316,9 +319,9 @@ def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> 
 
 
 def _visible_end(text: str, prompt: str, at: int) -> int:
-    """End of the whole units that the turn shares with the generation prompt from ``at`` on, or 0."""
+    """End of the whole units that the turn shares with the generation prompt from ``at`` on, or 0 without its header."""
     end = end_of_shared_units(text, prompt, at)
-    return end if text[at:end].strip() else 0
+    return end if text[at:end].strip() and holds(text[at:end], headers_of([prompt])) else 0
 
 
 def _content_follows(text: str, start: int, message: Message) -> bool:
@@ -358,8 +361,7 @@ def _blocks_in(chat: Renderings, whole: Trace, regions: list[Span]) -> list[Span
     """The template's generation blocks in a turn, without header and trailing white space, with the end token."""
     joined: list[Span] = []
     for start, end in regions:
-        blocks = [(max(a, start), min(b, end)) for a, b in whole.of(BLOCK)]
-        blocks = [(a, b) for a, b in blocks if a <= b]
+        blocks = [(max(a, start), min(b, end)) for a, b in whole.of(BLOCK) if start < b <= end or start <= a < end]
         if blocks:
             first, last = blocks[-1]
             rest = whole.text[last:end].strip()
