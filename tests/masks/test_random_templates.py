@@ -24,7 +24,8 @@ WALKS = {
     "slice": "{% set final = false %}{% for m in messages[:-1] %}BODY{% endfor %}"
     "{% set m = messages[-1] %}{% set final = true %}BODY",
     "no variable": "{% for i in range(messages | length) %}{% set final = loop.last %}"
-    "{% set role, content, reasoning = messages[i].role, messages[i].content, messages[i].reasoning_content %}BODY_OF_PARTS{% endfor %}",
+    "{% set role, content, reasoning = messages[i].role, messages[i].content, messages[i].reasoning_content %}"
+    "BODY_OF_PARTS{% endfor %}",
     "namespace": "{% set ns = namespace(out='') %}{% for m in messages %}{% set final = loop.last %}"
     "{% set piece %}BODY{% endset %}{% set ns.out = ns.out ~ piece %}{% endfor %}{{ ns.out }}",
     "join": "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set final = loop.last %}"
@@ -75,7 +76,9 @@ class Format:
         body = HEADERS[self.header] + CONTENTS[self.content] + PLACES[self.place]
         header = HEADERS[self.header].replace("{{ m.role }}", "assistant")
         template = WALKS[self.walk] + PROMPTS[self.prompt].replace("HEADER", header)
-        parts = body.replace("m.role", "role").replace("m.content", "content").replace("m.reasoning_content", "reasoning")
+        parts = (
+            body.replace("m.role", "role").replace("m.content", "content").replace("m.reasoning_content", "reasoning")
+        )
         template = template.replace("BODY_OF_PARTS", parts).replace("BODY", body)
         return self.scan + template.replace("END", ENDS[self.end])
 

@@ -104,7 +104,12 @@ def end_of_turn(chat: Renderings, whole: Trace, turn: int, start: int, own: int,
     tail = upto.text[at:].rstrip()
     end = place + len(tail)
     if turn == len(chat.messages) - 1 and text.startswith(upto.text.rstrip()):
-        return _end_of_last_turn(chat, upto, turn, start, own, traced)
+        end = _end_of_last_turn(chat, upto, turn, start, own, traced)
+        answered = chat.prefix(turn + 1, False, "tool") if chat.messages[turn].get("tool_calls") else None
+        at, place = _anchor(answered, upto) if answered else (0, 0)
+        if answered and end_of_shared_units(upto.text, answered.text[at:], place) < end:
+            raise not_found(chat, turn, "it ends in other text once a tool answers its call")
+        return end
     after, header = max(start, own), _header_tokens(chat, upto, text[:start])
     if not text.startswith(tail, place):  # the template writes the end differently if another message follows
         end = end_of_shared_units(text, tail, place)
@@ -194,20 +199,16 @@ def is_header_alone(chat: Renderings, trace: Trace, turn: int, written: Span) ->
     """Whether the template writes a header for the turn and nothing else: another content is followed by nothing either."""
     text, end = trace.text, written[1]
     before, _, after = (_with_filler(chat, turn) or "").partition(FILLER)
-    following, first = (
-        text[end:],
-        min((a for kind, _, a, b in trace.spans if kind == LOOP and text[a:b].strip()), default=0),
-    )
-    token = _TOKENS.match(following.lstrip())  # an end token, unless the first message begins with it as well
-    if (token and not text.startswith(token[0], first)) or (
-        chat.eos_token and following.lstrip().startswith(chat.eos_token)
-    ):
+    following = text[end:]
+    token = _TOKENS.match(following.lstrip())
+    if chat.eos_token and following.lstrip().startswith(chat.eos_token):
         return False
-    return (
-        before.rstrip() == text[:end].rstrip()
-        and after.endswith(following)
-        and not after.removesuffix(following).strip()
-    )
+    if token:  # it may end the turn, unless the first message begins with it and no conversation ends with it
+        first = min((a for kind, _, a, b in trace.spans if kind == LOOP and text[a:b].strip()), default=0)
+        if not text.startswith(token[0], first) or _plain_end(chat, turn).strip() == token[0]:
+            return False
+    alone = after.endswith(following) and not after.removesuffix(following).strip()
+    return alone and before.rstrip() == text[:end].rstrip()
 
 
 def _with_filler(chat: Renderings, turn: int) -> str | None:

@@ -136,13 +136,17 @@ class Renderings:
 
         None if the template rejects such a conversation.
         """
-        messages = list(self.messages[:count])
+        messages: list[Any] = list(self.messages[:count])
         if then:
             content: Any = FILLER
             if any(isinstance(message.get("content"), (list, tuple)) for message in self.messages):
                 content = [{"type": "text", "text": FILLER}]
             messages.append({"role": then, "content": content})
         try:
+            if then == "tool":  # answers the first call of the last message
+                call = messages[-2]["tool_calls"][0]
+                messages[-1]["tool_call_id"] = call.get("id", "")
+                messages[-1]["name"] = call.get("function", call)["name"]
             plain = self.renderer.text(messages, prompt) if then else self.plain(count, prompt)
         except Exception:  # a template may raise anything
             return None

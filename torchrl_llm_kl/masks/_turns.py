@@ -83,7 +83,7 @@ def locate_turns(
             if regions and regions[0][0] < ended:
                 raise not_found(chat, turn, "it would begin before the end of an earlier turn")
             ended = regions[-1][1] if regions else ended
-            spans += _blocks_in(chat, whole, regions) if chat.template.has_generation_blocks else regions
+            spans += _blocks_in(chat, whole, turn, regions) if chat.template.has_generation_blocks else regions
     located_by = "marks" if chat.template.has_generation_blocks else "trace" if traced else "prefixes"
     return chat.text, _merge(spans), located_by
 
@@ -357,17 +357,19 @@ def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | Non
 # ------------------------------------------------------------------ generation blocks
 
 
-def _blocks_in(chat: Renderings, whole: Trace, regions: list[Span]) -> list[Span]:
+def _blocks_in(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> list[Span]:
     """The template's generation blocks in a turn, without header and trailing white space, with the end token."""
     joined: list[Span] = []
     for start, end in regions:
-        blocks = [(max(a, start), min(b, end)) for a, b in whole.of(BLOCK) if start < b <= end or start <= a < end]
+        blocks = [(max(a, start), min(b, end)) for a, b in whole.of(BLOCK) if a < end and (b > start or a == start)]
         if blocks:
             first, last = blocks[-1]
             rest = whole.text[last:end].strip()
             # Control tokens between the answer and the end of the turn: the end token.
             if _CONTROL_TOKENS.fullmatch(rest) or rest == chat.eos_token:
                 blocks[-1] = (first, end)
+            elif _CONTROL_TOKENS.fullmatch("".join(rest.split())):
+                raise not_found(chat, turn, f"its end token may be any of {rest!r}")
         for a, b in blocks:
             if joined and joined[-1][1] == a:
                 joined[-1] = (joined[-1][0], b)
