@@ -7,7 +7,7 @@ turn is written down here: its content as shown, and the end token where the tem
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import assume, given, settings, strategies as st
@@ -108,9 +108,9 @@ answers = ["yes", "user", "assistant", " spaced ", "<think>\nhm</think>no", "", 
 roles = st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=5)
 
 
-def outcome(form: Format, messages: list[dict], prompt: bool) -> str:
+def outcome(form: Format, messages: list[dict], prompt: bool, mask=render_conversation) -> str:
     try:
-        rendered = render_conversation(build_tokenizer(form.template()), messages, add_generation_prompt=prompt)
+        rendered = mask(build_tokenizer(form.template()), messages, add_generation_prompt=prompt)
     except AssistantMaskError as error:
         return "error" if "sha256" in str(error) else f"an error without the template's name: {error}"
     turns = [rendered.text[start:end] for start, end in rendered.assistant_spans]
@@ -142,9 +142,64 @@ def test_typical_formats_are_right(walk, scan):
             assert outcome(form, messages, False) == "right", form
 
 
-def test_a_wrong_mask_is_seen():
-    """The negative control: the expected turns of another format are not those of this one."""
-    form = Format("", "loop", "chatml", "eos", "always", "plain", "plain")
+def without_last_turn(*args, **kwargs):
+    rendered = render_conversation(*args, **kwargs)
+    return replace(rendered, assistant_spans=rendered.assistant_spans[:-1])
+
+
+def shifted(left: int, right: int):
+    def mask(*args, **kwargs):
+        rendered = render_conversation(*args, **kwargs)
+        return replace(rendered, assistant_spans=tuple((a + left, b + right) for a, b in rendered.assistant_spans))
+
+    return mask
+
+
+@pytest.mark.parametrize(
+    "mask", [without_last_turn, shifted(-len("assistant\n"), 0), shifted(0, -len("<|im_end|>")), shifted(0, 1)]
+)
+def test_a_wrong_mask_is_seen(mask):
+    """Negative control: the faults of an earlier version (a lost turn, a header, no end token, white space after it)."""
+    form = Format("", "slice", "chatml", "eos", "always", "plain", "plain")
     assert outcome(form, TYPICAL, False) == "right"
-    rendered = render_conversation(build_tokenizer(form.template()), TYPICAL)
-    assert [rendered.text[a + 1 : b] for a, b in rendered.assistant_spans] != form.turns(TYPICAL)
+    assert outcome(form, TYPICAL, False, mask) not in ("right", "error")
+
+
+TAGS, THOUGHT = "[x]", "<think>\nhm</think>no"
+# What the random templates found, as (scan, walk, header, end, place, prompt, content), conversation and generation prompt.
+FOUND = [
+    (
+        ("", "no variable", "tag", "other", "between", "missing", "plain"),
+        [assistant(TAGS), assistant("assistant")],
+        True,
+    ),
+    ((SCAN, "copies", "chatml", "other", "closed", "thinking", "marked"), [assistant(TAGS)], False),
+    (("", "macro", "words", "other", "between", "thinking", "marked"), [assistant(THOUGHT), user("a")], False),
+    (("", "loop", "tag", "none", "always", "thinking", "trimmed"), [assistant(THOUGHT), user("a")], True),
+    (
+        (SCAN, "slice", "chatml", "eos", "always", "missing", "plain"),
+        [assistant(""), assistant(""), assistant("")],
+        True,
+    ),
+    (("", "slice", "chatml", "other", "closed", "missing", "trimmed"), [user("x"), assistant("user"), user("x")], True),
+    (
+        (SCAN, "slice", "words", "eos", "always", "not twice", "marked"),
+        [assistant(""), assistant("a"), user("b")],
+        False,
+    ),
+    (
+        (SCAN, "index", "chatml", "other", "always", "not twice", "plain"),
+        [user(""), assistant(""), assistant("a: b"), assistant("a: b"), assistant(" c ")],
+        False,
+    ),
+    (
+        ("", "without empty", "tag", "other", "closed", "plain", "marked"),
+        [user("a"), assistant("b"), assistant("")],
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "messages", "prompt"), FOUND)
+def test_what_was_once_wrong_without_a_word(form, messages, prompt):
+    assert outcome(Format(*form), messages, prompt) in ("right", "error")
