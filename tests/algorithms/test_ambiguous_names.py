@@ -33,6 +33,7 @@ SHARED: dict[tuple[str, str], tuple[str, bool]] = {
     ("advantage", "gamma"): ("torchrl, verl, trinity", SAME),
     ("advantage", "kl_coef"): ("verl, trinity", OTHER),
     ("advantage", "lam"): ("verl, trinity", SAME),
+    ("advantage", "reward_weights"): ("trl", SAME),
     ("advantage", "lmbda"): ("torchrl, trl", SAME),  # TRL's, of distillation, is refused there: no such setting
     ("objective", "beta"): ("trl, trinity", SAME),  # the DPO family
     ("objective", "clip_epsilon"): ("torchrl", SAME),
@@ -40,6 +41,11 @@ SHARED: dict[tuple[str, str], tuple[str, bool]] = {
     ("objective", "epsilon"): ("trl, trinity", SAME),  # sppo: a clip range of the ratio in all
     ("objective", "epsilon_high"): ("trl, trinity", SAME),
     ("objective", "label_smoothing"): ("trl, trinity", SAME),
+    **{
+        ("objective", name): ("trl", SAME)  # of the preference losses
+        for name in ("cpo_alpha", "desirable_weight", "discopop_tau", "f_divergence_type", "ld_alpha", "simpo_gamma")
+    },
+    ("objective", "undesirable_weight"): ("trl", SAME),
     ("objective", "temp"): ("trinity", OTHER),  # and read by everyone as the sampler's
 }
 
@@ -166,7 +172,7 @@ def test_prefixed_names_have_types() -> None:
     both = accepted("objective") & accepted("advantage")
     expected = {f"{part}_{name}" for name in both for part in ("objective", "advantage")}
     expected |= {f"{part}_{name}" for part, name in AMBIGUOUS}
-    assert expected == {"objective_beta", "objective_coeff", "objective_epsilon", "objective_tau", "objective_temp"} | {
-        f"advantage_{name}" for name in ("beta", "epsilon", "kl_coef", "tau")
+    assert expected == {f"objective_{name}" for name in ("beta", "coeff", "epsilon", "mu", "tau", "temp")} | {
+        f"advantage_{name}" for name in ("beta", "epsilon", "kl_coef", "mu", "tau")
     }
     assert expected <= set(get_type_hints(AlgorithmOverrides))

@@ -42,16 +42,35 @@ READ: dict[str, tuple[bool, bool]] = {
     "jsd": (True, True),
     "multi_step_grpo": (True, True),
     "gigpo": (True, True),
+    "luspo": (True, False),
+    "dro": (True, False),
+    "opo": (False, False),
+    "reinforce_plus_plus_baseline": (True, True),
+    "optimal_token_baseline": (True, False),
+    "pass_at_k": (True, True),
+    "gdpo": (True, True),
+    "clip_b": (True, False),
+    "clip_v": (True, False),
+    "simpo": (False, False),
+    "cpo": (False, False),
+    "orpo": (False, False),
+    "kto": (False, True),
+    "bco": (False, True),
 }
+#: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
+#: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.
+FORWARDS_OF_THE_BATCH = {"kto": (1, 1), "bco": (1, 0)}
 
 
-def data(rows: int = 16, seed: int = 0) -> TensorDictBase:
+def data(rows: int = 16, seed: int = 0, *, labels: bool = False) -> TensorDictBase:
     """Rollouts for any schema: groups, pairs, experts, trajectories of one step."""
     found = TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(seed), 4)
     found["next", "reward"] += torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed))
     found["expert_mask"] = torch.arange(rows) % 4 == seed % 4
     found["run"], found["step"] = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
     found["state"] = found["query"].clone()
+    if labels:
+        found["chosen"] = torch.arange(rows) % 3 == seed % 3
     return found
 
 
@@ -75,26 +94,27 @@ def test_prepare_scores_what_is_read(name: str) -> None:
     actor, reference = counting(), counting()
     parts = made(name, actor, reference)
     actor.calls = reference.calls = 0
-    batch = parts.prepare(data())
-    assert (actor.calls > 0, reference.calls > 0) == (old, ref)
+    policy_again, reference_again = FORWARDS_OF_THE_BATCH.get(name, (0, 0))
+    batch = parts.prepare(data(labels=name in FORWARDS_OF_THE_BATCH))
+    assert (actor.calls, reference.calls) == (old + policy_again, ref + reference_again)
     entries = set(batch.keys(True, True))
     assert (("next", "log_probs", "full") in entries) == old
     assert (("next", "ref_log_probs", "full") in entries) == ref
     actor.calls = reference.calls = 0
     out = parts.loss(parts.prepare(batch))  # nothing is scored again
-    assert reference.calls == 0
-    assert actor.calls == 1  # the current log-probs
+    assert reference.calls == reference_again
+    assert actor.calls == 1 + policy_again  # the current log-probs
     assert ("ESS" in out, "kl_to_ref" in out) == (old, ref)
 
 
-@pytest.mark.parametrize("name", [name for name, read in READ.items() if any(read)])
+@pytest.mark.parametrize("name", [name for name, read in READ.items() if any(read) and name != "kto"])
 def test_what_is_scored_is_missed(name: str) -> None:
     """The table is true: without the entry the advantage or the loss fails."""
     old, ref = READ[name]
     for key, needed in ((("next", "log_probs"), old), (("next", "ref_log_probs"), ref)):
         if needed:
             parts = made(name, TASK.policy(), TASK.policy())
-            batch = parts.prepare(data()).exclude(key)
+            batch = parts.prepare(data(labels=name in FORWARDS_OF_THE_BATCH)).exclude(key)
             with pytest.raises(KeyError, match=key[1]):
                 parts.loss(batch if parts.advantage is None else parts.advantage(batch))
 
@@ -168,7 +188,7 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
         actor = TASK.policy()
         uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
         parts = made(name, actor, uniform, loss_args={"log_entropy": True})
-        batch = parts.prepare(data(size, seed))
+        batch = parts.prepare(data(size, seed, labels=name in FORWARDS_OF_THE_BATCH))
         batch["loss_mask"] = batch.get("loss_mask", torch.ones(size, dtype=torch.bool)).reshape(-1)
         batch["loss_mask"] &= torch.arange(size) % 8 > 1
         with torch.no_grad():
@@ -180,5 +200,19 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
             rows.append({key: float(value) for key, value in loss(batch).detach().items()})
     # A bound that can be set in place: reading it on the device to leave this out would be a host sync.
     allowed = {"clip_fraction_low"} if name == "cispo" else set()
+    if name == "pass_at_k":  # its advantages are not negative, other advantages of this objective are
+        allowed = {"clip_fraction_low", "clip_fraction_dual"}
+    if name == "kto":  # a KL below 0 counts as 0, which it is for these answers
+        allowed = {"reference_point"}
     constant = {key for key in {k for row in rows for k in row} if len({row[key] for row in rows if key in row}) == 1}
     assert constant == allowed
+
+
+@pytest.mark.parametrize("name", ["clip_b", "clip_v", "optimal_token_baseline"])
+def test_what_an_env_did_not_score_is_added(name: str) -> None:
+    """A transform in the env wrote log-probs alone; the advantage reads entropies or moments too."""
+    parts = made(name, TASK.policy(), None)
+    expected = parts.prepare(data())["advantage"]
+    batch = RetrieveLogProb(TASK.policy(), log_probs_full_key=("log_probs", "full"))(data())
+    assert ("next", "log_probs", "full") in batch.keys(True)
+    torch.testing.assert_close(parts.prepare(batch)["advantage"], expected)

@@ -304,7 +304,7 @@ def test_the_reference_point_is_computed_before_the_batch_is_split() -> None:
     uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
     for name, actor, reference in (("kto", uniform, TASK.policy()), ("bco", TASK.policy(), uniform)):
         parts = make_algorithm(name, actor, reference=reference, beta=0.3)
-        batch = parts.prepare(labelled())
+        batch = parts.prepare(labelled(), count=True)
         assert batch["reference_point"].shape == (16,)
         assert len(batch["reference_point"].unique()) == 1
         assert batch["reference_point"][0] != 0
@@ -321,7 +321,7 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
         ref_log_probs=TensorDict(full=-torch.ones(16, TASK.longest), batch_size=[16]), batch_size=[16]
     )
     with pytest.raises(KeyError, match=r"kto needs reference_point.*batch_inputs\(batch\) computes it"):
-        parts.prepare(data)
+        parts.loss(parts.prepare(data))
     data["reference_point"] = torch.full((16,), 0.25)
     assert (parts.prepare(data)["reference_point"] == 0.25).all()
     assert total(parts.loss(data)).isfinite()

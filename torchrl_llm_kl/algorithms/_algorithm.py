@@ -185,11 +185,13 @@ class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
     objective_beta: Scalar
     objective_coeff: Scalar
     objective_epsilon: Scalar
+    objective_mu: Scalar
     objective_tau: Scalar
     objective_temp: Scalar
     advantage_beta: Scalar
     advantage_epsilon: Scalar
     advantage_kl_coef: float
+    advantage_mu: Scalar
     advantage_tau: Scalar
     # Trinity-RFT's keys.
     algorithm_type: str

@@ -160,7 +160,7 @@ def make_algorithm(
     old = charged or bool(of_policy) or ("next", "log_probs", "full") in read
     # A loss with an exact KL scores the reference itself.
     ref = preset.needs_reference and scored_reference != "data"
-    ref = ref and (charged or ("next", "ref_log_probs", "full") in read or loss.reference is None)
+    ref = ref and (charged or preset.kl_loss != "exact" or ("next", "ref_log_probs", "full") in read)
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
     if ref and old:
         if charged:
