@@ -119,7 +119,7 @@ CONVERSATIONS: dict[str, list[Message]] = {
 OPTIONS: dict[str, dict[str, Any]] = {"tools: schema": {"tools": [SCHEMA]}, "prompted": {"add_generation_prompt": True}}
 
 
-# Masks that the oracle cannot work out, checked by hand.
+# Masks accepted by argument where the oracle has no answer or another; the renderings still need a check by eye.
 _GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
 BY_HAND: dict[str, tuple[tuple[str, ...], ...]] = {
     # gemma-4: the tool's answer stands inside the turn, the message's content after it; the end token follows the content
