@@ -398,10 +398,10 @@ def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, .
                     chat, turn, f"{after[0]!r} after its {{% generation %}} block may be a header or its end"
                 )
             stripped = after.end()
-        inside = {mark.message for p, mark in whole.marks if start < p < stripped}
-        if any(chat.messages[message].get("role") != ASSISTANT for message in inside):
+        held = {mark.message for p, mark in whole.marks if start < p < stripped}
+        if any(chat.messages[message].get("role") != ASSISTANT for message in held):
             raise not_found(chat, turn, "its {% generation %} blocks hold text of other messages")
-        for message in inside or {turn}:
+        for message in held or {turn}:
             check_gaps(chat, whole, message, start, stripped)
         spans.append((start, stripped))
     return _merge(spans)
