@@ -156,6 +156,10 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
     at_end = upto is not None and last and gaps[-1].rstrip().endswith(last[0]) and last[0] != chat.eos_token
     if upto is not None and at_end and last[0] in _header_tokens(chat, upto, whole.text[:start]):
         raise not_found(chat, turn, f"it may end in {last[0]!r}, a token of the next header")
+    tokens = _TOKENS.findall(gaps[-1])
+    apart = re.search(r"\s\S*\Z", gaps[-1].rstrip()) if len(tokens) > 1 else None
+    if apart and not chat.messages[turn].get("tool_calls") and not tokens[-2].startswith(("</", "[/")):
+        raise not_found(chat, turn, f"its end token may be any of {tokens}")
     ends = {chat.eos_token, *_TOKENS.findall(_plain_end(chat, turn))[-1:]} - {None} if between else set()
     for gap in (
         *(e for e in edges if holds(e, headers)),
