@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
-from torchrl_llm_kl.masks._template import FILLER, LOOP, Renderings, Trace, common_prefix_length
+from torchrl_llm_kl.masks._template import FILLER, LOOP, SPOKEN, Renderings, Trace, common_prefix_length
 from torchrl_llm_kl.masks._tokens import Span
 
 # Pattern of control tokens.
@@ -158,7 +158,9 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
         raise not_found(chat, turn, f"it may end in {last[0]!r}, a token of the next header")
     tokens = _TOKENS.findall(gaps[-1])
     apart = re.search(r"\s\S*\Z", gaps[-1].rstrip()) if len(tokens) > 1 else None
-    if apart and not chat.messages[turn].get("tool_calls") and not tokens[-2].startswith(("</", "[/")):
+    spoken = [value for field in SPOKEN if isinstance(value := chat.messages[turn].get(field), str)]
+    inside = apart and (tokens[-2].startswith(("</", "[/")) or any(tokens[-2] in value for value in spoken))
+    if apart and not inside and not chat.messages[turn].get("tool_calls"):
         raise not_found(chat, turn, f"its end token may be any of {tokens}")
     ends = {chat.eos_token, *_TOKENS.findall(_plain_end(chat, turn))[-1:]} - {None} if between else set()
     for gap in (
