@@ -197,6 +197,17 @@ FOUND = [
         [user("a"), assistant("b"), assistant("")],
         True,
     ),
+    # a second token closes the conversation, and the prompt ends in a thinking tag
+    (
+        ("", "without empty", "words", "eos", "closed", "thinking", "reasoning"),
+        [user(""), user("a: b"), assistant("yes"), user("")],
+        True,
+    ),
+    (
+        (SCAN, "loop", "words", "eos", "closed", "thinking", "reasoning"),
+        [assistant(""), assistant(""), {**assistant(""), "reasoning_content": "hm"}],
+        False,
+    ),
 ]
 
 

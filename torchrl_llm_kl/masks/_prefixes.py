@@ -156,18 +156,25 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
     at_end = upto is not None and last and gaps[-1].rstrip().endswith(last[0]) and last[0] != chat.eos_token
     if upto is not None and at_end and last[0] in _header_tokens(chat, upto, whole.text[:start]):
         raise not_found(chat, turn, f"it may end in {last[0]!r}, a token of the next header")
-    tokens = _TOKENS.findall(gaps[-1])
-    apart = re.search(r"\s\S*\Z", gaps[-1].rstrip()) if len(tokens) > 1 else None
-    spoken = [value for field in SPOKEN if isinstance(value := chat.messages[turn].get(field), str)]
-    inside = apart and (tokens[-2].startswith(("</", "[/")) or any(tokens[-2] in value for value in spoken))
-    if apart and not inside and not chat.messages[turn].get("tool_calls"):
-        raise not_found(chat, turn, f"its end token may be any of {tokens}")
+    if _may_end_earlier(chat.messages[turn], gaps[-1]):
+        raise not_found(chat, turn, f"its end token may be any of {_TOKENS.findall(gaps[-1])}")
     ends = {chat.eos_token, *_TOKENS.findall(_plain_end(chat, turn))[-1:]} - {None} if between else set()
-    for gap in (
-        *(e for e in edges if holds(e, headers)),
-        *(g for g in between if holds(g, ends) and holds(g, headers)),
-    ):
-        raise not_found(chat, turn, f"it holds a header that the model does not write ({gap!r})")
+    wrong = [gap for gap in edges if holds(gap, headers)]
+    wrong += [gap for gap in between if holds(gap, ends) and holds(gap, headers)]
+    if wrong:
+        raise not_found(chat, turn, f"it holds a header that the model does not write ({wrong[0]!r})")
+
+
+def _may_end_earlier(message: Message, tail: str) -> bool:
+    """Whether the text after a plain answer holds two end tokens apart: the second may close the conversation alone.
+
+    A closing tag, and a token of the answer's own, is no end token.
+    """
+    tokens = _TOKENS.findall(tail)
+    if len(tokens) < 2 or message.get("tool_calls") or not re.search(r"\s", tail.rstrip()):
+        return False
+    own = [value for field in SPOKEN if isinstance(value := message.get(field), str)]
+    return not (tokens[-2].startswith(("</", "[/")) or any(tokens[-2] in value for value in own))
 
 
 def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
