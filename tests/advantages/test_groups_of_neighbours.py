@@ -133,3 +133,19 @@ def test_turns_that_share_a_key_are_told() -> None:
         first = first_turns()
         first["query"] = torch.tensor([0, 0, 1, 1])
         Advantage("grpo")(first)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "optimal_token_baseline"])
+def test_advantages_per_token_tell_of_turns_too(name: Any) -> None:
+    data = conversations()
+    data["query"] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    with pytest.warns(UserWarning, match=r"rows of one group \(group_key='query'\) have different prompts"):
+        Advantage(name).check_groups(data)
+
+
+def test_as_many_rewards_as_tokens_are_told() -> None:
+    tokens = TensorDict(full=torch.randint(3, 9, (4, 5)), prompt=torch.full((4, 2), 3), batch_size=[4])
+    reward = torch.arange(20.0).reshape(4, 5)
+    data = TensorDict(tokens=tokens, next=TensorDict(reward=reward, batch_size=[4]), batch_size=[4])
+    with pytest.warns(UserWarning, match="holds 5 rewards for each sequence, as many as a row has tokens"):
+        Advantage("gdpo", group_size=4)(data)

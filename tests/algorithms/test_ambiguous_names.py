@@ -33,6 +33,7 @@ SHARED: dict[tuple[str, str], tuple[str, bool]] = {
     ("advantage", "gamma"): ("torchrl, verl, trinity", SAME),
     ("advantage", "kl_coef"): ("verl, trinity", OTHER),
     ("advantage", "lam"): ("verl, trinity", SAME),
+    ("advantage", "tau"): ("trinity", OTHER),  # and of DRO's paper
     ("advantage", "reward_weights"): ("trl", SAME),
     ("advantage", "lmbda"): ("torchrl, trl", SAME),  # TRL's, of distillation, is refused there: no such setting
     ("objective", "beta"): ("trl, trinity", SAME),  # the DPO family
@@ -141,6 +142,7 @@ def test_no_preset_accepts_an_ambiguous_name(name: str) -> None:
             r"exp\(A / temp\) of the objective rec pass objective_temp=.*sampler's temperature pass temp",
         ),
         ("grpo", {"objective": "kl_cov", "coeff": 0.1}, r"pass objective_coeff=.*pass kl_reward_coeff="),
+        ("dro", {"tau": 5.0}, r"soft-max baseline of the advantage opmd pass advantage_tau=.*\(DRO\) pass beta="),
     ],
 )
 def test_both_meanings_are_named(name: str, settings: dict[str, Any], message: str) -> None:

@@ -241,3 +241,14 @@ def test_counting_leaves_torchs_random_numbers_alone() -> None:
     torch.manual_seed(1)
     parts.prepare(uneven(), count=True)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_answers_of_equal_rank_stay_together() -> None:
+    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    parts = make_algorithm("kto", TASK.policy(), reference=uniform, objective="aot_unpaired")
+    batch = TASK.sample(TASK.policy(), 12, torch.Generator().manual_seed(0), 2)
+    batch["chosen"] = torch.arange(12) < 6
+    batch = parts.prepare(batch)
+    pieces = list(parts.micro_batches(batch, 3))
+    assert all((piece["match_id"].unique(return_counts=True)[1] == 2).all() for piece in pieces)
+    torch.testing.assert_close(gradient(parts, *pieces), gradient(parts, batch), rtol=1e-4, atol=1e-6)

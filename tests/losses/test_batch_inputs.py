@@ -269,8 +269,9 @@ def test_answers_leave_the_neighbours_of_their_own_prompt() -> None:
     assert mixed([[1]], [[5]]) == [[1, 5]]
 
 
-def test_a_sequence_without_an_answer_is_a_prompt() -> None:
-    assert mixed([[1, 2], [3]], [[], [8, 8]]) == [[1, 2, 8, 8], [3]]
+def test_a_sequence_without_an_answer_is_left_out() -> None:
+    """Where its prompt ends is unknown: all of it may be an answer that ``loss_mask`` leaves out."""
+    assert mixed([[1, 2], [3], [4]], [[], [8, 8], [9]]) == [[1, 2], [3, 9], [4, 8, 8]]
 
 
 def test_later_turns_stay_with_the_answer() -> None:

@@ -58,7 +58,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 }
 # Templates that read the content as a list of parts.
 _PARTS = {"idefics3", "llava_next", "smolvlm"}
-_CONTROL_TOKEN = re.compile(r"<[|｜][^<>\s'\"{}]*[|｜]>|</?think>|<(?:start|end)_of_[a-z]+>")
+CONTROL_TOKEN = re.compile(r"<[|｜][^<>\s'\"{}]*[|｜]>|</?think>|<(?:start|end)_of_[a-z]+>")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def conversation(template: str, kind: str) -> list[dict[str, Any]]:
 @cache
 def tokenizer_for(template: str):
     source = read(template)
-    special = sorted(set(_CONTROL_TOKEN.findall(source)))
+    special = sorted(set(CONTROL_TOKEN.findall(source)))
     return build_tokenizer(source, special, eos_token="<EOS>", bos_token="<BOS>")
 
 

@@ -272,9 +272,9 @@ def test_an_empty_mask_is_an_error_that_names_the_template():
 
 
 def test_a_turn_that_cannot_be_located_is_an_error():
-    template = "{{ messages | length }}{% for m in messages %}{{ m | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(TurnNotFoundError, match=r"message 1 \(assistant\) of 2.*sha256"):
-        render_conversation(build_tokenizer(template), [user("x"), assistant("a")])
+    template = "{% for i in range(messages | length) %}{{ messages | length }}{{ messages[i].content }}{% endfor %}"
+    with pytest.raises(TurnNotFoundError, match=r"message 1 \(assistant\) of 3.*sha256.*Pass a template"):
+        render_conversation(build_tokenizer(template), [user("x"), assistant("a"), user("y")])
 
 
 @pytest.mark.parametrize("name", ["tokenize", "truncation", "continue_final_message"])

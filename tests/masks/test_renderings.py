@@ -7,7 +7,7 @@ import pytest
 import template_pairs
 from template_pairs import assistant, user
 
-from torchrl_llm_kl.masks import TurnNotFoundError, render_conversation
+from torchrl_llm_kl.masks import EmptyAssistantMaskError, render_conversation
 from torchrl_llm_kl.masks._template import instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -55,20 +55,29 @@ def renderings(monkeypatch):
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
 @pytest.mark.parametrize("template", TYPICAL)
 def test_two_renderings_whatever_the_number_of_turns(renderings, template, turns):
-    rendered = render_conversation(build_tokenizer(TYPICAL[template]), talk(turns))
+    tokenizer = build_tokenizer(TYPICAL[template])
+    render_conversation(tokenizer, talk(turns))  # its borders are confirmed once
+    renderings.clear()
+    rendered = render_conversation(tokenizer, talk(turns))
     assert len(rendered.assistant_spans) == turns
     assert len(renderings) == 2
 
 
 @pytest.mark.parametrize("template", sorted(set(TYPICAL) - {"mistral", "thinking prompt"}))
 def test_two_renderings_with_a_generation_prompt(renderings, template):
-    render_conversation(build_tokenizer(TYPICAL[template]), talk(3), add_generation_prompt=True)
+    tokenizer = build_tokenizer(TYPICAL[template])
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
+    renderings.clear()
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
     assert len(renderings) == 2
 
 
 @pytest.mark.parametrize("template", ["mistral", "thinking prompt"])
 def test_a_third_rendering_shows_what_the_generation_prompt_adds(renderings, template):
-    render_conversation(build_tokenizer(TYPICAL[template]), talk(3), add_generation_prompt=True)
+    tokenizer = build_tokenizer(TYPICAL[template])
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
+    renderings.clear()
+    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
     assert len(renderings) == 3
 
 
@@ -89,7 +98,7 @@ def test_one_rendering_without_a_mask(renderings):
 
 def test_without_a_mask_no_turn_can_be_missing():
     tokenizer = build_tokenizer("{{ messages | length }}{% for m in messages %}{{ m | length }}{% endfor %}")
-    with pytest.raises(TurnNotFoundError):
+    with pytest.raises(EmptyAssistantMaskError):
         render_conversation(tokenizer, talk(1))
     assert render_conversation(tokenizer, talk(1), assistant_mask=False).text == "222"
 
@@ -98,10 +107,10 @@ def test_without_a_mask_no_turn_can_be_missing():
 MORE = {
     # the loop ends the last turn differently before a generation prompt: one rendering for each
     **dict.fromkeys(("gptoss", "gptoss_training"), 3),
-    # the text after the loop depends on the last message: one prompt per turn
-    **dict.fromkeys(("deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "deepseekv3_training"), 14),
-    **dict.fromkeys(("diffusion_gemma", "diffusion_gemma_training", "phi3_training", "phi3_5_training"), 10),
-    **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), 10),
+    # the text after the loop depends on the last message: the prompt of each turn is rendered, with marks and without
+    **dict.fromkeys(("deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "deepseekv3_training"), 18),
+    **dict.fromkeys(("diffusion_gemma", "diffusion_gemma_training", "phi3_training", "phi3_5_training"), 18),
+    **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), 18),
     # no generation prompt, and content in parts: each header is found by rendering the turn with other content
     **dict.fromkeys(("llava_next", "llava_next_training"), 10),
 }
@@ -115,6 +124,7 @@ def test_renderings_of_the_templates_that_trl_ships(renderings):
         if template.removesuffix("_training") == "llava_next":
             messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
         tokenizer = build_tokenizer(template_pairs.read(template), eos_token="<EOS>", bos_token="<BOS>")
+        render_conversation(tokenizer, messages)
         renderings.clear()
         render_conversation(tokenizer, messages)
         counts[template] = len(renderings)

@@ -50,7 +50,11 @@ ONLY_TRL = {
     "smolvlm": {"\n"},
 }
 # The blocks of this template end on the emoji; of its four byte tokens, transformers masks in the first.
-ONLY_OURS = {("diffusion_gemma", "system"): ("\ufffd" * 3,)}
+ONLY_OURS = {
+    ("diffusion_gemma", "system"): ("\ufffd" * 3,),
+    # the control token that stops the model after a tool call
+    ("diffusion_gemma", "tools"): ("<|tool_response>",),
+}
 
 ALTERNATE = "Conversation roles must alternate"
 REFUSED = {
@@ -141,6 +145,7 @@ GLM_CALL = (
     "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>"
 )
 GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
+GEMMA_STOP = "<|tool_response>"  # written by the model, which stops there
 # Hand-written, for cases that no marked template covers.
 EXPECTED = {
     ("qwen3", "multi"): ["Hello there<|im_end|>", "<think>\n\n</think>\n\nHi<|im_end|>"],
@@ -160,7 +165,7 @@ EXPECTED = {
         "\n<think></think>\nWelcome",
     ],
     # the tool's response is inside the model's turn, which continues after it
-    ("gemma4_v5", "tools"): [GEMMA_CALL, "It is 3.<turn|>", "Welcome<turn|>"],
+    ("gemma4_v5", "tools"): [GEMMA_CALL + GEMMA_STOP, "It is 3.<turn|>", "Welcome<turn|>"],
     ("gemma4_v5", "reasoning"): ["3<turn|>", "<|channel>thought\ntwo and two\n<channel|>4<turn|>"],
     ("llama3_1", "tools"): [
         '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>',
@@ -200,7 +205,7 @@ def test_two_calls_and_their_responses_in_one_gemma_turn():
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
         assistant("3"),
     ]
-    assert masked_turns("gemma4_v5", messages) == [GEMMA_CALL * 2, "3<turn|>"]
+    assert masked_turns("gemma4_v5", messages) == [GEMMA_CALL * 2 + GEMMA_STOP, "3<turn|>"]
 
 
 def test_the_published_table_is_current():
@@ -211,4 +216,4 @@ def test_the_published_table_is_current():
     page = script.PAGE.read_text(encoding="utf-8")
     if f"TRL {template_pairs.version()} " not in page:
         pytest.skip(f"the page is of another TRL version than {template_pairs.version()}")
-    assert page == script.build(), "run `python docs/build_chat_template_table.py`"
+    assert page == script.build(script.published()), "run `python docs/build_chat_template_table.py`"

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import ResponseTokens
+from torchrl_llm_kl.rollouts import ResponseTokens, mismatch
 
 # Three sequences of 3, 2 and 1 tokens, of which 2, 1 and 0 are masked in; the first response has a gap.
 MASK = torch.tensor([True, False, True, False, True, False])
@@ -102,3 +102,12 @@ def test_scatter_puts_each_number_back_where_gather_took_it() -> None:
     values = torch.tensor([10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 30.0, 31.0, 32.0])
     assert response.gather(values).tolist() == [[11.0, 12.0, 13.0], [21.0, 0.0, 0.0], [31.0, 32.0, 0.0]]
     assert response.scatter(response.gather(values)).tolist() == [0.0, 11.0, 12.0, 13.0, 0.0, 21.0, 0.0, 31.0, 32.0]
+
+
+def test_a_sequence_without_masked_in_tokens_lends_no_prompt_and_no_answer() -> None:
+    tokens = Ragged.from_list([torch.tensor(row) for row in ([1, 2, 3], [8, 9], [4, 5, 6, 7])])
+    mask = torch.tensor([False, True, True, False, False, False, False, True, True])
+    mixed, marks = mismatch(tokens, mask)
+    assert [row.tolist() for row in mixed.to_list()] == [[1, 6, 7], [8, 9], [4, 5, 2, 3]]
+    assert mixed.like(marks).to_list()[1].tolist() == [False, False]
+    assert marks.sum() == 4

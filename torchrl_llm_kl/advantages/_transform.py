@@ -330,7 +330,7 @@ class Advantage(Transform):
             return sequence_integers(value, rows, what)
         if name in ("group", "run", "state"):
             ids = sequence_ids_of(value, rows, what)
-            if name == "group" and self.spec.kind == "outcome":
+            if name == "group" and self.spec.kind != "trajectory":
                 _warn_of_turns(td, ids, given)
             return ids
         numbers = outcomes(td, value, what) if name == "reward" else sequence_sums(value, rows, what)
@@ -358,6 +358,13 @@ class Advantage(Transform):
                 raise ValueError(
                     f"the rewards under {found!r} must be [*B, R], R numbers for each of {rows} sequences, found {shape}. "
                     f"Pass keys={{'rewards': [...]}} for rewards in entries of their own."
+                )
+            tokens = read_column(td, ("tokens", "full"))
+            if isinstance(tokens, Tensor) and not tokens.is_nested and tokens.shape[-1] == row.shape[-1] > 1:
+                warnings.warn(
+                    f"{found!r} holds {row.shape[-1]} rewards for each sequence, as many as a row has tokens: a reward per "
+                    f"token is one reward; pass keys={{'rewards': [{found!r}]}} for it.",
+                    stacklevel=5,
                 )
             columns += widen(row.detach())[0].reshape(rows, -1).unbind(1)
         numbers = torch.stack([column.to(columns[0].device) for column in columns], 1)

@@ -225,6 +225,10 @@ AMBIGUOUS: Mapping[tuple[str, str], tuple[str, str]] = {
         "the factor",
         "the weight of a KL penalty (verl, Trinity-RFT) pass kl_loss_coeff= or kl_reward_coeff=",
     ),
+    ("advantage", "tau"): (
+        "the temperature of the soft-max baseline",
+        "the weight of the squared log-ratio (DRO) pass beta=",
+    ),
     ("objective", "coeff"): (
         "the weight of the penalty on selected tokens",
         "the weight of the KL in the reward (torchrl) pass kl_reward_coeff=",

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack, unravel_key
 from torch import Tensor
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
@@ -219,10 +219,11 @@ class AlgorithmParts:
         check_range(1, number=number, size=size)
         batch = _flat(batch)
         units, what = torch.arange(len(batch)), "rows"
-        if "pair_id" in self.loss.objective.inputs:  # a loss of pairs needs both answers
-            key, what = find_key(batch, self.loss.tensor_keys.pair_id), "pairs"
-            ids = None if key is None else per_sequence(batch, key)
-            units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
+        for name in {"pair_id", "match_id"} & {*self.loss.objective.inputs}:  # a loss of pairs needs both answers
+            key = find_key(batch, getattr(self.loss.tensor_keys, name))
+            if key is not None or name == "pair_id":
+                ids, what = None if key is None else per_sequence(batch, key), "pairs"
+                units = units // 2 if ids is None else ids.cpu().unique(return_inverse=True)[1]
         lengths = units.bincount()
         if size is not None:
             most = size // int(lengths.max())
@@ -249,14 +250,23 @@ class AlgorithmParts:
             # A penalised reward has one number per token.
             reward = find_key(batch, ("next", "reward"))
             penalised = reward is not None and per_sequence(batch, reward) is None
+            if not penalised and self._lacks_scores(transform, batch):
+                return transform(batch)
             return batch if penalised or not transform[2].add_to_reward else transform[2](batch)
         # torchrl's wrappers store log-probs at the root, without those of first tokens; ours are marked.
         key, mark = ("next", *transform.log_probs_full_key), (_PREPARED, transform.log_probs_full_key[0])
         found = find_key(batch, key)
-        if found != key and not (found is not None and _is_marked(batch, mark)):
+        kept = found == key or (found is not None and _is_marked(batch, mark))
+        if not kept or self._lacks_scores(transform, batch):
             batch = transform(batch)
         _mark(batch, mark)
         return batch
+
+    def _lacks_scores(self, transform: Transform, batch: TensorDictBase) -> bool:
+        """Whether the advantage reads an entropy or moments that the transform writes and the batch does not hold."""
+        read = [] if self.advantage is None else [key for key in self.advantage.in_keys if key[0] == "next"]
+        written = {unravel_key(("next", key)) for key in transform.out_keys}
+        return any(key in written and find_key(batch, key) is None for key in read)
 
 
 def _is_marked(batch: TensorDictBase, key: NestedKey) -> bool:

@@ -71,6 +71,9 @@ class LossOutput(TensorDict):
                 )
         return sum(losses.values())
 
+    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.total_loss if isinstance(key, str) and key == "total_loss" else super().get(key, *args, **kwargs)
+
     def __getitem__(self, index: Any) -> Any:
         return self.total_loss if isinstance(index, str) and index == "total_loss" else super().__getitem__(index)
 

@@ -2,9 +2,9 @@
 
 A trace is a rendering with invisible markers. The template's syntax tree gets outputs at the start and end of every
 ``for`` body, and after every assignment in a loop, that print the marker of the message that the loop variable (or the
-assigned variable) holds, if it holds one; messages carry their markers in extra keys. Neither the contents nor the
-template's own text change, so no message can move a border by its content. If the text without the markers differs from
-the plain rendering, the trace is discarded.
+assigned variable) holds, if it holds one; messages carry their markers in extra keys. The strings of the messages carry
+marks at their edges, which show where each is written, however the template gets there. If the text without markers and
+marks differs from the plain rendering, the trace is discarded and made again with fewer marks.
 
 Renderings are expensive. Most templates write a fixed generation prompt after the loop over the messages ("the message
 loop"): the text after the whole conversation is then the prompt of every turn and need not be rendered turn by turn.
@@ -16,10 +16,12 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -58,6 +60,8 @@ class Renderer:
         self._source, self.name = _resolve(tokenizer, chat_template, tools)
         self._kwargs = {**template_kwargs, "tools": list(tools) if tools is not None else None}
         self.template = instrument(self._source)
+        tokens = getattr(tokenizer, "special_tokens_map", None)  # templates write them
+        self.identity = self._source, repr((self._kwargs, tokens))
 
     def text(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """The plain rendering, as transformers returns it."""
@@ -69,21 +73,23 @@ class Renderer:
         generation_prompt: bool,
         plain: str,
         *,
-        mark_messages: bool = True,
+        marking: Marking,
         checked: bool = True,
     ) -> Trace | None:
-        """The rendering with the span of each message (``mark_messages``) and generation block.
+        """The rendering with the span of each message and generation block, and the marks of the messages' strings.
 
         None if the template fails with the markers, or (if ``checked``) renders another text than ``plain``.
         """
-        quotes = _unused_quotes(plain)
-        kinds = (LOOP, SET) if mark_messages else ()
-        marked = [{**message, **_markers(kinds, index, quotes)} for index, message in enumerate(messages)]
+        quotes, nonce = _unused_quotes(plain), _unused_nonce(plain)
+        marked = [
+            {**mark_strings(message, index, nonce, marking), **_markers(marking.kinds, index, quotes)}
+            for index, message in enumerate(messages)
+        ]
         try:
             text = self._apply(self.template.tree, marked, generation_prompt, _markers((BLOCK,), 0, quotes))
         except Exception:  # a template may raise anything; the plain rendering succeeded
             return None
-        trace = read_trace(text, quotes)
+        trace = read_trace(text, quotes, nonce)
         return trace if trace.text == plain or not checked else None
 
     def _apply(
@@ -107,9 +113,47 @@ class Renderings:
     def __init__(self, renderer: Renderer, messages: Sequence[Message], generation_prompt: bool) -> None:
         self.renderer, self.messages, self.generation_prompt = renderer, messages, generation_prompt
         self.template, self.eos_token = renderer.template, getattr(renderer.tokenizer, "eos_token", None)
-        self.plain = plain = cache(lambda count, prompt: renderer.text(messages[:count], prompt))
-        self.trace = cache(lambda count, prompt: renderer.trace(messages[:count], prompt, plain(count, prompt)))
-        self.text: str = plain(len(messages), generation_prompt)
+        self.plain = cache(lambda count, prompt: renderer.text(messages[:count], prompt))
+        self.trace = cache(self._trace)
+        self.prefix = cache(self._prefix)
+        self.text: str = self.plain(len(messages), generation_prompt)
+        self._markings: Sequence[Marking] = MARKINGS
+
+    def _trace(self, count: int, prompt: bool) -> Trace | None:
+        return self._traced(self.messages[:count], prompt, self.plain(count, prompt))
+
+    def _traced(self, messages: Sequence[Message], prompt: bool, plain: str) -> Trace | None:
+        """The trace with the most marks that leave the text as it is; what failed once is not tried again."""
+        for tried, marking in enumerate(self._markings):
+            trace = self.renderer.trace(messages, prompt, plain, marking=marking)
+            if trace is not None:
+                self._markings = self._markings[tried:]
+                return trace
+        return None
+
+    def _prefix(self, count: int, prompt: bool, then: str = "") -> Trace | None:
+        """The rendering of the first ``count`` messages, of one more with role ``then`` and content :data:`FILLER`.
+
+        None if the template rejects such a conversation.
+        """
+        messages: list[Any] = list(self.messages[:count])
+        if then:
+            content: Any = FILLER
+            if any(isinstance(message.get("content"), (list, tuple)) for message in self.messages):
+                content = [{"type": "text", "text": FILLER}]
+            messages.append({"role": then, "content": content})
+        try:
+            if then == "tool":  # answers the first call of the last message
+                call = messages[-2]["tool_calls"][0]
+                messages[-1]["tool_call_id"] = call.get("id", "")
+                messages[-1]["name"] = call.get("function", call)["name"]
+            plain = self.renderer.text(messages, prompt) if then else self.plain(count, prompt)
+        except Exception:  # a template may raise anything
+            return None
+        trace = self._traced(messages, prompt, plain) if then else self.trace(count, prompt)
+        if then and trace:
+            trace = replace(trace, marks=tuple((p, mark) for p, mark in trace.marks if mark.message < count))
+        return trace or Trace(plain, (), 0)
 
     @cached_property
     def prompted(self) -> Trace | None:
@@ -120,10 +164,24 @@ class Renderings:
         """
         if not self.template.prompt_is_fixed:
             return None
-        trace = self.renderer.trace(self.messages, True, self.text, checked=self.generation_prompt)
-        if trace is None or self.generation_prompt or self.template.loop_reads_flag:
-            return trace
-        return trace if self.text.startswith(trace.text[: trace.messages_end]) else None
+        for tried, marking in enumerate(self._markings):
+            trace = self.renderer.trace(self.messages, True, self.text, marking=marking, checked=self.generation_prompt)
+            unchecked = self.generation_prompt or self.template.loop_reads_flag
+            if trace is None or not marking.kinds:
+                continue
+            if unchecked or self.text.startswith(trace.text[: trace.messages_end]):
+                self._markings = self._markings[tried:]
+                return trace
+        return None
+
+    def _ends_in_prompt(self, trace: Trace, count: int) -> bool:
+        """Whether a prompt, and not a message, follows the message loop: by its marks, or by what the flag changes."""
+        end = trace.messages_end
+        if not end or any(p > end or (p == end and not mark.is_end) for p, mark in trace.marks):
+            return False
+        if self.template.prompt_is_fixed or any(mark.message == count - 1 for _, mark in trace.marks):
+            return True
+        return self.plain(count, True) != self.plain(count, False)
 
     def prompts(self, count: int, *, fixed: bool) -> Iterator[str]:
         """Candidates for the generation prompt after the first ``count`` messages.
@@ -135,7 +193,8 @@ class Renderings:
         prompted = self.prompted if fixed else None
         try:
             trace = prompted or self.trace(count, True)
-            yield trace.text[trace.messages_end :] if trace is not None else ""
+            if trace is not None and (self._ends_in_prompt(trace, count) or prompted):
+                yield trace.text[trace.messages_end :]
             if prompted is None or self.template.loop_reads_flag:
                 with_prompt, without = self.plain(count, True), self.plain(count, False)
             else:
@@ -187,6 +246,7 @@ def _fingerprint(template: str) -> str:
 
 # ------------------------------------------------------------------ traces
 
+FILLER = "\U0010fefe"
 # Kinds of spans: a message in a loop body, a message assigned to a variable in a loop, a generation block.
 LOOP, SET, BLOCK = "loop", "set", "block"
 _OPEN, _CLOSE = "+", "-"
@@ -200,6 +260,7 @@ class Trace:
     text: str
     spans: tuple[tuple[str, int, int, int], ...]  # (kind, message index or -1, start, end) in closing order
     messages_end: int  # of the last loop marker: the text after it was written after the last message
+    marks: tuple[tuple[int, Mark], ...] = ()  # positions of the edges of the messages' strings, in text order
 
     def of(self, kind: str, index: int = -1) -> list[Span]:
         """Spans of one kind and message that hold more than white space (generation blocks may be empty)."""
@@ -213,11 +274,18 @@ class Trace:
                 found.setdefault((kind, index), []).append((start, end))
         return found
 
+    @cached_property
+    def places(self) -> dict[Mark, int]:
+        """The positions of the marks that occur once."""
+        count = Counter(mark for _, mark in self.marks)
+        return {mark: position for position, mark in self.marks if count[mark] == 1}
 
-def read_trace(marked_text: str, quotes: tuple[str, str]) -> Trace:
-    """Remove the markers from a rendering and pair them up; a marker without a partner is ignored."""
-    pattern = re.compile(f"{quotes[0]}([a-z]+)([+-])([0-9]+){quotes[1]}")
+
+def read_trace(marked_text: str, quotes: tuple[str, str], nonce: str) -> Trace:
+    """Remove markers and marks from a rendering and pair the markers up; a marker without a partner is ignored."""
+    pattern = re.compile(f"{quotes[0]}([a-z]+)([+-])([0-9]+){quotes[1]}|{nonce}([0-9]+)_([01])_([0-9]+)_([01])_")
     pieces: list[str] = []
+    marks: list[tuple[int, Mark]] = []
     opened: dict[tuple[str, int], list[int]] = {}
     spans: list[tuple[str, int, int, int]] = []
     length = position = messages_end = 0
@@ -225,6 +293,9 @@ def read_trace(marked_text: str, quotes: tuple[str, str]) -> Trace:
         pieces.append(marked_text[position : match.start()])
         length += len(pieces[-1])
         position = match.end()
+        if match[4]:
+            marks.append((length, Mark(int(match[4]), match[5] == "1", int(match[6]), match[7] == "1")))
+            continue
         kind, action, index = match[1], match[2], -1 if match[1] == BLOCK else int(match[3])
         if action == _OPEN:
             opened.setdefault((kind, index), []).append(length)
@@ -233,7 +304,87 @@ def read_trace(marked_text: str, quotes: tuple[str, str]) -> Trace:
         if kind == LOOP:
             messages_end = length
     pieces.append(marked_text[position:])
-    return Trace("".join(pieces), tuple(spans), messages_end)
+    return Trace("".join(pieces), tuple(spans), messages_end, tuple(marks))
+
+
+class Mark(NamedTuple):
+    """An edge of a string of a message; ``spoken`` if it is content or reasoning, else a part of a tool call."""
+
+    message: int
+    spoken: bool
+    string: int
+    is_end: bool
+
+
+class Marking(NamedTuple):
+    """What a trace marks: the kinds of markers, the fields of the messages, whether both edges of their strings."""
+
+    kinds: tuple[str, ...]
+    fields: tuple[str, ...]
+    both_edges: bool
+
+
+SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")
+_MESSAGES = (LOOP, SET)
+_ALL = (*SPOKEN, "tool_calls")
+# From the most marks to the fewest: a template may look at the edges of its strings, or trim what its loop writes.
+MARKINGS = (
+    Marking(_MESSAGES, _ALL, True),
+    Marking(_MESSAGES, SPOKEN[:1], False),
+    Marking(_MESSAGES, (), False),
+    Marking((), _ALL, True),
+    Marking((), (), False),
+)
+_TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
+
+
+def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> dict[str, Any]:
+    """A copy of a message with marks in its strings: after leading, before trailing white space and tags.
+
+    So a template still finds ``<think>`` at the start of a content, and trims what it would have trimmed.
+    """
+    copy = dict(message)
+    number = count()
+
+    def mark(value: Any, spoken: bool, keys: Sequence[str] = ()) -> Any:
+        if isinstance(value, Mapping):
+            inner = {k: () if k == "arguments" else keys for k in value if not keys or k in keys}
+            return {k: mark(v, spoken, inner[k]) if k in inner else v for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [mark(item, spoken, keys) for item in value]
+        start, end = core_of(value) if isinstance(value, str) else (0, 0)
+        if start >= end and isinstance(value, str):  # nothing but tags
+            start, end = len(value) - len(value.lstrip()), len(value.rstrip())
+        if start >= end:
+            return value
+        first, last = (f"{nonce}{name}_{side}_" for name in [f"{index}_{spoken:d}_{next(number)}"] for side in (0, 1))
+        return value[:start] + (first if marking.both_edges else "") + value[start:end] + last + value[end:]
+
+    for field in marking.fields:
+        if copy.get(field):
+            spoken = field in SPOKEN
+            keys = ("text", "content", "thinking") if spoken else ("function", "name", "arguments")
+            copy[field] = mark(copy[field], spoken, keys)
+    return copy
+
+
+def core_of(text: str) -> Span:
+    """The span of a text without the white space and the tags at its edges."""
+    match = _TAGS.match(text)
+    start, end = match.end() if match else 0, len(text)
+    while start < end:
+        stripped = start + len(text[start:end].rstrip())
+        tag = {">": "<", "]": "["}.get(text[stripped - 1]) if stripped > start else None
+        opened = text.rfind(tag, start, stripped) if tag else -1
+        if opened < 0:
+            return start, stripped
+        end = opened
+    return start, start
+
+
+def _unused_nonce(text: str) -> str:
+    """The beginning of a mark that the text does not contain: digits and underscores, which no filter changes."""
+    return next(nonce for nonce in (f"_0{k}_" for k in count(7391)) if nonce not in text)
 
 
 def _unused_quotes(text: str) -> tuple[str, str]:

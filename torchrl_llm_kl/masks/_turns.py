@@ -1,7 +1,8 @@
 """The assistant's spans in the rendered text.
 
 A turn starts with a role header, the text that the generation prompt already provides; the model produces the rest. The
-span of a turn is found in the trace of the rendering; without a trace, by rendering the conversation up to the turn.
+trace of the rendering proposes the span of a turn; renderings of the conversation up to the turn confirm or correct it,
+or locate a turn that cannot be traced. A span that they contradict raises an error.
 """
 
 from __future__ import annotations
@@ -9,19 +10,41 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
-from torchrl_llm_kl.masks._template import BLOCK, LOOP, SET, Renderer, Renderings, Trace, common_prefix_length
+from torchrl_llm_kl.masks._prefixes import (
+    CONTROL,
+    check_gaps,
+    end_of_prompt,
+    end_of_shared_units,
+    end_of_turn,
+    headers_of,
+    holds,
+    is_header_alone,
+    is_omitted,
+    not_found,
+    own_gaps,
+    prompt_is_fixed,
+    start_of_turn,
+)
+from torchrl_llm_kl.masks._template import (
+    BLOCK,
+    FILLER,
+    LOOP,
+    SET,
+    SPOKEN,
+    Renderer,
+    Renderings,
+    Trace,
+    common_prefix_length,
+    core_of,
+)
 from torchrl_llm_kl.masks._tokens import Span
 
-# Pattern of control tokens.
-_CONTROL = r"<[^<>\s]+>|\[[^\[\]\s]+\]"
-_CONTROL_TOKENS = re.compile(f"(?:{_CONTROL})+")
-_BORDER = re.compile(rf"{_CONTROL}|\s|\Z")
-# Units of the comparison between a generation prompt and a turn that holds only its beginning.
-_UNITS = re.compile(rf"{_CONTROL}|\w+|\s|[^\w\s]")
-_FILLER = "\U0010fefe"
+_CONTROL_TOKENS = re.compile(f"(?:{CONTROL})+")
+_BORDER = re.compile(rf"{CONTROL}|\s|\Z")
 
 
 def locate_turns(
@@ -34,19 +57,156 @@ def locate_turns(
         return chat.text, (), "no assistant turn"
 
     trace = _trace_without_prompt(chat)
+    whole = trace or chat.trace(len(messages), generation_prompt) or Trace(chat.text, (), 0)
+    whole = replace(whole, text=chat.text)
     spans: list[Span] = []
-    traced = False
+    traced, ended = False, 0
     for turn in turns:
         written = _written(trace, turn) if trace is not None else None
-        if written is None and not chat.template.has_generation_blocks:
-            spans.append(_span_between_prefixes(chat, turn))
-        elif written is None:
-            return chat.text, _spans_of_blocks(chat), "marks"
-        elif trace is not None and written[0] < written[1]:
-            traced = True
-            spans += _spans_of_turn(chat, trace, turn, written)
+        regions: list[Span] = []
+        if trace is not None and written:
+            try:
+                regions = _traced_regions(chat, trace, turn, written)
+            except TurnNotFoundError:
+                pass  # prefixes may show the header
+            else:
+                if not regions and is_header_alone(chat, trace, turn, written):
+                    continue
+        traced = traced or bool(regions)
+        if regions or not is_omitted(chat, whole, turn):
+            try:
+                regions = _confirmed(chat, whole, turn, regions)
+            except TurnNotFoundError:
+                if chat.template.has_generation_blocks:
+                    return chat.text, _spans_of_blocks(chat, whole, turn), "marks"
+                raise
+            if regions and regions[0][0] < ended:
+                raise not_found(chat, turn, "it would begin before the end of an earlier turn")
+            ended = regions[-1][1] if regions else ended
+            spans += _blocks_in(chat, whole, turn, regions) if chat.template.has_generation_blocks else regions
     located_by = "marks" if chat.template.has_generation_blocks else "trace" if traced else "prefixes"
     return chat.text, _merge(spans), located_by
+
+
+def _traced_regions(chat: Renderings, trace: Trace, turn: int, written: Span) -> list[Span]:
+    """The turn by the trace, without the messages of other roles that the template writes inside of it."""
+    if written[0] == written[1]:
+        return []
+    start = written[0] + _header_length(chat, trace, turn, written)
+    end = _end_of_turn(chat, trace.text, turn, start, written[1])
+    return _subtract([(start, end)] if start < end else [], _other_messages(trace, chat.messages, turn, written))
+
+
+# ------------------------------------------------------------------ confirmation
+
+
+_MAX_KNOWN = 4096
+
+
+@lru_cache(maxsize=64)
+def _known_borders(template: tuple[str, str]) -> dict[Any, tuple[int, int, bool]]:
+    """The borders confirmed on one template with one set of variables, by the text around the message's strings.
+
+    The last entry tells whether the start holds for each turn with that text, whatever the contents.
+    """
+    return {}
+
+
+def _confirmed(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> list[Span]:
+    """The regions with borders that the renderings up to the turn confirm; without regions, the one that they show."""
+    text = whole.text
+    traced = (regions[0][0], regions[-1][1]) if regions else (None, None)
+    own, low, high = _surroundings(whole, turn, regions)
+    first, last = (own[0], own[-1]) if own else (low, low)
+    roles = tuple(m.get("role") for m in chat.messages[max(turn - 1, 0) : turn + 2])
+    offsets = tuple(
+        border - at if border is not None else None for border, at in zip(traced, (first, last), strict=True)
+    )
+    gaps = own_gaps(whole, turn, first, last)
+    key = (turn == 0, roles, gaps, chat.generation_prompt, bool(own), offsets, text[low:first], text[last:high])
+    borders = _known_borders(chat.renderer.identity)
+    known = borders.get(key) if len(regions) < 2 else None
+    if known and known[2]:
+        start = first + known[0]
+    else:
+        content = _start_of_content(chat, text, turn, first) if own else traced[1] or 0
+        start = start_of_turn(chat, whole, turn, low, content, traced[0])
+        start = end_of_prompt(chat, whole, turn, start)
+    if len(regions) > 1:
+        regions = _with_stop_tokens(chat, text, turn, [(start, regions[0][1]), *regions[1:]])
+    elif known and first + known[0] == start:
+        regions = [(start, last + known[1])]
+    else:
+        regions = [(start, end_of_turn(chat, whole, turn, start, last if own else start, traced[1]))]
+    if not known:
+        for start, end in regions:
+            if end < start:
+                raise not_found(chat, turn, "its end would lie before its start")
+            check_gaps(chat, whole, turn, start, end)
+        if len(regions) == 1:
+            if len(borders) >= _MAX_KNOWN:
+                borders.clear()
+            borders[key] = (start - first, end - last, prompt_is_fixed(chat, turn))
+    _check_contents(chat, whole, turn, regions)
+    return [(start, end) for start, end in regions if start < end]
+
+
+def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[int], int, int]:
+    """The positions of the turn's marks, of the last mark before it, and of the first mark after it."""
+    marks = whole.marks
+    if regions:
+        low, high = regions[0][0], regions[-1][1]
+        own = [p for p, mark in marks if mark.message == turn and low <= p <= high]
+        others = [p for p, mark in marks if mark.message != turn]
+        low, high = (own[0], own[-1]) if own else (low, high)
+        return (
+            own,
+            max((p for p in others if p <= low), default=0),
+            min((p for p in others if p >= high), default=len(whole.text)),
+        )
+    own = []
+    for position, mark in marks:
+        if mark.message == turn:
+            own.append(position)
+        elif own:
+            break
+    before = [p for p, mark in marks if mark.message < turn and (not own or p <= own[0])]
+    low = max(before, default=0)
+    after = [p for p, mark in marks if mark.message > turn and p >= (own[-1] if own else low)]
+    return own, low, min(after, default=len(whole.text))
+
+
+def _start_of_content(chat: Renderings, text: str, turn: int, mark: int) -> int:
+    """The position of a turn's first string, whose mark stands after its leading tags."""
+    values = (chat.messages[turn].get(field) for field in SPOKEN)
+    tags = [value[: core_of(value)[0]].lstrip() for value in values if isinstance(value, str)]
+    return mark - max((len(tag) for tag in tags if text.endswith(tag, 0, mark)), default=0)
+
+
+def _with_stop_tokens(chat: Renderings, text: str, turn: int, regions: list[Span]) -> list[Span]:
+    """The regions of a turn that other messages interrupt, each with the control token that stops the model there."""
+    upto = chat.prefix(turn + 1, False)
+    stop = re.search(rf"(?:{CONTROL})\Z", upto.text.rstrip()) if upto else None
+    *interrupted, final = regions
+    if stop is None:
+        return regions
+    return [(a, b + len(stop[0]) if text.startswith(stop[0], b) else b) for a, b in interrupted] + [final]
+
+
+def _check_contents(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> None:
+    """Raise if a message's content lies on the wrong side of a border."""
+    for position, mark in whole.marks:
+        if mark.message != turn:
+            wrong = any(a < position < b or (a < b and position == (b if mark.is_end else a)) for a, b in regions)
+        else:
+            wrong = mark.spoken and not any(a <= position <= b for a, b in regions)
+        if wrong:
+            what = (
+                "a part of it is written elsewhere"
+                if mark.message == turn
+                else f"it holds text of message {mark.message}"
+            )
+            raise not_found(chat, turn, what)
 
 
 # ------------------------------------------------------------------ from the trace
@@ -74,15 +234,6 @@ def _written(trace: Trace, turn: int) -> Span | None:
         return outermost[0]
     visited = any(kind == LOOP and index == turn for kind, index, _, _ in trace.spans)
     return (0, 0) if visited and not spans else None
-
-
-def _spans_of_turn(chat: Renderings, trace: Trace, turn: int, written: Span) -> list[Span]:
-    start = written[0] + _header_length(chat, trace, turn, written)
-    end = _end_of_turn(chat, trace.text, turn, start, written[1])
-    spans = [(start, end)] if start < end else []
-    if chat.template.has_generation_blocks:
-        spans = _blocks_of_turn(chat, trace, written, start, end)
-    return _subtract(spans, _other_messages(trace, chat.messages, turn, written))
 
 
 def _end_of_turn(chat: Renderings, text: str, turn: int, start: int, end: int) -> int:
@@ -151,7 +302,7 @@ def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> 
             whole = [at + len(rest) for at, rest in candidates if text.startswith(rest, at)]
             if whole:
                 return max(whole)
-            partial = max(partial, *(_end_of_shared_units(text, rest, at) for at, rest in candidates))
+            partial = max(partial, *(_visible_end(text, rest, at) for at, rest in candidates))
         if partial:
             break
     if _content_follows(text, partial, chat.messages[turn]):
@@ -167,14 +318,10 @@ def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> 
     return constant
 
 
-def _end_of_shared_units(text: str, prompt: str, at: int) -> int:
-    """End of the longest run of whole units that the turn shares with the generation prompt from ``at`` on, or 0."""
-    start = at
-    for unit in _UNITS.findall(prompt):
-        if not text.startswith(unit, at):
-            break
-        at += len(unit)
-    return at if text[start:at].strip() else 0
+def _visible_end(text: str, prompt: str, at: int) -> int:
+    """End of the whole units that the turn shares with the generation prompt from ``at`` on, or 0 without its header."""
+    end = end_of_shared_units(text, prompt, at)
+    return end if text[at:end].strip() and holds(text[at:end], headers_of([prompt])) else 0
 
 
 def _content_follows(text: str, start: int, message: Message) -> bool:
@@ -194,14 +341,14 @@ def _content_follows(text: str, start: int, message: Message) -> bool:
 def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | None:
     """Length of the text that the template writes for the turn before any content; None if it cannot be determined."""
     content = chat.messages[turn].get("content")
-    filler: Any = [{"type": "text", "text": _FILLER}] if isinstance(content, (list, tuple)) else _FILLER
+    filler: Any = [{"type": "text", "text": FILLER}] if isinstance(content, (list, tuple)) else FILLER
     shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]
     try:
         trace = Renderings(chat.renderer, shortened, False).trace(turn + 1, False)
     except Exception:  # the template rejects the shortened conversation
         return None
     written = _written(trace, turn) if trace is not None else None
-    if trace is None or written is None or _FILLER not in trace.text[slice(*written)]:
+    if trace is None or written is None or FILLER not in trace.text[slice(*written)]:
         return None
     shared = common_prefix_length(text, trace.text[slice(*written)])
     return shared if text[:shared].strip() else 0
@@ -210,60 +357,51 @@ def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | Non
 # ------------------------------------------------------------------ generation blocks
 
 
-def _blocks_of_turn(chat: Renderings, trace: Trace, written: Span, start: int, end: int) -> list[Span]:
+def _blocks_in(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> list[Span]:
     """The template's generation blocks in a turn, without header and trailing white space, with the end token."""
-    blocks = [(max(a, start), min(b, end)) for a, b in trace.of(BLOCK) if written[0] <= a and b <= max(written[1], end)]
-    blocks = [(a, b) for a, b in blocks if a <= b]
-    if blocks:
-        first, last = blocks[-1]
-        rest = trace.text[last:end].strip()
-        # Control tokens between the answer and the end of the turn: the end token.
-        if _CONTROL_TOKENS.fullmatch(rest) or rest == chat.eos_token:
-            blocks[-1] = (first, end)
     joined: list[Span] = []
-    for a, b in blocks:
-        if joined and joined[-1][1] == a:
-            joined[-1] = (joined[-1][0], b)
-        elif a < b:
-            joined.append((a, b))
+    for start, end in regions:
+        blocks = [(max(a, start), min(b, end)) for a, b in whole.of(BLOCK) if a < end and (b > start or a == start)]
+        if blocks:
+            first, last = blocks[-1]
+            rest = whole.text[last:end].strip()
+            # Control tokens between the answer and the end of the turn: the end token.
+            if _CONTROL_TOKENS.fullmatch(rest) or rest == chat.eos_token:
+                blocks[-1] = (first, end)
+            elif _CONTROL_TOKENS.fullmatch("".join(rest.split())):
+                raise not_found(chat, turn, f"its end token may be any of {rest!r}")
+        for a, b in blocks:
+            if joined and joined[-1][1] == a:
+                joined[-1] = (joined[-1][0], b)
+            elif a < b:
+                joined.append((a, b))
     return joined
 
 
-def _spans_of_blocks(chat: Renderings) -> tuple[Span, ...]:
-    """All generation blocks, each including a control token after it, for a template whose messages cannot be traced."""
-    text = chat.text
-    trace = chat.renderer.trace(chat.messages, chat.generation_prompt, text, mark_messages=False)
-    if trace is None:
+def _spans_of_blocks(chat: Renderings, whole: Trace, turn: int) -> tuple[Span, ...]:
+    """All generation blocks, each including a control token after it, for a template whose messages cannot be located."""
+    text = whole.text
+    if not whole.spans:
         raise TurnNotFoundError(
             f"{chat.renderer.name} renders another text when its {{% generation %}} blocks are traced. Keep side effects "
             "(assignments that later turns read) out of the blocks."
         )
     spans: list[Span] = []
-    for start, end in trace.of(BLOCK):
+    for start, end in whole.of(BLOCK):
         stripped = start + len(text[start:end].rstrip())
-        after = re.compile(_CONTROL).match(text, end)
-        if after and not re.search(rf"(?:{_CONTROL})\Z", text[start:stripped]):
+        inside = [(p, mark.message) for p, mark in whole.marks if start <= p <= end]
+        start = end_of_prompt(chat, whole, inside[0][1] if inside else turn, start)
+        after = re.compile(CONTROL).match(text, end)
+        if after and not re.search(rf"(?:{CONTROL})\Z", text[max([start, *(p for p, _ in inside)]) : stripped]):
+            if after[0] != chat.eos_token:
+                raise not_found(
+                    chat, turn, f"{after[0]!r} after its {{% generation %}} block may be a header or its end"
+                )
             stripped = after.end()
+        held = {mark.message for p, mark in whole.marks if start < p < stripped}
+        if any(chat.messages[message].get("role") != ASSISTANT for message in held):
+            raise not_found(chat, turn, "its {% generation %} blocks hold text of other messages")
+        for message in held or {turn}:
+            check_gaps(chat, whole, message, start, stripped)
         spans.append((start, stripped))
     return _merge(spans)
-
-
-# ------------------------------------------------------------------ without a trace
-
-
-def _span_between_prefixes(chat: Renderings, turn: int) -> Span:
-    """The turn between two renderings: of the messages before it with a generation prompt, and up to its end."""
-    try:
-        before = chat.plain(turn, True)
-        after = chat.plain(turn + 1, False).rstrip()
-    except Exception as error:
-        before, after, reason = "", "", f"it rejects a shortened conversation ({error})"
-    else:
-        reason = "rendering the conversation up to it yields another text than rendering it whole"
-    if not (before and after.startswith(before) and chat.text.startswith(after)):
-        raise TurnNotFoundError(
-            f"message {turn} (assistant) of {len(chat.messages)} cannot be located in the text that {chat.renderer.name} "
-            f"renders: its loop over the messages cannot be followed, and {reason}. Pass one with {{% generation %}} "
-            "blocks as `chat_template=`."
-        )
-    return len(before), len(after)

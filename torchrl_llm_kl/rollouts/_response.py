@@ -101,7 +101,7 @@ def mismatch(tokens: Ragged, mask: Tensor) -> tuple[Ragged, Tensor]:
     """The answers of a batch after prompts that are not their own, each prompt and each answer once.
 
     All answers move on by the same number of rows: 1 or, if neighbours share a prompt, the first number by which (nearly) all
-    leave their own. An answer begins at the first masked-in token; a sequence without any has an empty one.
+    leave their own. An answer begins at the first masked-in token; a sequence without any stays as it is.
 
     Args:
         tokens: token ids of the sequences.
@@ -118,17 +118,19 @@ def mismatch(tokens: Ragged, mask: Tensor) -> tuple[Ragged, Tensor]:
     """
     rows, masks = tokens.to_list(), tokens.like(mask).to_list()
     cuts = [[*row.tolist(), True].index(True) for row in masks]
-    prompts = [tuple(row[:cut].tolist()) for row, cut in zip(rows, cuts, strict=True)]
-    number, shift, fewest = len(rows), 0, len(rows)
+    answering = [i for i, row in enumerate(masks) if bool(row.any())]
+    prompts = [tuple(rows[i][: cuts[i]].tolist()) for i in answering]
+    number, shift, fewest = len(answering), 0, len(answering)
     for candidate in range(1, number):
         same = sum(prompts[i] == prompts[i - candidate] for i in range(number))
         if same < fewest:
             shift, fewest = candidate, same
         if same == 0:
             break
-    mixed, marks = [], []
-    for i, cut in enumerate(cuts):
-        answer = slice(cuts[i - shift], None)
-        mixed.append(torch.cat([rows[i][:cut], rows[i - shift][answer]]))
-        marks.append(torch.cat([torch.zeros_like(masks[i][:cut]), masks[i - shift][answer]]))
+    mixed, marks = list(rows), list(masks)
+    for i, row in enumerate(answering):
+        cut, other = cuts[row], answering[i - shift]
+        answer = slice(cuts[other], None)
+        mixed[row] = torch.cat([rows[row][:cut], rows[other][answer]])
+        marks[row] = torch.cat([torch.zeros_like(masks[row][:cut]), masks[other][answer]])
     return Ragged.from_list(mixed, tokens.container.batch_shape), torch.cat(marks)
