@@ -84,6 +84,10 @@ class Ranks:
         """The largest ``number`` of all ranks."""
         return _most(number, self.groups)
 
+    def all(self, fact: bool) -> bool:
+        """Whether it is so on all ranks."""
+        return self.most(int(not fact)) == 0
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Context for work without collectives: an error on one rank is an error on all, instead of a hang of the others."""
