@@ -32,7 +32,7 @@ def test_lora(pool, wrap):
 def test_mixed_precision(pool, by_layer):
     """Float32 weights that compute in bfloat16: as far from float32 as one process that computes in bfloat16."""
     for found, one in pool.run("distributed.features:mixed_precision", by_layer=by_layer):
-        assert 0 < one < 0.1
+        assert 0 < one < 0.2
         assert found < 1.25 * one
 
 
