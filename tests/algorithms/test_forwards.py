@@ -206,3 +206,13 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
         allowed = {"reference_point"}
     constant = {key for key in {k for row in rows for k in row} if len({row[key] for row in rows if key in row}) == 1}
     assert constant == allowed
+
+
+@pytest.mark.parametrize("name", ["clip_b", "clip_v", "optimal_token_baseline"])
+def test_what_an_env_did_not_score_is_added(name: str) -> None:
+    """A transform in the env wrote log-probs alone; the advantage reads entropies or moments too."""
+    parts = made(name, TASK.policy(), None)
+    expected = parts.prepare(data())["advantage"]
+    batch = RetrieveLogProb(TASK.policy(), log_probs_full_key=("log_probs", "full"))(data())
+    assert ("next", "log_probs", "full") in batch.keys(True)
+    torch.testing.assert_close(parts.prepare(batch)["advantage"], expected)

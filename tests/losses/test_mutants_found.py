@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import evaluate, tensor
-from objective_cases import CASES, random_batch
+from objective_cases import CASES, inputs_of, random_batch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -205,8 +205,8 @@ def test_metrics_are_masked(case: str) -> None:
         return nn.functional.pad(x, (0, 2, 0, 2), value=False if x.dtype == torch.bool else NAN)
 
     for term, same in zip(
-        get_objective(name)(**batch, **hyper),
-        get_objective(name)(**{key: padded(x) for key, x in batch.items()}, **hyper),
+        get_objective(name)(**inputs_of(name, batch), **hyper),
+        get_objective(name)(**inputs_of(name, {key: padded(x) for key, x in batch.items()}), **hyper),
         strict=True,
     ):
         assert_close(dict(same.metrics), dict(term.metrics))

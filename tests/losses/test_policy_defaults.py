@@ -54,7 +54,8 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def defaults_of(function: Any) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+    hyper = [parameter for parameter in parameters if parameter.default is not parameter.empty]
+    return {parameter.name: parameter.default for parameter in hyper if parameter.name != "old_log_prob"}
 
 
 @pytest.mark.parametrize("name", TABLE)

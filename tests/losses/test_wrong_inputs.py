@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from objective_cases import CASES, random_batch
+from objective_cases import CASES, inputs_of, random_batch
 from policy_batches import batch, gradients
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ def with_entry(key: Any, value: Tensor) -> TensorDictBase:
 def test_no_gradient_reaches_the_data(case: str) -> None:
     """``ppo(log_prob, old_log_prob=log_prob)`` had a gradient of 0 on every token."""
     name, hyper = CASES[case]
-    data = random_batch(3)
+    data = inputs_of(name, random_batch(3))
     log_prob = data["log_prob"].clone().requires_grad_()
     graph = {key: data[key].clone().requires_grad_() for key in ("old_log_prob", "ref_log_prob", "advantage")}
     terms = get_objective(name)(**{**data, **graph, "log_prob": log_prob}, **hyper)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import partial
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack, unravel_key
 from torch import Tensor
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
@@ -249,14 +249,23 @@ class AlgorithmParts:
             # A penalised reward has one number per token.
             reward = find_key(batch, ("next", "reward"))
             penalised = reward is not None and per_sequence(batch, reward) is None
+            if not penalised and self._lacks_scores(transform, batch):
+                return transform(batch)
             return batch if penalised or not transform[2].add_to_reward else transform[2](batch)
         # torchrl's wrappers store log-probs at the root, without those of first tokens; ours are marked.
         key, mark = ("next", *transform.log_probs_full_key), (_PREPARED, transform.log_probs_full_key[0])
         found = find_key(batch, key)
-        if found != key and not (found is not None and _is_marked(batch, mark)):
+        kept = found == key or (found is not None and _is_marked(batch, mark))
+        if not kept or self._lacks_scores(transform, batch):
             batch = transform(batch)
         _mark(batch, mark)
         return batch
+
+    def _lacks_scores(self, transform: Transform, batch: TensorDictBase) -> bool:
+        """Whether the advantage reads an entropy or moments that the transform writes and the batch does not hold."""
+        read = [] if self.advantage is None else [key for key in self.advantage.in_keys if key[0] == "next"]
+        written = {unravel_key(("next", key)) for key in transform.out_keys}
+        return any(key in written and find_key(batch, key) is None for key in read)
 
 
 def _is_marked(batch: TensorDictBase, key: NestedKey) -> bool:

@@ -23,7 +23,10 @@ from torchrl_llm_kl.scoring import TokenCritic
 if TYPE_CHECKING:
     from torchrl_llm_kl.service import RemoteModel
 
-ON_POLICY = tuple(sorted(name for name, preset in ALGORITHMS.items() if preset.on_policy))
+# The task has one reward; gdpo takes several.
+ON_POLICY = tuple(
+    sorted(name for name, preset in ALGORITHMS.items() if preset.on_policy and preset.schema != "rewards")
+)
 
 # Advantages are scaled by the standard deviation over the batch. Over the group, as in the first version of GRPO, answers
 # that are all right and differ only in their KL would weigh as much as a right one beside a wrong one.
@@ -56,7 +59,8 @@ def build(
         policy,
         reference=teacher if distils else (reference if preset.use_reference else None),
         critic=TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None,
-        gen_model="from_collector",  # scored in the env, under the policy that samples
+        # With a penalty answers are scored in the env, under the policy that samples.
+        gen_model="from_collector" if preset.use_reference else None,
         group_key="group" if compares_answers(preset) else None,
         max_len=max_new_tokens,
         **settings,
