@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as FSDP, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -20,6 +27,8 @@ from torchrl_llm_kl import PolicyLoss
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
 from toy_models import tiny_model
 
+Make = Callable[[nn.Module], PolicyLoss]
+_PREFIXES = re.compile(r"\b(_fsdp_wrapped_|_checkpoint_wrapped_)?module\.")
 VOCAB, STEPS, RATE = 96, 3, 0.5
 PACK = 32  # tokens of a pack: a batch of one rank needs several, another's one
 #: Tokens of (prompt, response) of each sequence. Sequences 1, 3, 5 share a prompt longer than a pack.
@@ -54,9 +63,16 @@ def batch() -> TensorDict:
     )
 
 
-def build(dtype: torch.dtype = torch.float64, *, lora: bool = False, **config: Any) -> nn.Module:
+def build(
+    dtype: torch.dtype = torch.float64,
+    *,
+    lora: bool = False,
+    checkpoint: str = "",
+    seed: int = 3,
+    **config: Any,
+) -> nn.Module:
     """The same weights on each rank and in one process."""
-    model = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).to(dtype).train()
+    model = tiny_model("qwen2", seed=seed, vocab_size=VOCAB, max_position_embeddings=128, **config).to(dtype).train()
     for module in list(model.modules()):
         for name, norm in list(module.named_children()):
             if (
@@ -71,12 +87,21 @@ def build(dtype: torch.dtype = torch.float64, *, lora: bool = False, **config: A
         torch.manual_seed(5)
         adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
         model = get_peft_model(model, adapters).to(dtype)
+    if checkpoint == "transformers":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif checkpoint == "torch":
+        layers = set(layers_of(model))
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+            check_fn=layers.__contains__,
+        )
     return model
 
 
 def make_loss(model: Any, **options: Any) -> PolicyLoss:
-    """PPO with an entropy bonus and a KL term: every kind of score that needs the head."""
-    terms = [EntropyBonus(0.01), KLToReference(0.1, "k2")]
+    """PPO with an entropy bonus and a KL term, exact with ``reference``: every kind of score that needs the head."""
+    terms = [EntropyBonus(0.01), KLToReference(0.1, "exact" if "reference" in options else "k2")]
     return PolicyLoss(model, "ppo", terms=terms, masking_strategy="rlhf", tokens_per_batch=PACK, **options)
 
 
@@ -88,12 +113,20 @@ def total(out: Any) -> Tensor:
 
 
 @cache
-def _expected(dtype: torch.dtype, lora: bool, config: tuple[tuple[str, Any], ...]) -> dict[str, Tensor]:
-    model = build(dtype, lora=lora, **dict(config))
-    loss = make_loss(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    for _ in range(STEPS):
+def expected(
+    dtype: torch.dtype, steps: int, rate: float, clip: float | None, exact: bool, config: tuple[tuple[str, Any], ...]
+) -> dict[str, Tensor]:
+    model = build(dtype, **dict(config))
+    loss = make_loss(model, **{"reference": build(dtype, seed=4)} if exact else {})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=rate)
+    for _ in range(steps):
         total(loss(loss.count(batch(), all_ranks=False))).backward()
+        if clip is not None:
+            norm = torch.stack([p.grad.square().sum() for p in trained]).sum().sqrt()
+            assert norm > clip, "clipping must have an effect"
+            for p in trained:
+                p.grad.mul_(clip / (norm + 1e-6))
         optimizer.step(), optimizer.zero_grad()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -101,42 +134,46 @@ def _expected(dtype: torch.dtype, lora: bool, config: tuple[tuple[str, Any], ...
 # ------------------------------------------------------------------ ways to wrap
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(model.get_decoder().layers)
 
 
-def _fsdp2(model: nn.Module, *, keep: bool = False, groups: bool = False, by_layer: bool = True, **options: Any) -> Any:
+def shard(model: nn.Module, *, keep: bool = False, groups: bool = False, by_layer: bool = True, **options: Any) -> Any:
+    """FSDP2: the layers, then all that is left."""
     if by_layer:
-        for layer in _layers(model):
+        for layer in layers_of(model):
             fully_shard(layer, reshard_after_forward=not keep, **options)
-    if groups:
+    ends = [model.get_decoder().norm, model.get_output_embeddings()]
+    if groups and model.config.tie_word_embeddings:  # a parameter is in one group
+        fully_shard([model.get_input_embeddings(), *ends], **options)
+    elif groups:
         fully_shard(model.get_input_embeddings(), **options)
-        fully_shard([model.get_decoder().norm, model.get_output_embeddings()], **options)
-    fully_shard(model, reshard_after_forward=not keep, **options)
-    return make_loss(model)
+        fully_shard(ends, **options)
+    return fully_shard(model, reshard_after_forward=not keep, **options)
 
 
-def _fsdp2_loss(model: nn.Module) -> Any:
-    for layer in _layers(model):
+def _fsdp2_loss(model: nn.Module, make: Make) -> Any:
+    for layer in layers_of(model):
         fully_shard(layer)
-    return fully_shard(make_loss(model))
+    return fully_shard(make(model))
 
 
 def _fsdp1(model: nn.Module, *, flat: bool) -> Any:
-    policy = ModuleWrapPolicy({type(_layers(model)[0])})
-    return make_loss(FSDP(model, auto_wrap_policy=policy, use_orig_params=not flat, device_id=torch.device("cpu")))
+    policy = ModuleWrapPolicy({type(layers_of(model)[0])})
+    return FSDP(model, auto_wrap_policy=policy, use_orig_params=not flat, device_id=torch.device("cpu"))
 
 
-WRAPS: dict[str, Callable[[nn.Module], Any]] = {
-    "DDP(loss)": lambda model: DDP(make_loss(model)),
-    "loss(DDP)": lambda model: make_loss(DDP(model)),
-    "fsdp2": _fsdp2,
-    "fsdp2, kept after forward": lambda model: _fsdp2(model, keep=True),
-    "fsdp2, own groups": lambda model: _fsdp2(model, groups=True),
-    "fsdp2, root alone": lambda model: _fsdp2(model, by_layer=False),
+#: A model, and what makes a loss of the wrapped one, to what a script trains.
+WRAPS: dict[str, Callable[[nn.Module, Make], Any]] = {
+    "DDP(loss)": lambda model, make: DDP(make(model)),
+    "loss(DDP)": lambda model, make: make(DDP(model)),
+    "fsdp2": lambda model, make: make(shard(model)),
+    "fsdp2, kept after forward": lambda model, make: make(shard(model, keep=True)),
+    "fsdp2, own groups": lambda model, make: make(shard(model, groups=True)),
+    "fsdp2, root alone": lambda model, make: make(shard(model, by_layer=False)),
     "fsdp2(loss)": _fsdp2_loss,
-    "fsdp1, original parameters": lambda model: _fsdp1(model, flat=False),
-    "fsdp1, flat parameters": lambda model: _fsdp1(model, flat=True),
+    "fsdp1, original parameters": lambda model, make: make(_fsdp1(model, flat=False)),
+    "fsdp1, flat parameters": lambda model, make: make(_fsdp1(model, flat=True)),
 }
 
 # ------------------------------------------------------------------ ways to share the batch
@@ -168,13 +205,50 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
         if any(isinstance(module, FSDP) for module in model.modules()):
             stack.enter_context(FSDP.summon_full_params(model))
         return {
-            name.replace("_fsdp_wrapped_module.", "").replace("module.", ""): (
-                p.full_tensor() if isinstance(p, DTensor) else p
-            )
-            .detach()
-            .clone()
+            _PREFIXES.sub("", name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
             for name, p in model.named_parameters()
         }
+
+
+def held_back(run: Any, loss: PolicyLoss) -> AbstractContextManager[Any]:
+    """Context of a micro-batch that is not the last: gradients stay on this rank."""
+    for module in (run, loss.actor_network):
+        if hasattr(module, "no_sync"):
+            return module.no_sync()
+    stack = contextlib.ExitStack()
+    sharded = run if isinstance(run, FSDPModule) else loss.actor_network
+    sharded.set_requires_gradient_sync(False)
+    stack.callback(sharded.set_requires_gradient_sync, True)
+    return stack
+
+
+def wrapped(wrap: str, model: nn.Module, **options: Any) -> tuple[Any, PolicyLoss]:
+    """What a script calls, and the loss inside."""
+    run = WRAPS[wrap](model, partial(make_loss, **options))
+    return run, run.module if isinstance(run, DDP) else run
+
+
+def step(run: Any, loss: PolicyLoss, rows: TensorDict, micro_batches: int = 1) -> None:
+    """Forward and backward of this rank's share of a step; a micro-batch may be empty."""
+    rows = loss.count(rows)
+    parts = [rows] if micro_batches == 1 else [rows[i] for i in torch.arange(len(rows)).tensor_split(micro_batches)]
+    for i, part in enumerate(parts):
+        with held_back(run, loss) if i < len(parts) - 1 else contextlib.nullcontext():
+            total(run(part)).backward()
+
+
+def clip_gradient(run: Any, loss: PolicyLoss, most: float) -> None:
+    if isinstance(loss.actor_network, FSDP):
+        loss.actor_network.clip_grad_norm_(most)
+    else:
+        torch.nn.utils.clip_grad_norm_(run.parameters(), most)
+
+
+def difference(loss: PolicyLoss, want: dict[str, Tensor]) -> float:
+    """The largest of any parameter."""
+    got = parameters_of(loss.actor_network)
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    return max(float((got[name] - want[name]).abs().max()) for name in want)
 
 
 def train(
@@ -182,26 +256,22 @@ def train(
     *,
     split: str | Sequence[str] = "uneven",
     dtype: torch.dtype = torch.float64,
-    lora: bool = False,
     micro_batches: int = 1,
+    rate: float = RATE,
+    clip: float | None = None,
+    exact: bool = False,
     **config: Any,
 ) -> float:
-    """Three steps on this rank's share; the largest difference from one process with the whole batch."""
+    """Steps on this rank's share; the largest difference from one process with the whole batch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    want = _expected(dtype, lora, tuple(sorted(config.items())))
-    model = build(dtype, lora=lora, **config)
-    run = WRAPS[wrap](model)
-    loss = run.module if isinstance(run, DDP) else run
-    synced = run if isinstance(run, DDP) else loss.actor_network
-    optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], lr=RATE)
     splits = [split] * STEPS if isinstance(split, str) else split
-    for step in splits:
-        rows = loss.count(share(step, rank, ranks))
-        for i, part in enumerate(rows.chunk(micro_batches) if micro_batches > 1 else [rows]):
-            hold = i < micro_batches - 1 and hasattr(synced, "no_sync")
-            with synced.no_sync() if hold else contextlib.nullcontext():
-                total(run(part)).backward()
+    plain = {name: value for name, value in config.items() if name != "checkpoint"}
+    want = expected(dtype, len(splits), rate, clip, exact, tuple(sorted(plain.items())))
+    run, loss = wrapped(wrap, build(dtype, **config), **{"reference": shard(build(dtype, seed=4))} if exact else {})
+    optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], lr=rate)
+    for name in splits:
+        step(run, loss, share(name, rank, ranks), micro_batches)
+        if clip is not None:
+            clip_gradient(run, loss, clip)
         optimizer.step(), optimizer.zero_grad()
-    got = parameters_of(loss.actor_network)
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    return max(float((got[name] - want[name]).abs().max()) for name in want)
+    return difference(loss, want)

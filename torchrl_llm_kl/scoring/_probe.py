@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +27,7 @@ from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, log_prob_at, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapping import inside
+from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 
 _PROBE_LENGTHS = (12, 7, 3)
 
@@ -59,37 +60,45 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         vocab = min(vocab, weight.shape[0])
 
     setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), dtype=dtype)
+    ranks = Ranks([model])
     with setup.active():
         limit, generator = position_limit(model), torch.Generator().manual_seed(0)
         lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
         rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
         request = Request.build(Ragged.from_list(rows), None)
         plain, tolerance = _plain(model, request)
-        parts = [(model, *body_and_head(model))] if has_parts else []
-        return inside(parts, partial(_first_equal, setup, request, plain, tolerance, vocab, complaint))
-
-
-def _first_equal(
-    setup: Setup, request: Request, plain: Tensor, tolerance: float, vocab: int, complaint: str
-) -> tuple[Route, str | None]:
-    """The first route that reproduces the plain log-probs; the reason if it is not the fast one."""
-    if True:
-        name, has_parts = type(setup.model).__name__, not complaint
-        for route in (*_HEAD_ROUTES, *_FULL_ROUTES) if has_parts else _FULL_ROUTES:
-            setup = replace(setup, route=route)
-            difference = _difference(setup, request, plain)
-            if isinstance(difference, float) and difference <= tolerance:
-                packed = route.path == "head" and route.positions and _can_pack(setup, vocab)
-                return replace(route, packed=packed), complaint if route.path == "full" else None
-            found = difference if isinstance(difference, str) else f"largest difference {difference:.3g}"
-            complaint = complaint or (
+        route, found = None, ""
+        if has_parts:
+            work = partial(_first_equal, _HEAD_ROUTES, setup, ranks, request, plain, tolerance, vocab)
+            route, found = inside([(model, *body_and_head(model))], work)
+            complaint = (
                 f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}, "
                 f"tolerance {tolerance:.1g}"
             )
-    return Route("full"), (
+        if route is not None:
+            return route, None
+        # Outside, since these call the model itself.
+        route, found = _first_equal(_FULL_ROUTES, setup, ranks, request, plain, tolerance, vocab)
+    return route or Route("full"), complaint if route is not None else (
         f"{complaint}; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
         "deterministic?"
     )
+
+
+def _first_equal(
+    routes: Sequence[Route], setup: Setup, ranks: Ranks, request: Request, plain: Tensor, tolerance: float, vocab: int
+) -> tuple[Route | None, str]:
+    """The first route that reproduces the plain log-probs, on all ranks; what the first one gave instead."""
+    complaint = ""
+    for route in routes:
+        setup = replace(setup, route=route)
+        difference = _difference(setup, request, plain)
+        if ranks.all(isinstance(difference, float) and difference <= tolerance):
+            packed = route.path == "head" and route.positions and ranks.all(_can_pack(setup, vocab))
+            return replace(route, packed=packed), ""
+        found = difference if isinstance(difference, str) else f"largest difference {difference:.3g}"
+        complaint = complaint or found
+    return None, complaint
 
 
 def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
-from torchrl_llm_kl.scoring._wrapping import OutOfMemoryGuard, Ranks, inside
+from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside
 
 #: Bytes of keys and values that a scorer caches by default: 256 MiB.
 DEFAULT_MEMORY = 256 * 2**20
@@ -435,7 +435,7 @@ def _attempt(
         ]
 
     models = [(setup.model, *body_and_head(setup.model)) for setup in setups if setup.route.path == "head"]
-    guard = OutOfMemoryGuard([body for _, body, _ in models], ranks)
+    guard = ErrorGuard([body for _, body, _ in models], ranks)
     found = inside(models, partial(_forward_all, setups, ranks, guard, request, passes, lookups, wanted, chunk))
     guard.check()
     return found
@@ -444,7 +444,7 @@ def _attempt(
 def _forward_all(
     setups: list[Setup],
     ranks: Ranks,
-    guard: OutOfMemoryGuard,
+    guard: ErrorGuard,
     request: Request,
     passes: Sequence[PackedPass | PaddedPass],
     lookups: list[CacheLookup],
@@ -458,25 +458,36 @@ def _forward_all(
     elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
     parts: list[Columns] = []
     held: list[tuple[Tensor, list[States]]] = []
+
+    def add(targets: Tensor, states: list[States]) -> None:
+        work = partial(read, states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad)
+        if columns := guard.compute(work):
+            parts.append(columns)
+
     for index in range(number):
         missing = index >= len(passes[0].elements)
         some = elements[0] if missing else passes[0].elements[index]
-        states = [guard.run(each.run_dummy, None if missing else partial(each.run, index)) for each in passes]
-        if some.numel() == 0 and not (ranks.groups and grad):
+        found = [
+            guard.forward(each.setup.model, each.run_dummy if missing else partial(each.run, index)) for each in passes
+        ]
+        if guard.error is not None or (some.numel() == 0 and not (ranks.groups and grad)):
             continue
+        states = cast(list[States], found)
         elements.append(some)
         targets = send(request.tokens.values[some], device)
         if grad and all(each.head is not None for each in states):
             # The graph holds hidden states anyway, and a single head call yields a single gradient of its weight.
             held.append((targets, states))
         else:
-            parts.append(read(states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad))
+            add(targets, states)
     if held:
         targets = torch.cat([targets for targets, _ in held])
         columns_of_states = zip(*(states for _, states in held), strict=True)
         states = [replace(some[0], source=torch.cat([part.source for part in some])) for some in columns_of_states]
-        parts.append(read(states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad))
+        add(targets, states)
     columns = join_columns(parts) if parts else wanted.nowhere(device)
+    if guard.error is not None:
+        return elements[0], columns
     element = torch.cat(elements)
     for lookup, name in zip(lookups, ("log_prob", "ref_log_prob"), strict=False):
         lookup.finish(element, columns[name].cpu())

@@ -60,27 +60,33 @@ _GROUPS: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictio
 
 
 class Ranks:
-    """The ranks that take part in a forward or backward of some models; this process alone for models of one process."""
+    """The ranks that take part in a forward or backward of some models; this process alone for models of one process.
+
+    Attributes:
+        groups: the process groups of ranks whose forwards are in step.
+        witnesses: those of ranks that must hear of an error; more than ``groups`` inside a forward of DDP.
+    """
 
     def __init__(self, models: Sequence[Any]) -> None:
         groups: dict[int, Any] = {}
+        self.witnesses: list[Any] = []
         if dist.is_available() and dist.is_initialized():
             for model in models:
                 if isinstance(model, nn.Module):
-                    if model not in _GROUPS:
-                        _GROUPS[model] = _groups_of(model)
-                    groups |= {id(group): group for group in _GROUPS[model]}
+                    found = _GROUPS.get(model) or _groups_of(model)
+                    if found:  # a model of this process alone may be sharded later
+                        _GROUPS[model] = found
+                    groups |= {id(group): group for group in found}
+            self.witnesses = list((groups or _groups_of_ddp(models)).values())
         self.groups = list(groups.values())
 
     def most(self, number: int) -> int:
         """The largest ``number`` of all ranks."""
-        for group in self.groups:
-            on_gpu = dist.get_backend(group) == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-            most = torch.tensor(number, device=device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            number = int(most)
-        return number
+        return _most(number, self.groups)
+
+    def all(self, fact: bool) -> bool:
+        """Whether it is so on all ranks."""
+        return self.most(int(not fact)) == 0
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -88,12 +94,34 @@ class Ranks:
         try:
             yield
         except Exception:
-            self.most(1)
+            _most(1, self.witnesses)
             raise
-        if self.most(0):
-            raise RankError(
-                "another rank refused its share of the data: see that rank's error. Nothing was computed on this one."
-            )
+        if _most(0, self.witnesses):
+            raise RankError(_ELSEWHERE)
+
+
+_ELSEWHERE = "another rank refused its share of the data: see that rank's error. Nothing was computed on this one."
+
+
+def _most(number: int, groups: Sequence[Any]) -> int:
+    for group in groups:
+        on_gpu = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        most = torch.tensor(number, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        number = int(most)
+    return number
+
+
+def _groups_of_ddp(models: Sequence[Any]) -> dict[int, Any]:
+    """The group of the DDP whose forward runs, if it holds a model and its backward synchronises gradients."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None or not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+        return {}
+    inside = any(module is model for module in ddp.modules() for model in models)
+    return {id(ddp.process_group): ddp.process_group} if inside else {}
 
 
 def _groups_of(model: nn.Module) -> list[Any]:
@@ -111,53 +139,69 @@ def _groups_of(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-class OutOfMemoryGuard:
-    """Keeps a rank in step with the others after an out-of-memory error in its forwards; without ranks it does nothing.
+class ErrorGuard:
+    """Keeps a rank in step with the others after an error in its forwards; without ranks it does nothing.
 
     From the error on, layers that ranks share are called, and gather weights, but compute nothing.
     """
 
     def __init__(self, bodies: Sequence[nn.Module], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._layers = (
+        found = (
             [m for body in bodies for m in body.modules() if m is not body and _has_hooks(m)] if ranks.groups else []
         )
-        self._calls = 0  # of layers
-        self._error: torch.OutOfMemoryError | None = None
+        self._layers = dict.fromkeys(found)
+        self._called: list[nn.Module] = []
+        self.error: Exception | None = None
 
-    def run(self, dummy: Callable[[], Result], work: Callable[[], Result] | None) -> Result:
-        """``work()``, or ``dummy()`` for None and after an error; both call each layer once."""
-        if work is None or self._error is not None:
-            return self._guarded(dummy)
-        calls = self._calls
-        try:
-            return self._guarded(work)
-        except torch.OutOfMemoryError as error:
-            if not self._ranks.groups or 0 < self._calls - calls < len(self._layers):
-                raise
-            self._error = error
-        return dummy() if self._calls == calls else self.run(dummy, None)
-
-    def check(self) -> None:
-        """After the last forward: an error on one rank is an error on all."""
-        if self._ranks.most(int(self._error is not None)):
-            raise self._error or torch.OutOfMemoryError("another rank is out of memory.")
-
-    def _guarded(self, work: Callable[[], Result]) -> Result:
+    def forward(self, model: nn.Module, work: Callable[[], Result]) -> Result | None:
+        """``work()``, which calls each layer of ``model`` once; None after an error, but the layers are called."""
+        self._called = []
         with ExitStack() as stack:
             for layer in self._layers:
                 inner = unwrapped(layer)
                 stack.callback(_put_forward, inner, inner.__dict__.get("forward"))
-                inner.__dict__["forward"] = partial(self._call, inner.forward)
-            return work()
+                inner.__dict__["forward"] = partial(self._call, layer, inner.forward)
+            found = self.compute(work)
+            if self.error is not None:
+                self._call_rest(model)
+        return found
 
-    def _call(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._calls += 1
-        if self._error is None:
+    def compute(self, work: Callable[[], Result]) -> Result | None:
+        """``work()``; None from the first error on."""
+        if not self._ranks.groups:
+            return work()
+        if self.error is None:
+            try:
+                found = work()
+                return found if self.error is None else None
+            except Exception as error:
+                self.error = self.error or error
+        return None
+
+    def check(self) -> None:
+        """After the last forward: an error on one rank is an error on all."""
+        own = 0 if self.error is None else 1 if isinstance(self.error, torch.OutOfMemoryError) else 2
+        worst = self._ranks.most(own)
+        if self.error is not None and own == worst:
+            raise self.error
+        if worst:
+            raise torch.OutOfMemoryError("another rank is out of memory.") if worst == 1 else RankError(_ELSEWHERE)
+
+    def _call_rest(self, module: nn.Module) -> None:
+        """Call the layers in ``module`` that were not called yet, which compute nothing after an error."""
+        for layer in module.modules():
+            if layer in self._layers and layer not in self._called:
+                layer(torch.zeros(1, 1, device=next(layer.parameters()).device))
+
+    def _call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._called.append(layer)
+        if self.error is None:
             try:
                 return forward(*args, **options)
-            except torch.OutOfMemoryError as error:
-                self._error = error
+            except Exception as error:
+                self.error = error
+        self._call_rest(layer)
         return next(x for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
 
 

@@ -1,0 +1,240 @@
+"""What each rank does beside plain training: mixed precision, references, other libraries, errors, saving."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from distributed.cases import (
+    RATE,
+    STEPS,
+    batch,
+    build,
+    difference,
+    expected,
+    layers_of,
+    make_loss,
+    parameters_of,
+    shard,
+    share,
+    step,
+    total,
+    wrapped,
+)
+from torchrl_llm_kl import RetrieveKL
+
+
+def _mine(split: str = "uneven") -> TensorDict:
+    return share(split, dist.get_rank(), dist.get_world_size())
+
+
+def _three_steps() -> dict[str, Tensor]:
+    return expected(torch.float64, STEPS, RATE, None, False, ())
+
+
+# ------------------------------------------------------------------ precision
+
+
+SMALL = 0.01  # with larger steps rounding grows from step to step
+
+
+def _in_bfloat16() -> dict[str, Tensor]:
+    """One process: float32 weights, and a bfloat16 copy of them that computes."""
+    master = build(torch.float32)
+    narrow = copy.deepcopy(master)
+    for parameter in narrow.parameters():  # not the buffers
+        parameter.data = parameter.data.bfloat16()
+    loss = make_loss(narrow)
+    for _ in range(STEPS):
+        total(loss(loss.count(batch(), all_ranks=False))).backward()
+        with torch.no_grad():
+            for own, cast in zip(master.parameters(), narrow.parameters(), strict=True):
+                own -= SMALL * cast.grad.float()
+                cast.copy_(own)
+                cast.grad = None
+    return {name: p.detach() for name, p in master.named_parameters()}
+
+
+def mixed_precision(by_layer: bool) -> tuple[float, ...]:
+    """Relative error of the change by three small steps against float32: on ranks, and of one process in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in build(torch.float32).named_parameters()}
+    model = shard(build(torch.float32), by_layer=by_layer, mp_policy=policy)
+    loss = make_loss(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=SMALL)
+    for _ in range(STEPS):
+        step(loss, loss, _mine())
+        optimizer.step(), optimizer.zero_grad()
+    one, wide = _in_bfloat16(), expected(torch.float32, STEPS, SMALL, None, False, ())
+
+    def change(after: dict[str, Tensor]) -> Tensor:
+        return torch.cat([(after[name] - before[name]).flatten() for name in before])
+
+    truth = change(wide)
+    return tuple(float((change(found) - truth).norm() / truth.norm()) for found in (parameters_of(model), one))
+
+
+# ------------------------------------------------------------------ rewards
+
+
+def retrieve(wrap: str, estimator: str) -> float:
+    """KL to a sharded reference before and after three steps, and log-probs; the largest difference from one process."""
+    plain, reference = build(), build(seed=4)
+    run, loss = wrapped(wrap, build())
+    rows = _rewarded(_mine())
+    transform = RetrieveKL(loss.actor_network, shard(build(seed=4)), estimator=estimator, coeff=0.5)
+    worst = 0.0
+    for after in (False, True):
+        if after:
+            optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
+            for _ in range(STEPS):
+                step(run, loss, _mine())
+                optimizer.step(), optimizer.zero_grad()
+            plain.load_state_dict(_three_steps(), strict=False)
+        got = transform(rows.clone())
+        want = RetrieveKL(plain, reference, estimator=estimator, coeff=0.5)(rows.clone())
+        for key in (("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"):
+            mine, theirs = got["next"].get(key), want["next"].get(key)
+            assert theirs.abs().sum() > 0
+            worst = max(worst, float((mine - theirs).abs().max()))
+    return worst
+
+
+def _rewarded(rows: TensorDict) -> TensorDict:
+    rows["next", "reward"] = torch.ones(len(rows), 1, dtype=torch.float64)
+    return rows
+
+
+# ------------------------------------------------------------------ other libraries
+
+
+def accelerate(what: str, steps: int) -> float:
+    """``accelerator.prepare`` of the loss or of the model, with its own accumulation over ``steps`` micro-batches."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    local = os.environ["WORLD_SIZE"]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_WORLD_SIZE=local, OMP_NUM_THREADS="1")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    if what == "loss":
+        run, optimizer = accelerator.prepare(make_loss(model), optimizer)
+        loss = accelerator.unwrap_model(run)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        run = loss = make_loss(model)
+    held = run if what == "loss" else model
+    for _ in range(STEPS):
+        rows = loss.count(_mine())
+        for i in torch.arange(len(rows)).tensor_split(steps):
+            with accelerator.accumulate(held):
+                accelerator.backward(total(run(rows[i])) * steps)  # which divides by the steps
+                optimizer.step(), optimizer.zero_grad()
+    return difference(loss, _three_steps())
+
+
+# ------------------------------------------------------------------ errors
+
+
+def refuse(wrap: str, kind: str) -> tuple[float, str, float]:
+    """Rank 1 has a bad token or a NaN weight. Seconds until this rank's error, its text, the difference after a good step."""
+    run, loss = wrapped(wrap, build())
+    rows, optimizer = _mine(), torch.optim.SGD(run.parameters(), lr=RATE)
+    last = dist.get_rank() == 1
+    bad = rows.clone()
+    weight = next(p for p in loss.actor_network.parameters() if p.numel() and p.requires_grad)
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    before = weight.detach().clone()
+    if kind == "token" and last:
+        bad["tokens", "full"][0, 0] = 10_000
+    if kind == "weight" and last:
+        weight.detach().fill_(torch.nan)
+    start, text = time.monotonic(), ""
+    try:
+        step(run, loss, bad)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    weight.detach().copy_(before)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        step(run, loss, rows)
+        optimizer.step()
+    return seconds, text, difference(loss, _three_steps())
+
+
+def out_of_memory(wrap: str, where: str, room: int) -> tuple[int, float]:
+    """On rank 1 part of the model has room for so many tokens. The budget in the end, and the difference."""
+    from torchrl_llm_kl.scoring import _scorer
+
+    model = build()
+
+    def check(tokens: int) -> None:
+        if tokens > room and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError(f"{tokens} tokens")
+
+    decoder = model.get_decoder()
+    modules = {"embedding": decoder.embed_tokens, "layer": layers_of(model)[1].mlp, "norm": decoder.norm}
+    if where in modules:
+        modules[where].register_forward_pre_hook(lambda _, args: check(args[0].shape[1]))
+    plain_read = _scorer.read
+
+    def read(states: Any, *args: Any, **options: Any) -> Any:
+        if where == "head" and loss.scorer.tokens_per_batch > room:
+            check(room + 1)
+        return plain_read(states, *args, **options)
+
+    run, loss = wrapped(wrap, model)
+    optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
+    _scorer.read = read
+    try:
+        for _ in range(STEPS):
+            step(run, loss, _mine())
+            optimizer.step(), optimizer.zero_grad()
+    finally:
+        _scorer.read = plain_read
+    return loss.scorer.tokens_per_batch, difference(loss, _three_steps())
+
+
+# ------------------------------------------------------------------ saving
+
+
+def state(wrap: str) -> float:
+    """Keys and values of the state dict after a step, as of a model of one process; it loads into one."""
+    run, loss = wrapped(wrap, build())
+    step(run, loss, _mine())
+    options = StateDictOptions(full_state_dict=True)
+    found = get_model_state_dict(loss.actor_network, options=options)
+    want = build().state_dict()
+    if dist.get_rank() == 0 or found:
+        assert found.keys() == want.keys(), found.keys() ^ want.keys()
+        return max(float((found[name] - want[name]).abs().max()) for name in want)
+    return 0.0
+
+
+def scored_before() -> float:
+    """A model that is scored before it is sharded."""
+    model = build()
+    loss = make_loss(model)
+    step(loss, loss, _mine())
+    for parameter in model.parameters():
+        parameter.grad = None
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(STEPS):
+        step(loss, loss, _mine())
+        optimizer.step(), optimizer.zero_grad()
+    return difference(loss, _three_steps())
