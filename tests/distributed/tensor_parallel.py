@@ -1,16 +1,22 @@
-"""What each rank does for tensor parallel: a head sharded over the vocabulary against the whole head in plain torch."""
+"""What each rank does for tensor parallel: a head sharded over the vocabulary against the whole head in plain torch;
+a model that transformers loads with a tensor parallel plan against one process."""
 
 from __future__ import annotations
 
+import tempfile
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from distributed.cases import RATE, STEPS, VOCAB, _expected, batch, make_loss, parameters_of, share, total
+from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
+from toy_models import tiny_model
 
 POSITIONS, HIDDEN = 7, 5
 OPTIONS = {"temperature": 1.7, "scale": 0.6, "soft_cap": 5.0}
@@ -168,3 +174,68 @@ def refusal(case: str) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was refused"
+
+
+# ------------------------------------------------------------------ whole models
+
+
+def load(model: nn.Module, logits: str = "colwise_gather_output", **sizes: int) -> nn.Module:
+    """The model as transformers loads it with a tensor parallel plan, over all ranks."""
+    from transformers.distributed import DistributedConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        name = [folder]
+        dist.broadcast_object_list(name)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        plan = "auto" if logits == "colwise_gather_output" else {"lm_head": logits}
+        config = DistributedConfig(tp_plan=plan, **sizes)
+        loaded = type(model).from_pretrained(name[0], distributed_config=config, dtype=next(model.parameters()).dtype)
+        dist.barrier()
+    return loaded
+
+
+def score(logits: str, tp: int, vocab: int) -> dict[str, float]:
+    """All scores of policy and reference, both sharded; the largest difference from one process by name."""
+    models = [tiny_model("qwen2", seed=seed, vocab_size=vocab, num_key_value_heads=tp).double() for seed in (3, 4)]
+    sizes = {"tp_size": tp, "fsdp_size": dist.get_world_size() // tp}
+    sharded = [load(model, logits, **sizes) for model in models]
+    rows = torch.randint(vocab, (4, 12), generator=torch.Generator().manual_seed(1))
+    rows[1, :7] = rows[0, :7]
+    options = {"entropy": True, "top_k": 5, "moments": True, "attention_mask": torch.ones_like(rows)}
+    want, found = (
+        LogProbScorer(policy, tokens_per_batch=16).evaluate(rows, reference=LogProbScorer(ref), **options)
+        for policy, ref in (models, sharded)
+    )
+    scorer = LogProbScorer(sharded[0], tokens_per_batch=16)
+    assert (scorer.path, scorer.shares_prefixes) == ("head", True)
+    pairs = {name: (getattr(found, name).values, getattr(want, name).values) for name in want._fields}
+    for _ in range(2):  # the second call reads the memory
+        again = scorer.score(rows, attention_mask=options["attention_mask"], remember=True)
+        assert again.values.equal(found.log_prob.values) or (again.values - want.log_prob.values).abs().max() < 1e-12
+    return {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
+
+
+def _norm(module: Any, hidden: Tensor) -> Tensor:
+    return F.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def train(logits: str, tp: int, **config: Any) -> float:
+    """Three steps, each data parallel rank on its share of the batch; the largest difference from one process."""
+    data = dist.get_world_size() // tp
+    want = _expected(torch.float64, False, tuple(sorted(config.items())))
+    whole = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).double()
+    model = load(whole, logits, tp_size=tp, fsdp_size=data).train()
+    for norm in model.modules():  # transformers' own computes in float32
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.forward = partial(_norm, norm)
+    loss = make_loss(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
+    for _ in range(STEPS):
+        rows = batch() if data == 1 else share("uneven", dist.get_rank() // tp, data)
+        total(loss(loss.count(rows))).backward()
+        optimizer.step(), optimizer.zero_grad()
+    got = parameters_of(model)
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    return max(float((got[name] - want[name]).abs().max()) for name in want)

@@ -48,3 +48,18 @@ def test_a_slice_without_a_possible_token(pool, ranks):
 def test_what_is_not_supported_is_refused_on_all_ranks(pool, case, match):
     for message in pool.run(f"{CASES}:refusal", case=case):
         assert match in message
+
+
+@pytest.mark.parametrize("logits", ["colwise_gather_output", "colwise"])
+@pytest.mark.parametrize(("tp", "ranks", "vocab"), [(2, 2, 96), (4, 4, 95), (2, 4, 96)])
+def test_scores_of_a_model_in_packs(pool, logits, tp, ranks, vocab):
+    """transformers' tensor parallel plan, also beside FSDP2; a vocabulary of 95 has uneven slices."""
+    for worst in pool.run(f"{CASES}:score", ranks=ranks, logits=logits, tp=tp, vocab=vocab):
+        assert worst.keys() > {"log_prob", "entropy", "ref_log_prob", "kl", "top_log_probs", "collision"}
+        assert max(worst.values()) < 1e-12
+
+
+@pytest.mark.parametrize("logits", ["colwise_gather_output", "colwise"])
+@pytest.mark.parametrize(("tp", "ranks"), [(2, 2), (2, 4)])
+def test_three_steps_equal_one_process(pool, logits, tp, ranks):
+    assert max(pool.run(f"{CASES}:train", ranks=ranks, logits=logits, tp=tp)) < 1e-12
