@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -157,3 +158,9 @@ def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
     """Mean over the masked-in tokens, 0 if there are none; 0-dim."""
     return masked_sum(value, mask) / mask.sum().clamp(min=1)
+
+
+def is_dtensor(tensor: Tensor | None) -> bool:
+    """Whether a tensor is sharded or replicated over ranks; torch imports the class late, and none exists before."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

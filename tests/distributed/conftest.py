@@ -1,5 +1,3 @@
-"""One pool of ranks for all tests of this folder."""
-
 from __future__ import annotations
 
 import pytest
@@ -9,6 +7,7 @@ from distributed.pool import RankPool
 
 @pytest.fixture(scope="session")
 def pool():
+    """Four processes for all tests of this folder."""
     pool = RankPool(4)
     yield pool
     pool.close()

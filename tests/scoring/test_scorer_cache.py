@@ -33,10 +33,24 @@ def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Te
     asked = batch.like(batch.positions > 0 if mask is None else mask)
     for row, log_probs, wanted in zip(rows, found.to_list(), asked.to_list(), strict=True):
         # Packs of a few tokens sum in another order than whole sequences.
-        assert_close(log_probs, torch.where(wanted, plain_log_probs(model, row), 0.0), atol=1e-5, rtol=3e-6)
+        expected = torch.where(wanted, plain_log_probs(model, row), 0.0).to(log_probs.dtype)
+        assert_close(log_probs, expected, atol=1e-5, rtol=3e-6)
     assert scorer.memory.num_bytes <= scorer.memory.limit
     held = [t for s in scorer.memory._by_use for pair in s.keys_values for t in pair]
     assert scorer.memory.num_bytes == sum(t.numel() * t.element_size() for t in held)
+
+
+def test_log_probs_of_a_float64_model_are_cached_in_float64() -> None:
+    """The second call computes no log-prob, the third only the new tokens'."""
+    model = tiny_model("llama").double()
+    scorer = LogProbScorer(model)
+    first, second = turns(1, 9, 6)
+    for row in (first, first, second):
+        with torch.no_grad():
+            every = model(row.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None]).squeeze(1)
+        found = scorer.score(Ragged.from_list([row]), remember=True).values
+        assert found.dtype == torch.float64
+        assert_close(found[1:], every, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("tokens_per_batch", [7, None])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, wide_dtype
 from torchrl_llm_kl.head._operators import sweep, top_k
+from torchrl_llm_kl.head._shards import Slice, local_part
 from torchrl_llm_kl.head._tiles import Head, HeadOutput, PairOutput, Plan, TopK
 
 #: A divergence of policy and reference, see :func:`linear_pair`.
@@ -47,11 +48,15 @@ def linear_log_prob(
 
     In a compiled function each sweep is one operator: no graph break, and one graph for any number of positions.
 
+    A weight that is a ``DTensor`` with ``Shard(0)`` (tensor parallel) stays sharded: each rank sweeps its own slice of the
+    vocabulary, and a few numbers for each position are exchanged. All its ranks call this with the same hidden states
+    and targets, get the same results, and the whole gradient of the hidden states.
+
     Args:
         hidden: input of the head; ``[N, H]``.
         weight: of the head; ``[V, H]``.
         targets: token ids, any integer dtype; ``[N]``.
-        bias: of the head; ``[V]``. ``-inf`` rules a token out.
+        bias: of the head; ``[V]``, sharded as the weight is. ``-inf`` rules a token out.
         temperature: divides the logits, last.
         scale: multiplies product and bias, first.
         soft_cap: ``c`` of ``c * tanh(logit / c)``; None for no cap.
@@ -63,7 +68,7 @@ def linear_log_prob(
         :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced.
 
     Raises:
-        ValueError: if shapes disagree, an option is out of range, or, on CPU, a target is outside the vocabulary. On
+        ValueError: if shapes or shards disagree, an option is out of range, or, on CPU, a target is outside the vocabulary. On
             other devices (a check would be a host sync) and in compiled functions such a target's log-prob is NaN.
         TypeError: if dtypes disagree or are not of the right kind.
 
@@ -75,8 +80,9 @@ def linear_log_prob(
     Source: online softmax: Milakov and Gimelshein, arXiv 1805.02867; logits recomputed in backward: Wijmans et al.,
     arXiv 2411.09009.
     """
+    weight, bias, part = local_part("", weight, bias)
     head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    out = sweep(Plan(_tile_sizes(chunk, hidden), entropy), _check_targets(targets, head), head)
+    out = sweep(Plan(_tile_sizes(chunk, hidden), entropy), _check_targets(targets, head, part), head, part=part)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -129,11 +135,14 @@ def linear_pair(
     Source: the exact inner sum: Amini et al., arXiv 2504.10637; ``beta``: Agarwal et al., arXiv 2306.13649, with the
     teacher as first distribution.
     """
+    (vocab, ref_vocab) = (each.shape[:1].numel() for each in (weight, ref_weight))
+    weight, bias, part = local_part("", weight, bias)
+    ref_weight, ref_bias, ref_part = local_part("ref_", ref_weight, ref_bias)
     policy = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
     ref = _make_head("ref_", ref_hidden, ref_weight, ref_bias, temperature, ref_scale, ref_soft_cap, product_dtype)
-    if policy.sizes[1] != ref.sizes[1]:
+    if vocab != ref_vocab:
         raise ValueError(
-            f"weight covers a vocabulary of {policy.sizes[1]} tokens but ref_weight one of {ref.sizes[1]}; an exact KL "
+            f"weight covers a vocabulary of {vocab} tokens but ref_weight one of {ref_vocab}; an exact KL "
             "needs the same tokens in order. If one head is only padded, cut both to the common vocabulary."
         )
     if policy.sizes[0] != ref.sizes[0]:
@@ -145,8 +154,11 @@ def linear_pair(
             f"the policy's product is {policy.dtype} but the reference's {ref.dtype}; expected both float64 or "
             "neither. Set product_dtype."
         )
-    checked = None if targets is None else _check_targets(targets, policy)
-    return sweep(Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta)), checked, policy, ref)
+    plan = Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta))
+    if part is not None or ref_part is not None:
+        ref = _same_slice(plan, part, ref, ref_part)
+    checked = None if targets is None else _check_targets(targets, policy, part)
+    return sweep(plan, checked, policy, ref, part)
 
 
 def linear_kl(
@@ -252,10 +264,12 @@ def linear_top_k(
         >>> top.indices, top.log_probs.exp(), top.tail_log_prob.exp()
         (tensor([[1]]), tensor([[0.6250]]), tensor([0.3750]))
     """
+    vocab = weight.shape[:1].numel()
+    weight, bias, part = local_part("", weight, bias)
     head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    if not 1 <= k <= weight.shape[0]:
-        raise ValueError(f"k is {k}; expected 1 to {weight.shape[0]}, the size of the vocabulary.")
-    return top_k(head, k, _tile_sizes(chunk, hidden))
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k is {k}; expected 1 to {vocab}, the size of the vocabulary.")
+    return top_k(head, k, _tile_sizes(chunk, hidden), part)
 
 
 # ------------------------------------------------------------------ checks
@@ -299,14 +313,40 @@ def _make_head(
     return Head(hidden, weight, bias, product_dtype or hidden.dtype, float(temperature), float(scale), soft_cap)
 
 
+def _same_slice(plan: Plan, part: Slice | None, ref: Head, ref_part: Slice | None) -> Head:
+    """The reference's head over this rank's slice of the policy's."""
+    if plan.mixture:
+        raise ValueError(
+            'direction="jensen_shannon" needs whole rows, but the head is sharded over the vocabulary: use "reverse" or '
+            '"forward", or gather both weights with full_tensor().'
+        )
+    if part is not None and ref_part is None and not any(t is not None and t.requires_grad for t in ref[:3]):
+        own = slice(part.first, part.first + part.size)
+        return ref._replace(
+            weight=None if ref.weight is None else ref.weight[own], bias=None if ref.bias is None else ref.bias[own]
+        )
+    if part is None or ref_part is None or not part.matches(ref_part):
+        raise ValueError(
+            f"weight is {_describe(part)} but ref_weight is {_describe(ref_part)}: shard both over the same ranks. A reference "
+            "without gradient may be whole."
+        )
+    return ref
+
+
+def _describe(part: Slice | None) -> str:
+    return "whole" if part is None else f"sharded over ranks {part.ranks}"
+
+
 def _check_temperature(temperature: float) -> None:
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive, got {temperature}; expected a finite number above 0.")
 
 
-def _check_targets(targets: Tensor, head: Head) -> Tensor:
+def _check_targets(targets: Tensor, head: Head, part: Slice | None) -> Tensor:
     """Targets as int64."""
     count, vocab = head.sizes
+    if part is not None:
+        vocab = part.vocab
     if targets.shape != (count,):
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({count},), one for each row of hidden.")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
+from torchrl_llm_kl.head._shards import Slice, join, join_top_k
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
 from torchrl_llm_kl.head._tiles import Head, PairOutput, Plan, TopK
 
@@ -25,25 +26,34 @@ Tensors = Sequence[Tensor | None]
 Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, list[float]]
 
 
-def sweep(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None) -> PairOutput:
-    """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None."""
+def sweep(
+    plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None, part: Slice | None = None
+) -> PairOutput:
+    """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None.
+
+    With ``part`` the heads are this rank's slice of the vocabulary, and the results those of all.
+    """
+    if part is not None and targets is not None:
+        targets = targets - part.first
     tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else (None, None, None))]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return PairOutput._make(_Sweep.apply(settings, *tensors))
-    return PairOutput._make(_forward(tensors, settings)[:4])
+        return PairOutput._make(_Sweep.apply(part, settings, *tensors))
+    return PairOutput._make(_forward(part, tensors, settings)[:4])
 
 
-def top_k(head: Head, k: int, chunk: tuple[int, int]) -> TopK:
-    return TopK(*_call("head_top_k", _top_k_op, [None, *head[:3]], k, *_flatten(Plan(chunk), head, None)))
+def top_k(head: Head, k: int, chunk: tuple[int, int], part: Slice | None = None) -> TopK:
+    settings = _flatten(Plan(chunk), head, None)
+    *found, log_sum = _call("head_top_k", _top_k_op, [None, *head[:3]], min(k, head.sizes[1]), *settings)
+    return TopK(*found) if part is None else join_top_k(part, k, TopK(*found), log_sum)
 
 
 class _Sweep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: Settings, *tensors: Tensor | None) -> Any:
-        ctx.settings = settings
+    def forward(ctx: Any, part: Slice | None, settings: Settings, *tensors: Tensor | None) -> Any:
+        ctx.part, ctx.settings = part, settings
         ctx.set_materialize_grads(False)
-        found = _forward(tensors, settings)
+        found = _forward(part, tensors, settings)
         ctx.save_for_backward(*tensors, *found)
         return tuple(found[:4])
 
@@ -52,15 +62,21 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
         tensors, result, statistics = saved[:7], saved[7:11], saved[11:]
-        needed = list(ctx.needs_input_grad[2:])  # after settings and targets
+        needed = list(ctx.needs_input_grad[3:])  # after part, settings and targets
         found = _call("head_backward", _backward_op, tensors, result, statistics, list(grads), needed, *ctx.settings)
-        return None, None, *_spread(found, needed)
+        gradients = _spread(found, needed)
+        if ctx.part is not None:
+            ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
+        return None, None, None, *gradients
 
 
-def _forward(tensors: Tensors, settings: Settings) -> Tensors:
+def _forward(part: Slice | None, tensors: Tensors, settings: Settings) -> Tensors:
     """The fields of the result, then the statistics of the forward sweep."""
-    found = _call("head_forward", _forward_op, list(tensors), *settings)
-    return _spread(found, _present(tensors, settings))
+    found = _spread(_call("head_forward", _forward_op, list(tensors), *settings), _present(tensors, settings))
+    if part is None:
+        return found
+    result, statistics = join(part, _build(tensors, settings)[0], tensors[0], found)
+    return [*result, *statistics]
 
 
 def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -131,16 +147,16 @@ def _backward_fake(
     return _dense(empty_gradients(_build(tensors, settings)[1], needed))
 
 
-def _top_k_op(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _top_k_op(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
     plan, (head,) = _build(tensors, settings)
     return top_k_sweep(head, k, plan.chunk)
 
 
-def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
     _, (head,) = _build(tensors, settings)
     tail = head.per_position(0.0)
     values = tail.new_empty(tail.shape[0], k)
-    return values.long(), values, tail
+    return values.long(), values, tail, tail.clone()
 
 
 def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], inputs: str, outputs: str) -> None:
@@ -157,4 +173,4 @@ _register(
     "Tensor?[] tensors, Tensor?[] result, Tensor[] statistics, Tensor?[] grads, bool[] needed",
     "Tensor[]",
 )
-_register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", "(Tensor, Tensor, Tensor)")
+_register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", "(Tensor, Tensor, Tensor, Tensor)")

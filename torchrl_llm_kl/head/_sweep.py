@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, TopK, local_index, log_ratio_to_mixture, tiles
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, local_index, log_ratio_to_mixture, tiles
 
 
 @torch.no_grad()
@@ -124,7 +124,8 @@ def _decayed(value: Tensor, shift: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def top_k_sweep(head: Head, k: int, chunk: tuple[int, int]) -> TopK:
+def top_k_sweep(head: Head, k: int, chunk: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a :class:`TopK`, and the log-sum-exp of all logits; ``[N]``."""
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)
@@ -144,7 +145,8 @@ def top_k_sweep(head: Head, k: int, chunk: tuple[int, int]) -> TopK:
     tail_share = tail.log() + (tail_top - top.squeeze(1))
     shares = values - top
     total = torch.logaddexp(shares.logsumexp(-1), tail_share)
-    return TopK(indices, shares - total.unsqueeze(1), tail_share - total)
+    log_sum = torch.where(top.squeeze(1).isneginf(), -torch.inf, total + top.squeeze(1))
+    return indices, shares - total.unsqueeze(1), tail_share - total, log_sum
 
 
 def _add_exponentials(top: Tensor, total: Tensor, values: Tensor) -> None:

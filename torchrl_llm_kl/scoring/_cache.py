@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import wide_dtype
 from torchrl_llm_kl.scoring._attention import KeysValues
-from torchrl_llm_kl.scoring._model import Setup, adapter_layers
+from torchrl_llm_kl.scoring._model import Setup, adapter_layers, find_head
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
@@ -27,7 +28,7 @@ class Segment:
 
     tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
-    log_probs: Tensor  # [n] float32, on the CPU; NaN where not computed
+    log_probs: Tensor  # [n] float32, float64 for a float64 head, on the CPU; NaN where not computed
     parent: Segment | None = None  # None for the root
     start: int = 0
     children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
@@ -60,6 +61,7 @@ class PrefixKVCache:
         self.limit = limit  # the most bytes of keys and values
         self.tokens_seen = 0  # tokens of all requests so far; shared prefixes once
         self.tokens_recalled = 0  # cache hits among them
+        self.dtype = torch.float32  # of log-probs
         self._owner: tuple[object, ...] = ()
         self.clear()
 
@@ -69,6 +71,10 @@ class PrefixKVCache:
         if owner != self._owner:
             self.clear()
             self._owner = owner
+            weight = getattr(find_head(setup.model), "weight", None)
+            self.dtype = (
+                wide_dtype(weight.dtype) if weight is not None and weight.is_floating_point() else torch.float32
+            )
 
     def clear(self) -> None:
         """Drop all segments."""
@@ -104,7 +110,7 @@ class PrefixKVCache:
 
     def add(self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, in_use: set[Segment]) -> Segment | None:
         """Insert ``tokens [n]`` where :meth:`walk` ended; None if there is no room without evicting ``in_use``."""
-        unknown = torch.full((tokens.numel(),), torch.nan)
+        unknown = torch.full((tokens.numel(),), torch.nan, dtype=self.dtype)
         segment = Segment(tokens.clone(), keys_values, unknown, cursor.segment, cursor.offset)
         needed = _num_bytes(keys_values)
         self.touch(cursor)
@@ -154,7 +160,9 @@ class CacheLookup:
 
     def __init__(self, cache: PrefixKVCache, request: Request, tree: PrefixTree, *, values: bool = True) -> None:
         self.cache, self.request, self.tree = cache, request, tree
-        self._log_probs = torch.full((tree.num_tokens,), torch.nan)  # of the tree's tokens, NaN where unknown
+        self._log_probs = torch.full(
+            (tree.num_tokens,), torch.nan, dtype=cache.dtype
+        )  # of the tree's tokens, NaN where unknown
         self._hits: list[tuple[Segment, int, int, int]] = []  # segment, its first and last place, place in the tree
         self._used: set[Segment] = set()
         self._end: list[Cursor | None] = []  # of each node, if the cache holds all of it
@@ -162,7 +170,7 @@ class CacheLookup:
         held = [self._look_up(node) for node in range(tree.num_nodes)]
 
         element = request.mask.nonzero().squeeze(-1)
-        found = torch.full((element.numel(),), torch.nan)
+        found = torch.full((element.numel(),), torch.nan, dtype=cache.dtype)
         if values:
             inside, place = self._inside(element)
             found[inside] = self._log_probs[place]

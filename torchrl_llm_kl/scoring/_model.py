@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl.scoring._wrapping import unwrapped
 
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
@@ -199,6 +200,25 @@ def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     if body is None or head is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head.")
     return body, head
+
+
+def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
+    """A forward's ``logits [..., V]``, gathered if the head left them sharded over the vocabulary; without gradient."""
+    if not is_dtensor(logits) and shards_logits(model, logits):
+        from torch.distributed.tensor import DTensor, Shard
+
+        weight = cast(Any, find_head(model)).weight
+        shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
+        stride = torch.empty(shape, device="meta").stride()
+        placements = [Shard(logits.ndim - 1) if each.is_shard() else each for each in weight.placements]
+        logits = DTensor.from_local(logits, weight.device_mesh, placements, shape=shape, stride=stride)
+    return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits
+
+
+def shards_logits(model: nn.Module, logits: Tensor) -> bool:
+    """Whether a forward's logits are only those of this rank's slice of the vocabulary."""
+    weight = getattr(find_head(model), "weight", None)
+    return is_dtensor(logits) or (is_dtensor(weight) and logits.shape[-1] != cast(Tensor, weight).shape[0])
 
 
 @dataclass(frozen=True)

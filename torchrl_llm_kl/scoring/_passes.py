@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup
-from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, frequency_switches, read_output, send
+from torchrl_llm_kl.scoring._model import (
+    Setup,
+    body_and_head,
+    call,
+    frequency_switches,
+    read_output,
+    send,
+    shards_logits,
+)
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import States, head_states
 from torchrl_llm_kl.scoring._tree import PrefixTree
@@ -213,6 +221,12 @@ class PaddedPass:
         with setup.active():
             if setup.route.path == "full":
                 logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
+                if shards_logits(setup.model, logits):
+                    raise ValueError(
+                        f"the forward of {type(setup.model).__name__} returns the logits of this rank's slice of the "
+                        "vocabulary, and its head and body cannot be scored apart: gather its output "
+                        '(tp_plan={"lm_head": "colwise_gather_output"}).'
+                    )
                 # The last positions: prompt tuning puts virtual tokens before the sequence.
                 logits = logits[:, -ids.shape[1] :].flatten(0, 1)
                 return States(slots.to(logits.device), lambda some: logits[some], setup.temperature)

@@ -22,6 +22,7 @@ from torchrl_llm_kl.scoring._model import (
     position_limit,
     read_output,
     vocab_size,
+    whole_logits,
 )
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
 from torchrl_llm_kl.scoring._request import Request
@@ -106,7 +107,8 @@ def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
     parts, spread, precision = [], 0.0, 0.0
     for ids in request.tokens.to_list():
         ids = ids.to(model_device(model, ids.device))
-        logits = read_output(call(model, ids[:-1].unsqueeze(0)), "logits").squeeze(0)[-(len(ids) - 1) :]
+        logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits"))
+        logits = logits.squeeze(0)[-(len(ids) - 1) :]
         precision = _relative_precision(logits.dtype, logits.device)
         spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
         parts.append(log_prob_at(logits, ids[1:].to(logits.device)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._numerics import is_dtensor, widen
 from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
@@ -106,7 +106,12 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     A head that is more than a linear layer (wrapped by an adapter, quantised, hooked) is called as a module.
     """
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
-    weight = getattr(head, "weight", None)
+    weight, plain = getattr(head, "weight", None), _is_plain(head)
+    if not plain and is_dtensor(weight):
+        raise ValueError(
+            f"the head {type(head).__name__} is sharded over ranks and more than a linear layer (an adapter, a hook, a "
+            "quantised weight): leave it out of the tensor parallel plan, or the adapter out of the head."
+        )
     if isinstance(weight, Tensor):
         # Under autocast the body's output is narrower than the head.
         hidden = hidden.to(weight.device, weight.dtype if weight.is_floating_point() else None)
@@ -115,16 +120,20 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
         with setup.active(), torch.autocast(some.device.type, enabled=False):
             return mapped(widen(head(some))[0])
 
-    plain = _is_plain(head)
     return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped)
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether the head computes ``hidden @ weight.T + bias`` and nothing else; FSDP2's hooks run around the whole score."""
+    """Whether the head computes ``hidden @ weight.T + bias`` and nothing else.
+
+    FSDP2's hooks run around the whole score; those of tensor parallel shard and gather, which :mod:`~torchrl_llm_kl.head` does.
+    """
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
-    if is_fsdp2(head):
-        return type(head).__mro__[2] is nn.Linear and all("fsdp" in hook.__module__ for hook in hooks)
-    return type(head) is nn.Linear and not hooks
+    known = {"fsdp"} if is_fsdp2(head) else set()
+    if is_dtensor(getattr(head, "weight", None)):
+        known.add("torch.distributed.tensor")
+    kind = type(head).__mro__[2] if is_fsdp2(head) else type(head)
+    return kind is nn.Linear and all(any(name in hook.__module__ for name in known) for hook in hooks)
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:

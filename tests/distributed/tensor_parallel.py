@@ -1,0 +1,241 @@
+"""What each rank does for tensor parallel: a head sharded over the vocabulary against the whole head in plain torch;
+a model that transformers loads with a tensor parallel plan against one process."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+from distributed.cases import RATE, STEPS, VOCAB, _expected, batch, make_loss, parameters_of, share, total
+from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
+from toy_models import tiny_model
+
+POSITIONS, HIDDEN = 7, 5
+OPTIONS = {"temperature": 1.7, "scale": 0.6, "soft_cap": 5.0}
+REF_OPTIONS = {"temperature": 1.7, "scale": 1.3, "soft_cap": 3.0}
+
+
+def head(seed: int, vocab: int, *, impossible: bool = False) -> list[Tensor]:
+    """Hidden states, weight and bias; with ``impossible`` the first half of the vocabulary is ruled out."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = (POSITIONS, HIDDEN), (vocab, HIDDEN), (vocab,)
+    hidden, weight, bias = (2 * torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes)
+    if impossible:
+        bias[: vocab // 2 + 1] = -torch.inf
+    return [hidden, weight, bias]
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor, *, temperature: float, scale: float, soft_cap: Any = None
+) -> Tensor:
+    """All log-probs ``[N, V]``."""
+    logits = scale * F.linear(hidden, weight, bias)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return (logits / temperature).log_softmax(-1)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q).masked_fill(p.isneginf(), 0.0)).sum(-1)
+
+
+def targets_of(vocab: int) -> Tensor:
+    """The first and the last token of the vocabulary, and some between."""
+    inner = torch.randint(vocab, (POSITIONS - 2,), generator=torch.Generator().manual_seed(9))
+    return torch.cat([torch.tensor([0, vocab - 1]), inner])
+
+
+def distribute(tensors: list[Tensor], grad: bool) -> list[Any]:
+    """The hidden states whole, weight and bias sharded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    out = [tensors[0].detach().clone(), *(distribute_tensor(t.detach().clone(), mesh, [Shard(0)]) for t in tensors[1:])]
+    return [t.detach().requires_grad_(grad) for t in out]
+
+
+def compare(found: list[Tensor], want: list[Tensor], sharded: list[Any], whole: list[Tensor]) -> float:
+    """The largest difference in values and, under one random weighting of them, in gradients."""
+    rng = torch.Generator().manual_seed(4)
+    weights = [torch.randn(t.shape, generator=rng, dtype=t.dtype) for t in want]
+    sum((w * t).sum() for w, t in zip(weights, found, strict=True)).backward()
+    sum((w * t).sum() for w, t in zip(weights, want, strict=True)).backward()
+    got = [t.grad.full_tensor() if hasattr(t, "full_tensor") else t.grad for t in sharded]
+    pairs = [*zip(found, want, strict=True), *zip(got, (t.grad for t in whole), strict=True)]
+    for a, b in pairs:
+        assert a.shape == b.shape
+        assert bool(b.isfinite().all())
+    return max(float((a - b).abs().max().detach()) for a, b in pairs)
+
+
+def one_head(vocab: int) -> float:
+    whole, targets = [t.requires_grad_() for t in head(0, vocab)], targets_of(vocab)
+    sharded = distribute(whole, grad=True)
+    hidden, weight, bias = sharded
+    out = linear_log_prob(hidden, weight, targets, bias=bias, entropy=True, chunk=(3, 4), **OPTIONS)
+    log_p = plain(*whole, **OPTIONS)
+    want = [log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)]
+    return compare([out.log_prob, out.entropy], want, sharded, whole)
+
+
+def two_heads(vocab: int, direction: str, ref_whole: bool) -> float:
+    whole, targets = [t.requires_grad_() for t in head(0, vocab)], targets_of(vocab)
+    ref = [t.requires_grad_(not ref_whole) for t in head(1, vocab)]
+    sharded = distribute(whole, grad=True)
+    ref_sharded = [t.detach() for t in ref] if ref_whole else distribute(ref, grad=True)
+    out = linear_pair(
+        *sharded[:2],
+        *ref_sharded[:2],
+        targets,
+        direction=direction,
+        bias=sharded[2],
+        ref_bias=ref_sharded[2],
+        entropy=True,
+        chunk=(3, 4),
+        ref_scale=REF_OPTIONS["scale"],
+        ref_soft_cap=REF_OPTIONS["soft_cap"],
+        **OPTIONS,
+    )
+    p, q = plain(*whole, **OPTIONS), plain(*ref, **REF_OPTIONS)
+    want = [kl(p, q) if direction == "reverse" else kl(q, p)]
+    want += [x.gather(1, targets[:, None]).squeeze(1) for x in (p, q)] + [-(p.exp() * p).sum(-1)]
+    if ref_whole:
+        return compare(list(out), want, sharded, whole)
+    return compare(list(out), want, sharded + ref_sharded, whole + ref)
+
+
+def top(vocab: int, k: int, impossible: bool = False) -> float:
+    whole = head(0, vocab, impossible=impossible)
+    options = {**OPTIONS, "soft_cap": None} if impossible else OPTIONS  # a soft cap makes every token possible
+    hidden, weight, bias = distribute(whole, grad=False)
+    out = linear_top_k(hidden, weight, k, bias=bias, chunk=(3, 4), **options)
+    log_p = plain(*whole, **options)
+    log_probs, indices = log_p.topk(k)
+    assert out.indices.equal(indices)
+    tail = log_p.scatter(1, indices, -torch.inf).logsumexp(-1)
+    assert out.tail_log_prob.isneginf().equal(tail.isneginf())
+    both = [(out.log_probs, log_probs), (out.tail_log_prob.nan_to_num(), tail.nan_to_num())]
+    return max(float((a - b).abs().max()) for a, b in both)
+
+
+def impossible_slice(vocab: int) -> list[float]:
+    """Tokens ruled out on a whole slice: their log-prob, and the differences of the others' and of entropy and KL."""
+    whole, ref, targets = head(0, vocab, impossible=True), head(1, vocab), targets_of(vocab)
+    hidden, weight, bias = distribute(whole, grad=False)
+    options = {"temperature": 1.7, "scale": 0.6}
+    out = linear_pair(hidden, weight, ref[0], ref[1], targets, bias=bias, ref_bias=ref[2], entropy=True, **options)
+    p, q = plain(*whole, **options), plain(*ref, temperature=1.7, scale=1.0)
+    want = p.gather(1, targets[:, None]).squeeze(1)
+    entropy = -(p.exp() * p.masked_fill(p.isneginf(), 0.0)).sum(-1)
+    forward = linear_pair(
+        hidden, weight, *ref[:2], bias=bias, ref_bias=ref[2], direction="forward", temperature=1.7, scale=0.6
+    )
+    assert forward.kl.isposinf().all()  # the reference gives a probability to tokens that the policy rules out
+    assert top(vocab, 3, impossible=True) < 1e-12
+    assert out.log_prob.isneginf().equal(want.isneginf())
+    assert want.isneginf().any()
+    return [
+        float((out.log_prob - want).nan_to_num().abs().max()),
+        float((out.entropy - entropy).abs().max()),
+        float((out.kl - kl(p, q)).abs().max()),
+    ]
+
+
+def refusal(case: str) -> str:
+    """The message of an unsupported head."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    hidden, weight, bias = head(0, 10)
+    rows, columns = (distribute_tensor(weight, mesh, [Shard(dim)]) for dim in (0, 1))
+    targets = targets_of(10)
+    try:
+        if case == "hidden size":
+            linear_log_prob(hidden, columns, targets)
+        elif case == "bias":
+            linear_log_prob(hidden, rows, targets, bias=bias)
+        elif case == "mixture":
+            linear_pair(hidden, rows, hidden, rows, direction="jensen_shannon")
+        elif case == "policy whole":
+            linear_pair(hidden, weight, hidden, rows)
+        elif case == "trained reference":
+            linear_pair(hidden, rows, hidden, weight.clone().requires_grad_())
+        elif case == "target":
+            linear_log_prob(hidden, rows, targets + 1)
+        elif case == "k":
+            linear_top_k(hidden, rows, 11)
+        elif case == "empty slice":
+            few = distribute_tensor(weight[: dist.get_world_size() - 1], mesh, [Shard(0)])
+            linear_log_prob(hidden, few, targets * 0)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+# ------------------------------------------------------------------ whole models
+
+
+def load(model: nn.Module, logits: str = "colwise_gather_output", **sizes: int) -> nn.Module:
+    """The model as transformers loads it with a tensor parallel plan, over all ranks."""
+    from transformers.distributed import DistributedConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        name = [folder]
+        dist.broadcast_object_list(name)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        plan = "auto" if logits == "colwise_gather_output" else {"lm_head": logits}
+        config = DistributedConfig(tp_plan=plan, **sizes)
+        loaded = type(model).from_pretrained(name[0], distributed_config=config, dtype=next(model.parameters()).dtype)
+        dist.barrier()
+    return loaded
+
+
+def score(logits: str, tp: int, vocab: int) -> dict[str, float]:
+    """All scores of policy and reference, both sharded; the largest difference from one process by name."""
+    models = [tiny_model("qwen2", seed=seed, vocab_size=vocab, num_key_value_heads=tp).double() for seed in (3, 4)]
+    sizes = {"tp_size": tp, "fsdp_size": dist.get_world_size() // tp}
+    sharded = [load(model, logits, **sizes) for model in models]
+    rows = torch.randint(vocab, (4, 12), generator=torch.Generator().manual_seed(1))
+    rows[1, :7] = rows[0, :7]
+    options = {"entropy": True, "top_k": 5, "moments": True, "attention_mask": torch.ones_like(rows)}
+    want, found = (
+        LogProbScorer(policy, tokens_per_batch=16).evaluate(rows, reference=LogProbScorer(ref), **options)
+        for policy, ref in (models, sharded)
+    )
+    scorer = LogProbScorer(sharded[0], tokens_per_batch=16)
+    assert (scorer.path, scorer.shares_prefixes) == ("head", True)
+    pairs = {name: (getattr(found, name).values, getattr(want, name).values) for name in want._fields}
+    for _ in range(2):  # the second call reads the memory
+        again = scorer.score(rows, attention_mask=options["attention_mask"], remember=True)
+        assert again.values.equal(found.log_prob.values) or (again.values - want.log_prob.values).abs().max() < 1e-12
+    return {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
+
+
+def _norm(module: Any, hidden: Tensor) -> Tensor:
+    return F.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def train(logits: str, tp: int, **config: Any) -> float:
+    """Three steps, each data parallel rank on its share of the batch; the largest difference from one process."""
+    data = dist.get_world_size() // tp
+    want = _expected(torch.float64, False, tuple(sorted(config.items())))
+    whole = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).double()
+    model = load(whole, logits, tp_size=tp, fsdp_size=data).train()
+    for norm in model.modules():  # transformers' own computes in float32
+        if type(norm).__name__.endswith("RMSNorm"):
+            norm.forward = partial(_norm, norm)
+    loss = make_loss(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, foreach=False)
+    for _ in range(STEPS):
+        rows = batch() if data == 1 else share("uneven", dist.get_rank() // tp, data)
+        total(loss(loss.count(rows))).backward()
+        optimizer.step(), optimizer.zero_grad()
+    got = parameters_of(model)
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    return max(float((got[name] - want[name]).abs().max()) for name in want)

@@ -1,0 +1,147 @@
+"""A head whose vocabulary is sharded over ranks (tensor parallel): each sweeps its own slice, then the results are joined.
+
+With ``w`` the probability of each slice, and the results inside a slice those of its own softmax, the chain rule gives
+``log p(token) = log w + log p(token | slice)``, ``H = sum w (H(slice) - log w)`` and
+``KL(p || q) = sum w_p (KL(slice) + log w_p - log w_q)``. ``R`` is the number of slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import is_dtensor
+from torchrl_llm_kl.head._tiles import PairOutput, Plan, TopK
+
+_Local = tuple[Tensor, Tensor | None, "Slice | None"]
+
+
+class Slice(NamedTuple):
+    """This rank's tokens of a vocabulary: ``first`` to ``first + size``, of ``vocab``; ``group`` holds the others."""
+
+    group: Any
+    first: int
+    size: int
+    vocab: int
+
+    @property
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+    def matches(self, other: Slice) -> bool:
+        """Whether the other slices are of the same tokens on the same ranks."""
+        return self[1:] == other[1:] and self.ranks == other.ranks
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Each rank's ``values``, in the order of the vocabulary; ``[R, ...]``."""
+        values = values.contiguous()
+        out = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(out, values, group=self.group)
+        return torch.stack(out)
+
+    def add(self, gradient: Tensor | None) -> None:
+        """Add the ranks' gradients, in place: each has that of its own tokens."""
+        if gradient is not None:
+            dist.all_reduce(gradient, group=self.group)
+
+
+def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> _Local:
+    """Weight and bias on this rank, and its slice; None for a head that is not sharded.
+
+    Raises a ValueError, on all ranks, for a DTensor that is sharded otherwise than over its vocabulary.
+    """
+    if not is_dtensor(weight):
+        if is_dtensor(bias):
+            raise ValueError(f"{prefix}bias is a DTensor but {prefix}weight is a Tensor; expected both or neither.")
+        return weight, bias, None
+    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+    if bias is not None and (not is_dtensor(bias) or bias.placements != placements):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{prefix}weight has placements {placements} but {prefix}bias {getattr(bias, 'placements', 'is a Tensor')}; "
+            "expected the same for both."
+        )
+    sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if (
+        any(type(placements[dim]).__name__ != "Shard" or placements[dim].dim != 0 for dim in sharded)
+        or len(sharded) > 1
+    ):
+        raise ValueError(
+            f"{prefix}weight is a DTensor with placements {placements}; expected Shard(0), the vocabulary, on one dimension "
+            "of the mesh and Replicate on any other. A weight that FSDP2 shards is whole inside a call of its module."
+        )
+    parts: list[Any] = [None if t is None else t.to_local() for t in (weight, bias)]  # type: ignore[attr-defined]
+    if not sharded:
+        return parts[0], parts[1], None
+    vocab, ranks = weight.shape[0], mesh.size(sharded[0])
+    step = -(-vocab // ranks)
+    if (ranks - 1) * step >= vocab:
+        raise ValueError(
+            f"{prefix}weight covers {vocab} tokens, sharded over {ranks} ranks by {step}: the last has none. Shard the head "
+            "over fewer ranks."
+        )
+    first = mesh.get_local_rank(sharded[0]) * step
+    return *parts, Slice(mesh.get_group(sharded[0]), first, parts[0].shape[0], vocab)
+
+
+def join(
+    part: Slice, plan: Plan, targets: Tensor | None, found: Sequence[Tensor | None]
+) -> tuple[PairOutput, list[Tensor]]:
+    """The results and statistics of a whole head from those of this rank's slice; ``targets`` count from its first token."""
+    kl, log_prob, ref_log_prob, entropy, *statistics = found
+    # Of a slice without a possible token the log of the sum is -inf, and all else NaN.
+    log_probs = [log_prob, ref_log_prob]
+    if targets is not None:
+        here = (targets >= 0) & (targets < part.size)
+        log_probs = [
+            None if each is None else each.masked_fill(~here | statistics[2 * i + 1].isneginf(), -torch.inf)  # type: ignore[union-attr]
+            for i, each in enumerate(log_probs)
+        ]
+    sent = [t for t in (kl, *log_probs, entropy, *statistics) if t is not None]
+    rest = iter(part.gather(torch.stack(sent)).unbind(1))
+    kl, log_prob, ref_log_prob, entropy = (None if t is None else next(rest) for t in (kl, *log_probs, entropy))
+    joined, log_w = [], []
+    for top, log_total in zip(rest, rest, strict=True):
+        common = top.amax(0)
+        shares = top - common + log_total
+        joined += [common, shares.logsumexp(0)]
+        log_w.append(shares - joined[-1])
+    if targets is not None:
+        known = (targets >= -part.first) & (targets < part.vocab - part.first)
+        log_prob, ref_log_prob = (
+            None if t is None else (t + log_w[i]).amax(0).masked_fill(~known, torch.nan)
+            for i, t in enumerate((log_prob, ref_log_prob))
+        )
+    if entropy is not None:
+        entropy = _mean(log_w[0], entropy - log_w[0])
+    if kl is not None:
+        a, b = plan.weighing, 1 - plan.weighing
+        kl = _mean(log_w[a], (kl + log_w[a] - log_w[b]).masked_fill(log_w[b].isneginf(), torch.inf))
+    return PairOutput._make((kl, log_prob, ref_log_prob, entropy)), joined
+
+
+def _mean(log_w: Tensor, values: Tensor) -> Tensor:
+    """``sum w values`` over the slices, where 0 times anything is 0; ``[R, N]`` to ``[N]``."""
+    w = log_w.exp()
+    return (w * values).masked_fill(w == 0, 0.0).sum(0)
+
+
+def join_top_k(part: Slice, k: int, found: TopK, log_sum: Tensor) -> TopK:
+    """The top ``k`` of a whole head from those of this rank's slice and the log-sum-exp of its logits ``[N]``.
+
+    The tail joins the slices' tails and their candidates that are not among the ``k``.
+    """
+    pad = (0, k - found.indices.shape[1])  # a slice may hold fewer than k tokens
+    log_probs = torch.nn.functional.pad(found.log_probs, pad, value=-torch.inf)
+    sent = torch.cat([log_probs, found.tail_log_prob.unsqueeze(-1), log_sum.unsqueeze(-1)], -1)
+    indices = torch.nn.functional.pad(found.indices + part.first, pad)
+    values, tokens = part.gather(sent).transpose(0, 1), part.gather(indices).transpose(0, 1)  # [N, R, ...]
+    log_w = values[:, :, -1:] - values[:, :, -1:].logsumexp(1, keepdim=True)
+    # All of a slice without a possible token is NaN.
+    values = (values[:, :, :-1] + log_w).masked_fill(log_w.isneginf(), -torch.inf)
+    log_probs, order = values[:, :, :-1].flatten(1).sort(dim=-1, descending=True, stable=True)
+    tail = torch.cat([values[:, :, -1], log_probs[:, k:]], -1).logsumexp(-1)
+    return TopK(tokens.flatten(1).gather(1, order)[:, :k], log_probs[:, :k], tail)
