@@ -18,6 +18,8 @@ from torchrl_llm_kl.scoring._wrapping import unwrapped
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# Attribute of an input embedding: the device of a model whose weights are elsewhere.
+OFFLOADED = "_scored_on"
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 # ---------------------------------------------------------------------- how a model is run
@@ -163,7 +165,7 @@ def _adapter_names(layer: Any) -> set[str]:
     held = [getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ())]
     return {name for each in held if hasattr(each, "keys") for name in each.keys()} | set(
         getattr(layer, "_adapters", ())
-    )  # noqa: SIM118
+    )
 
 
 @contextmanager
@@ -257,10 +259,18 @@ def vocab_size(model: nn.Module) -> int | None:
 
 def model_device(model: nn.Module, default: torch.device) -> torch.device:
     """The device on which the model expects token ids."""
-    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
+    embedding = _ask(model, "get_input_embeddings")
+    if is_offloaded(model):
+        return torch.device(getattr(embedding, OFFLOADED))
+    weight = getattr(embedding, "weight", None)
     if isinstance(weight, Tensor):
         return weight.device
     return next((parameter.device for parameter in model.parameters()), default)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether layers are copied to the device only while they run."""
+    return hasattr(_ask(model, "get_input_embeddings"), OFFLOADED)
 
 
 def is_on_meta(model: nn.Module) -> bool:

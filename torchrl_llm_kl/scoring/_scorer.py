@@ -25,6 +25,7 @@ from torchrl_llm_kl.scoring._model import (
     check_has_adapters,
     drops_layers,
     frequency_switches,
+    is_offloaded,
     is_on_meta,
     locked,
     model_device,
@@ -289,6 +290,11 @@ class LogProbScorer:
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k, moments and an exact KL need the "
                     "transformers model itself."
                 )
+        if grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
+            raise ValueError(
+                f"grad=True, but {type(self.model).__name__} is offloaded: its layers leave the device before a backward. It "
+                "is a reference, score it with grad=False."
+            )
         if grad and self.adapters is not True:
             what = f"the adapter {self.adapters!r}" if self.adapters else "the base model"
             raise ValueError(
