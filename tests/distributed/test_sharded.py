@@ -6,14 +6,6 @@ import pytest
 import torch
 
 from distributed.cases import WRAPS
-from distributed.pool import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

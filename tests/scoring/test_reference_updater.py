@@ -35,12 +35,11 @@ def kl(policy: Any, reference: LogProbScorer) -> Tensor:
 @pytest.mark.parametrize("decay", [0.9, 0.999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_thousand_averages_of_a_drifting_policy(decay: float, dtype: torch.dtype) -> None:
-    """A policy at ``a + b t`` after ``t`` steps: the average is ``a + b (t - (1 - d^t) d / (1 - d))``; a bfloat16 reference is that
-    rounded once, where plain bfloat16 arithmetic would stand still."""
+    """A policy at ``a + b t`` after ``t`` steps: the average is ``a + b (t - (1 - d^t) d / (1 - d))``; a bfloat16 reference is
+    that rounded once, where plain bfloat16 arithmetic would stand still."""
     policy, reference = nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=dtype)
     if dtype == torch.float32:
         policy = policy.float()
-    start = {name: value.detach().double().clone() for name, value in policy.named_parameters()}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -194,7 +193,7 @@ def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
     for a, b in zip(reference.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
     state = whole.state_dict()
-    with pytest.raises(KeyError, match="another reference: model.norm.weight"):
+    with pytest.raises(KeyError, match=r"another reference: model.norm.weight"):
         updater.load_state_dict(
             {**state, "weights": {n: v for n, v in state["weights"].items() if n != "model.norm.weight"}}
         )
@@ -245,5 +244,5 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             ReferenceUpdater(LogProbScorer(policy, adapters=adapters), policy, decay=0.5)
-    with pytest.raises(ValueError, match="no counterpart of .* of the"):
+    with pytest.raises(ValueError, match=r"no counterpart of .* of the"):
         ReferenceUpdater(tiny_model("qwen2"), policy, decay=0.5)

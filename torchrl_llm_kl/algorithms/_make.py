@@ -291,8 +291,8 @@ def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
         _check_same_settings(model, settings, name)
         if model.adapters is not True:
             raise ValueError(
-                f"{name} is a scorer with adapters={model.adapters!r} of a model that is not the actor's: pass the model itself, with its "
-                "adapters disabled or set."
+                f"{name} is a scorer with adapters={model.adapters!r} of a model that is not the actor's: "
+                "pass a model without adapters, or with this one active."
             )
         return model.model
     return _WrappedModel(model) if is_wrapper(model) and unwrap(model) is not None else model

@@ -162,10 +162,9 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
 
 def _adapter_names(layer: Any) -> set[str]:
     """The adapters that a layer of PEFT holds."""
-    held = [getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ())]
-    return {name for each in held if hasattr(each, "keys") for name in each.keys()} | set(
-        getattr(layer, "_adapters", ())
-    )
+    held = (getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ()))
+    names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
+    return names | set(getattr(layer, "_adapters", ()))
 
 
 @contextmanager

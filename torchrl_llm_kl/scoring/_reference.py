@@ -20,19 +20,19 @@ def prepare_reference(
 ) -> Any:
     """Freeze a model, in place, and make it small, beside a policy of any dtype.
 
-    The scores are those of the changed weights, in float32 from the head's logits on, whatever the policy's dtype. The model is
-    not trained afterwards: pass a copy, never the policy itself.
+    The scores are those of the changed weights, in float32 from the head's logits on, whatever the policy's dtype. The
+    model is not trained afterwards: pass a copy, never the policy itself.
 
     Args:
         model: a transformers causal LM with its layers in a ``ModuleList``, before it is sharded.
 
     Keyword Args:
-        dtype: a floating-point type for all parameters, such as ``torch.bfloat16`` (buffers, as rotary frequencies, keep theirs);
-            or ``torch.int8`` for the linear layers between embedding and head: rows rounded to 127 steps on either side of 0, a
-            scale for each, products in the dtype of the activations. Default None: as they are.
-        offload_to: the device that scores. The layers stay in the host's memory (page-locked for a GPU), and each is copied there
-            while the one before it runs: two layers, the norm and the head are on the device, and the embedding if it is the
-            head. Default None: the model stays where it is.
+        dtype: a floating-point type for all parameters, such as ``torch.bfloat16`` (buffers, as rotary frequencies, keep
+            theirs); or ``torch.int8`` for the linear layers between embedding and head: rows rounded to 127 steps on either
+            side of 0, a scale for each, products in the dtype of the activations. Default None: as they are.
+        offload_to: the device that scores. The layers stay in the host's memory (page-locked for a GPU), and each is copied
+            to the device while the one before it runs: two layers, the norm and the head are there, and the embedding if it is
+            the head. Default None: the model stays where it is.
 
     Returns:
         ``model``, in evaluation mode, without gradients.

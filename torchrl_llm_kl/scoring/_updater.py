@@ -23,18 +23,18 @@ class ReferenceUpdater:
 
     Call :meth:`step` after each optimizer step. Every ``every`` steps the reference becomes
     :math:`\theta_{ref} \leftarrow d\,\theta_{ref} + (1 - d)\,\theta` with ``d = decay``; every ``reset_every`` steps, and in
-    :meth:`reset`, it becomes the policy itself, bit for bit, so that their KL is 0. What an average loses by rounding is carried
-    over to the next update in float32, 4 bytes per weight: a bfloat16 reference follows too.
+    :meth:`reset`, it becomes the policy itself, bit for bit, so that their KL is 0. What an average loses by rounding is
+    carried over to the next one in float32, 4 bytes per weight: a bfloat16 reference follows too.
 
     The weights change in place. Scorers notice it and clear their cache.
 
     Args:
-        reference: the reference model, a scorer of it, or a TorchRL wrapper; a scorer with ``adapters="ref"`` of the policy's own
-            model updates that adapter from the policy's active one. Or a
-            :class:`~torchrl_llm_kl.service.ScoringService`, which receives each change by ``update_weights``; its average
-            lives here, and starts as the policy at construction.
-        policy: the model that is trained, wrapped for several ranks or not. Where it is sharded (FSDP, FSDP2), the reference is
-            either sharded alike, or whole on each rank. Every rank calls :meth:`step`.
+        reference: the reference model, a scorer of it, or a TorchRL wrapper; a scorer with ``adapters="ref"`` of the policy's
+            own model updates that adapter from the policy's active one (the average is of the two factors, not of their
+            product). Or a :class:`~torchrl_llm_kl.service.ScoringService`, which receives each change by ``update_weights``;
+            its average lives here, and starts as the policy at construction.
+        policy: the model that is trained, wrapped for several ranks or not. Where it is sharded (FSDP, FSDP2), the reference
+            is sharded alike, or (FSDP2) whole on each rank. Every rank calls :meth:`step`.
 
     Keyword Args:
         decay: weight of the old reference in an average, in [0, 1); TRL's ``1 - ref_model_mixup_alpha``. Default: no average.
@@ -143,7 +143,7 @@ class ReferenceUpdater:
         own = dict(self._targets())
         weights, rest = state["weights"], state["rest"]
         if weights.keys() != own.keys() or not rest.keys() <= own.keys():
-            different = sorted((weights.keys() | rest.keys()) ^ own.keys())
+            different = sorted((weights.keys() ^ own.keys()) | (rest.keys() - own.keys()))
             raise KeyError(f"the state is of another reference: {', '.join(different[:3])} differ.")
         for name, value in own.items():
             for saved in (weights[name], rest.get(name, value)):
@@ -243,13 +243,10 @@ class ReferenceUpdater:
         """Send the average to the service, from one rank."""
         if self._service is None:
             return
-        whole = {
-            name: cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value
-            for name, value in self._own.items()
-        }
-        if (
-            not (torch.distributed.is_available() and torch.distributed.is_initialized())
-            or torch.distributed.get_rank() == 0
+        own: dict[str, Any] = self._own
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in own.items()}
+        if not (
+            torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
         ):
             self._service.update_weights(whole, self._service.version + 1)
 
