@@ -166,7 +166,7 @@ class LayerStream:
             self._fetch(index)
         if self._copies is not None:
             torch.cuda.current_stream(self._slots[slot].device).wait_event(self._copied[slot])
-        for (module, name, _), copy in zip(self._weights[index], self._views(index), strict=True):
+        for (module, name, _weight), copy in zip(self._weights[index], self._views(index), strict=True):
             module._parameters[name] = nn.Parameter(copy, requires_grad=False)
         if index + 1 < len(self._weights):
             self._fetch(index + 1)
