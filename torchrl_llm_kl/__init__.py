@@ -30,7 +30,7 @@ _PUBLIC = {
     "estimators": ("AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "FixedKLCoefficient", "get_estimator"),
     "losses": ("LossTerm", "PolicyLoss", "ValueLoss", "get_objective"),
     "ragged": ("Ragged",),
-    "scoring": ("LogProbScorer", "TokenCritic"),
+    "scoring": ("LogProbScorer", "ReferenceUpdater", "TokenCritic", "prepare_reference"),
     "transforms": ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb", "RetrieveValue"),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
@@ -47,6 +47,7 @@ __all__ = [
     "LossTerm",
     "PolicyLoss",
     "Ragged",
+    "ReferenceUpdater",
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveValue",
@@ -55,6 +56,7 @@ __all__ = [
     "get_estimator",
     "get_objective",
     "make_algorithm",
+    "prepare_reference",
 ]
 
 

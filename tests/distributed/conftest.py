@@ -1,3 +1,5 @@
+"""Ranks that all tests of this folder share."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,7 +9,6 @@ from distributed.pool import RankPool
 
 @pytest.fixture(scope="session")
 def pool():
-    """Four processes for all tests of this folder."""
     pool = RankPool(4)
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""The base model of a model with PEFT adapters."""
+"""The base model, or another adapter, of a model with PEFT adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveLogProb
+from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.scoring import ScorerSlot
 from toy_models import tiny_model
 from toy_rollouts import plain_log_probs
@@ -71,17 +71,122 @@ def test_no_adapters_merged_adapters_and_gradient_are_errors() -> None:
         LogProbScorer(model, adapters=False)
 
 
-@pytest.mark.parametrize("adapters", ["default", None, 1, 0, ["default"]])
-def test_adapters_is_true_or_false(adapters: Any) -> None:
-    """A name would score the active adapter, whichever that is."""
+@pytest.mark.parametrize("adapters", [None, 1, 0, ["default"]])
+def test_adapters_is_true_false_or_a_name(adapters: Any) -> None:
     model, message = (
         with_adapters()[0],
-        rf"adapters must be True or False, got {re.escape(repr(adapters))}.*set_adapter",
+        rf"adapters must be True, False or a name, got {re.escape(repr(adapters))}",
     )
     with pytest.raises(TypeError, match=message):
         LogProbScorer(model, adapters=adapters)
     with pytest.raises(TypeError, match=message):
         RetrieveLogProb(model, adapters=adapters)
+
+
+def with_two_adapters() -> tuple[Any, Any]:
+    """A model with the adapters "default" (active) and "ref", partly on other layers, and a copy with "ref" active."""
+    model, _ = with_adapters()
+    torch.manual_seed(2)
+    model.add_adapter("ref", peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    alone = copy.deepcopy(model)
+    alone.set_adapter("ref")
+    return model, alone
+
+
+@pytest.mark.parametrize("state", ["active", "disabled", "raises"])
+@pytest.mark.parametrize("native", [False, True], ids=["PeftModel", "transformers' own"])
+def test_a_named_adapter_is_scored_alone_and_the_state_restored(native: bool, state: str) -> None:
+    model, alone = with_two_adapters()
+    model = model.get_base_model() if native else model
+    want, before = plain_log_probs(alone, IDS), plain_log_probs(model, IDS)
+    assert (want - before).abs().max() > 0.05
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    if state == "disabled":
+        for layer in model.modules():
+            if hasattr(layer, "lora_A"):
+                layer.enable_adapters(False)
+        before = plain_log_probs(model, IDS)
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    scorer = LogProbScorer(model, adapters="ref")
+    assert scorer.path == "head"
+    if state == "raises":
+        handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scorer.score(Ragged.from_list([IDS]))
+        handle.remove()
+    assert_close(scorer.score(Ragged.from_list([IDS])).values, want, atol=1e-5, rtol=0)
+    assert_close(plain_log_probs(model, IDS), before, atol=0, rtol=0)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
+
+
+def test_whole_layers_of_a_named_adapter() -> None:
+    """A head trained with ``modules_to_save`` is that of the adapter too."""
+    model = tiny_model("qwen2", seed=0)
+    config = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(modules_to_save=["lm_head"], **config)).eval()
+    model.add_adapter("ref", peft.LoraConfig(**config))
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "modules_to_save.default" in n).mul_(1.5)
+    alone = copy.deepcopy(model)
+    alone.set_adapter("ref")
+    before, want = plain_log_probs(model, IDS), plain_log_probs(alone, IDS)
+    scorers = [LogProbScorer(model, adapters=name) for name in ("ref", "default")]
+    assert_close(scorers[0].score(Ragged.from_list([IDS])).values, want, atol=1e-5, rtol=0)
+    assert_close(scorers[1].score(Ragged.from_list([IDS])).values, before, atol=1e-5, rtol=0)
+    assert_close(plain_log_probs(model, IDS), before, atol=0, rtol=0)
+
+
+def test_an_unknown_name_no_adapters_and_gradient_are_errors() -> None:
+    model, _ = with_two_adapters()
+    with pytest.raises(
+        ValueError, match=r"adapters='old', but the adapters in the layers .* 'default', 'ref'.*add_adapter"
+    ):
+        LogProbScorer(model, adapters="old")
+    with pytest.raises(ValueError, match=r"has no PEFT adapters to switch off"):
+        LogProbScorer(tiny_model(), adapters="ref")
+    with pytest.raises(
+        ValueError, match=r"grad=True with adapters='ref': the adapter 'ref' is a reference.*adapters=True"
+    ):
+        LogProbScorer(model, adapters="ref").score(Ragged.from_list([IDS]), grad=True)
+
+
+def test_the_exact_kl_and_the_cache_of_a_named_adapter() -> None:
+    model, alone = with_two_adapters()
+    policy, reference = LogProbScorer(model), LogProbScorer(model, adapters="ref")
+    scores = policy.evaluate(Ragged.from_list([IDS]), reference=reference, remember=True)
+    with torch.no_grad():
+        p, q = (m(IDS[None]).logits[0, :-1].double().log_softmax(-1) for m in (model, alone))
+        assert_close(scores.kl.values[1:].double(), (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=0)
+        for name, parameter in model.named_parameters():
+            if ".ref." in name:
+                parameter.mul_(0.5)
+        alone.load_state_dict(model.state_dict())
+    found = reference.score(Ragged.from_list([IDS]), remember=True).values
+    assert_close(found, plain_log_probs(alone, IDS), atol=1e-5, rtol=0)
+
+
+def test_a_policy_against_its_own_named_adapter() -> None:
+    from tensordict import TensorDict
+
+    model, alone = with_two_adapters()
+    data = TensorDict(tokens=TensorDict(prompt=IDS[None, :2], full=IDS[None], batch_size=[1]), batch_size=[1])
+    data["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=[1])
+    transform = RetrieveKL(model, "base", ref_adapters="ref")
+    found = transform(data.clone())
+    assert_close(found["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], atol=1e-5, rtol=0)
+    assert_close(found["next", "log_probs", "full"][0, 2:], plain_log_probs(model, IDS)[2:], atol=1e-5, rtol=0)
+    transform.adapters = False
+    assert [part.adapters for part in transform.transforms[:2]] == [False, "ref"]
+    with pytest.raises(ValueError, match="ref_adapters=True is the policy itself"):
+        RetrieveKL(model, "base", ref_adapters=True)
+    for kl in ("kl_reward", "kl_loss"):
+        parts = make_algorithm(
+            "grpo", actor=model, reference=LogProbScorer(model, adapters="ref"), group_size=2, **{kl: "k2"}
+        )
+        assert parts.kl_transform is not None
+        found = parts.kl_transform(data.clone())
+        assert_close(found["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], atol=1e-5, rtol=0)
 
 
 def test_adapters_of_a_model_in_another_process() -> None:
@@ -90,5 +195,6 @@ def test_adapters_of_a_model_in_another_process() -> None:
             return settings
 
     assert ScorerSlot().get(Remote(), adapters=False) == {"adapters": False}
-    with pytest.raises(TypeError, match="adapters must be True or False, got 'default'"):
-        ScorerSlot().get(Remote(), adapters="default")
+    assert ScorerSlot().get(Remote(), adapters="ref") == {"adapters": "ref"}
+    with pytest.raises(TypeError, match="adapters must be True, False or a name, got 3"):
+        ScorerSlot().get(Remote(), adapters=3)

@@ -27,7 +27,7 @@ ADDED = {
     | {"reference", "exact_kl_key", "entropy_key", "moments_key", "use_ray_service"},
     "KLComputation": {"estimator", "old_log_probs_key", "reward_placement", "reward_key", "exact_kl_key"},
     "RetrieveKL": {"estimator", "old_log_probs_key", "reward_key", "reward_placement", "entropy_key"}
-    | {"moments_key", "temperature", "scope", "adapters", "dtype", "memory"},
+    | {"moments_key", "temperature", "scope", "adapters", "ref_adapters", "dtype", "memory"},
     "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope", "dtype", "memory"},
 }
 

@@ -123,6 +123,7 @@ def make_algorithm(
     assert objective_spec is not None
     scoring = _scoring_settings(actor, temperature, loss_args)
     scored_reference = _reference_to_score(actor, reference, scoring)
+    ref_adapters = reference.adapters if isinstance(reference, LogProbScorer) else False  # of the actor's own model
     policy = _to_score(actor, scoring, "actor") if gen_model is None else _to_score(gen_model, scoring, "gen_model")
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
@@ -165,12 +166,14 @@ def make_algorithm(
     if ref and old:
         if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
+        if isinstance(scored_reference, str):
+            scoring["ref_adapters"] = ref_adapters
         kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring)
     elif ref:
         base = isinstance(scored_reference, str)
-        scored = policy if base else scored_reference
+        scored, adapters = (policy, ref_adapters) if base else (scored_reference, True)
         kl_transform = RetrieveLogProb(
-            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=not base, **scoring
+            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=adapters, **scoring
         )
     elif old and scored_reference != "data":
         kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
@@ -286,17 +289,18 @@ def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
     """Convert a model, a scorer or a wrapper to the form that the transforms accept."""
     if isinstance(model, LogProbScorer):
         _check_same_settings(model, settings, name)
-        if not model.adapters:
+        if model.adapters is not True:
             raise ValueError(
-                f"{name} is a scorer with adapters=False of a model that is not the actor's: pass the base model itself."
+                f"{name} is a scorer with adapters={model.adapters!r} of a model that is not the actor's: "
+                "pass a model without adapters, or with this one active."
             )
         return model.model
     return _WrappedModel(model) if is_wrapper(model) and unwrap(model) is not None else model
 
 
 def _reference_to_score(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
-    """The reference in the form that the transforms accept: ``"base"`` for a scorer of the actor's model without adapters."""
-    if isinstance(reference, LogProbScorer) and not reference.adapters and _inner(reference) is _inner(actor):
+    """The reference in the form that the transforms accept: ``"base"`` for the actor's model with other adapters, or none."""
+    if isinstance(reference, LogProbScorer) and reference.adapters is not True and _inner(reference) is _inner(actor):
         _check_same_settings(reference, settings, "reference")
         return "base"
     return _to_score(reference, settings, "reference")

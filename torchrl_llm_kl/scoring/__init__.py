@@ -3,6 +3,7 @@
 from torchrl_llm_kl.scoring._critic import TokenCritic
 from torchrl_llm_kl.scoring._model import evaluating as evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
+from torchrl_llm_kl.scoring._reference import prepare_reference
 from torchrl_llm_kl.scoring._request import (
     Sequences as Sequences,
     TokenMask as TokenMask,
@@ -10,10 +11,19 @@ from torchrl_llm_kl.scoring._request import (
 )
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
+from torchrl_llm_kl.scoring._updater import ReferenceUpdater
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,
     is_wrapper as is_wrapper,
     unwrap as unwrap,
 )
 
-__all__ = ["DEFAULT_MEMORY", "LogProbScorer", "Scores", "TokenCritic", "plan_micro_batches"]
+__all__ = [
+    "DEFAULT_MEMORY",
+    "LogProbScorer",
+    "ReferenceUpdater",
+    "Scores",
+    "TokenCritic",
+    "plan_micro_batches",
+    "prepare_reference",
+]

@@ -214,7 +214,7 @@ class CacheLookup:
     def finish(self, element: Tensor, log_probs: Tensor) -> None:
         """Cache computed log-probs; ``[K]`` each, on the CPU."""
         inside, place = self._inside(element)
-        self._log_probs[place] = log_probs[inside]
+        self._log_probs[place] = log_probs[inside].to(self._log_probs.dtype)
         for segment, first, last, place_in_tree in self._hits:
             segment.log_probs[first:last] = self._log_probs[place_in_tree : place_in_tree + last - first]
 

@@ -19,6 +19,8 @@ from torchrl_llm_kl.scoring._wrapping import unwrapped
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# Attribute of an input embedding: the device of a model whose weights are elsewhere.
+OFFLOADED = "_scored_on"
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 # ---------------------------------------------------------------------- how a model is run
@@ -43,7 +45,7 @@ class Setup:
     route: Route
     device: torch.device  # where the model expects token ids
     temperature: float = 1.0
-    adapters: bool = True
+    adapters: bool | str = True
     dtype: torch.dtype | None = None
     grad: bool = False  # keep the graph and the model's own mode; otherwise evaluation mode without a graph
 
@@ -51,8 +53,8 @@ class Setup:
     def active(self) -> Iterator[None]:
         """Context: the settings applied to the model; restores its state afterwards, also after an error."""
         with ExitStack() as stack:
-            if not self.adapters:
-                stack.enter_context(_adapters_disabled(self.model))
+            if self.adapters is not True:
+                stack.enter_context(_adapters_switched(self.model, self.adapters))
             if not self.grad:
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(evaluating(self.model))
@@ -126,11 +128,11 @@ def send(data: Tensor, device: torch.device) -> Tensor:
 
 
 def check_adapters(adapters: object) -> None:
-    """Raise a TypeError unless ``adapters`` is True or False."""
-    if not isinstance(adapters, bool):
+    """Raise a TypeError unless ``adapters`` is True, False or a name."""
+    if not isinstance(adapters, (bool, str)):
         raise TypeError(
-            f"adapters must be True or False, got {adapters!r}: True scores the model with its active adapters, False "
-            "the base model. To score another adapter, activate it with model.set_adapter(name) and pass True."
+            f"adapters must be True, False or a name, got {adapters!r}: True scores the model with its active adapters, "
+            "False the base model, a name the model with that adapter alone."
         )
 
 
@@ -139,13 +141,18 @@ def adapter_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
 
 
-def check_has_adapters(model: nn.Module) -> None:
-    """Raise a ValueError if disabling the adapters would have no effect, or would change merged weights."""
+def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
+    """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
     layers = adapter_layers(model)
-    if not layers and not hasattr(model, "disable_adapter"):
+    if not layers and (isinstance(adapters, str) or not hasattr(model, "disable_adapter")):
         raise ValueError(
             f"{type(model).__name__} has no PEFT adapters to switch off: as its own reference its KL would be 0 "
             "everywhere. Pass a reference model, or wrap the policy with peft.get_peft_model first."
+        )
+    if isinstance(adapters, str) and adapters not in (names := set[str]().union(*map(_adapter_names, layers))):
+        raise ValueError(
+            f"adapters={adapters!r}, but the adapters in the layers of {type(model).__name__} are "
+            f"{', '.join(map(repr, sorted(names)))}: add it with model.add_adapter or load_adapter, or pass one of these."
         )
     if any(getattr(layer, "merged", False) for layer in layers):
         raise ValueError(
@@ -154,24 +161,35 @@ def check_has_adapters(model: nn.Module) -> None:
         )
 
 
+def _adapter_names(layer: Any) -> set[str]:
+    """The adapters that a layer of PEFT holds."""
+    held = (getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ()))
+    names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
+    return names | set(getattr(layer, "_adapters", ()))
+
+
 @contextmanager
-def _adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Context: adapters disabled; restores each adapter and every ``requires_grad`` afterwards, also after an error."""
-    check_has_adapters(model)
-    layers = adapter_layers(model)
-    enabled = [layer for layer in layers if not layer.disable_adapters]
+def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]:
+    """Context: adapters disabled, or the named one active alone; restores each layer and every ``requires_grad``."""
+    check_has_adapters(model, adapters)
+    layers, on = adapter_layers(model), adapters is not False
+    before = [(layer, layer.disable_adapters, getattr(layer, "_active_adapter", None)) for layer in layers]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         # A PeftModel also disables prompts and prefixes, which are not layers.
-        with cast(Any, model).disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+        with cast(Any, model).disable_adapter() if not on and hasattr(model, "disable_adapter") else nullcontext():
             for layer in layers:
-                if not layer.disable_adapters:
-                    layer.enable_adapters(False)
+                if layer.disable_adapters == on:
+                    layer.enable_adapters(on)
+                if isinstance(adapters, str):  # set_adapter would also make it trainable
+                    layer._active_adapter = [adapters] if adapters in _adapter_names(layer) else []
             yield
     finally:
-        for layer in layers:
-            if layer.disable_adapters != (layer not in enabled):
-                layer.enable_adapters(layer in enabled)
+        for layer, disabled, active in before:
+            if layer.disable_adapters != disabled:
+                layer.enable_adapters(not disabled)
+            if isinstance(adapters, str):
+                layer._active_adapter = active
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
 
@@ -260,10 +278,18 @@ def vocab_size(model: nn.Module) -> int | None:
 
 def model_device(model: nn.Module, default: torch.device) -> torch.device:
     """The device on which the model expects token ids."""
-    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
+    embedding = _ask(model, "get_input_embeddings")
+    if is_offloaded(model):
+        return torch.device(getattr(embedding, OFFLOADED))
+    weight = getattr(embedding, "weight", None)
     if isinstance(weight, Tensor):
         return weight.device
     return next((parameter.device for parameter in model.parameters()), default)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether layers are copied to the device only while they run."""
+    return hasattr(_ask(model, "get_input_embeddings"), OFFLOADED)
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from torchrl_llm_kl.scoring._model import (
     check_has_adapters,
     drops_layers,
     frequency_switches,
+    is_offloaded,
     is_on_meta,
     locked,
     model_device,
@@ -69,7 +70,8 @@ class LogProbScorer:
         head_chunk: the most positions whose whole logits are held at once, if the head is not a plain linear layer.
         probe: False skips the check of the fast path.
         adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
-            second copy of the weights.
+            second copy of the weights. A name scores with that adapter alone (a reference that is itself an adapter, for
+            instance of an earlier stage of training); the active one is restored afterwards. Both are without gradient.
         share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
             cannot attend within a pack always run so. Where a gradient is needed, so do models that drop layers at random or
             checkpoint them in a way that a scorer cannot follow (reentrant, or in the model's own code), with a warning.
@@ -81,7 +83,7 @@ class LogProbScorer:
         model: the module that is scored, or the wrapper of another backend.
 
     Raises:
-        TypeError: if ``model`` is none of the above, or ``adapters`` is not True or False.
+        TypeError: if ``model`` is none of the above, or ``adapters`` is not True, False or a name.
         ValueError: if a number is out of range, or a temperature is requested of another backend.
 
     Example:
@@ -103,7 +105,7 @@ class LogProbScorer:
         tokens_per_batch: int | None = None,
         head_chunk: int = 1024,
         probe: bool = True,
-        adapters: bool = True,
+        adapters: bool | str = True,
         share_prefixes: bool = True,
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
@@ -134,9 +136,9 @@ class LogProbScorer:
                     "logits. Set the temperature in the backend and leave it 1.0 here."
                 )
             self._wrapper = scoring_version(self.model)
-            if not adapters:
+            if adapters is not True:
                 raise ValueError(
-                    f"adapters=False, but the adapters of {name} are not in this process: build the scorer on the "
+                    f"adapters={adapters!r}, but the adapters of {name} are not in this process: build the scorer on the "
                     "transformers model, or give the backend a separate reference model."
                 )
             return
@@ -147,8 +149,8 @@ class LogProbScorer:
             )
         if not is_on_meta(self.model):
             self._route = self._choose_route()
-        if not adapters:
-            check_has_adapters(self.model)
+        if adapters is not True:
+            check_has_adapters(self.model, adapters)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -288,8 +290,17 @@ class LogProbScorer:
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k, moments and an exact KL need the "
                     "transformers model itself."
                 )
-        if grad and not self.adapters:
-            raise ValueError("grad=True with adapters=False: the base model is a reference, score it with grad=False.")
+        if grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
+            raise ValueError(
+                f"grad=True, but {type(self.model).__name__} is offloaded: its layers leave the device before a backward. It "
+                "is a reference, score it with grad=False."
+            )
+        if grad and self.adapters is not True:
+            what = f"the adapter {self.adapters!r}" if self.adapters else "the base model"
+            raise ValueError(
+                f"grad=True with adapters={self.adapters!r}: {what} is a reference, score it with grad=False. A model is "
+                "trained with its active adapters: adapters=True."
+            )
 
     def _check_request(self, request: Request) -> None:
         """Check a request against this model."""

@@ -104,13 +104,13 @@ class RemoteModel:
         self,
         *,
         temperature: float = 1.0,
-        adapters: bool = True,
+        adapters: bool | str = True,
         dtype: torch.dtype | None = None,
         memory: int | None = None,
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        settings = Settings(temperature=float(temperature), adapters=bool(adapters), dtype=name, remember=memory != 0)
+        settings = Settings(temperature=float(temperature), adapters=adapters, dtype=name, remember=memory != 0)
         return RemoteScorer(self, settings)
 
     @property

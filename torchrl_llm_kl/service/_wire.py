@@ -19,7 +19,7 @@ class Settings:
     """How to score; requests with equal settings share a batch."""
 
     temperature: float = 1.0  # divides the logits
-    adapters: bool = True  # False for the base model of a PEFT model
+    adapters: bool | str = True  # False for the base model of a PEFT model; or one adapter's name
     dtype: str | None = None  # of the body, by autocast: "bfloat16"; None for the model's own
     entropy: bool = False  # whether to return entropies
     remember: bool = False  # whether to cache keys and values for requests that continue these sequences

@@ -53,7 +53,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
             (default): the policy of the collector that runs the env, found at the first step.
-        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled.
+        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled, or with ``ref_adapters``.
 
     Keyword Args:
         gen_model_factory: builds ``gen_model``.
@@ -65,6 +65,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             vocabulary at each token (both must have the same one).
         entropy_key, moments_key: where to write the policy's entropy and two more moments of its distribution, if anywhere;
             see :class:`RetrieveLogProb`.
+        ref_adapters: ``adapters`` of the reference alone: ``RetrieveKL(policy, "base", ref_adapters="ref")`` compares the
+            policy's active adapter with its adapter ``"ref"``. Default None: those of ``adapters``, and none for ``"base"``.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
             temperature: of both models; see :class:`RetrieveLogProb`.
@@ -118,7 +120,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         reward_key: NestedKey = "reward",
         entropy_key: NestedKey | None = None,
         moments_key: NestedKey | None = None,
-        adapters: bool = True,
+        adapters: bool | str = True,
+        ref_adapters: bool | str | None = None,
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
         scope: Scope = "turn",
@@ -159,7 +162,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
-                adapters=adapters and not base,
+                adapters=_ref_adapters(adapters, ref_adapters, base),
                 device=None if base and isinstance(gen_model, str) else device,
                 **shared,
             ),
@@ -176,7 +179,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 reward_key=reward_key,
             ),
         )
-        self._reference_is_base = base
+        self._ref_adapters_are_own = base or ref_adapters is not None
 
     # ------------------------------------------------------------------ settings
 
@@ -186,7 +189,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         if name == "estimator" and value == "exact":
             check_distributions(*(getattr(self[part], "model", None) for part in (_POLICY, _REFERENCE)))
         for part, attribute in _SETTINGS.get(name, ()):
-            stays_off = name == "adapters" and part == _REFERENCE and self._reference_is_base
+            stays_off = name == "adapters" and part == _REFERENCE and self._ref_adapters_are_own
             if not stays_off:
                 setattr(self[part], attribute, value)
 
@@ -234,6 +237,13 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
 
 
 # ------------------------------------------------------------------ checks
+
+
+def _ref_adapters(adapters: bool | str, ref_adapters: bool | str | None, base: bool) -> bool | str:
+    """Adapters that the reference is scored with."""
+    if base and ref_adapters is True:
+        raise ValueError('ref_model="base" with ref_adapters=True is the policy itself: its KL would be 0 everywhere.')
+    return (adapters if not base else False) if ref_adapters is None else ref_adapters
 
 
 def _check_models(gen_model: Any, ref_model: Any) -> None:

@@ -58,7 +58,7 @@ class ScoringTransform(StepTransform):
     """The base of the transforms that locate the tokens of a step and score them under one model."""
 
     fixed = frozenset({"device", "padding_side", "tokenizer", "tokenizer_kwargs"})
-    adapters: bool = True
+    adapters: bool | str = True
     assistant_only: bool
     scope: Scope
     temperature: float
@@ -132,7 +132,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. No effect when the data is one whole conversation.
-        adapters: False disables the model's PEFT adapters and so scores the base model. Default True.
+        adapters: False disables the model's PEFT adapters and so scores the base model; a name scores that adapter alone.
+            Default True: the active ones.
         history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
         dtype: autocast dtype of the model's body; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of cached keys and values in an env, so that each turn of a conversation costs only its new tokens; 0
@@ -184,7 +185,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         padding_side: str = "left",
         temperature: float = 1.0,
         scope: Scope = "turn",
-        adapters: bool = True,
+        adapters: bool | str = True,
         history_key: NestedKey = "history",
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,

@@ -1,0 +1,41 @@
+"""What each rank does: a reference follows a sharded policy."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from distributed.cases import PACK, RATE, STEPS, VOCAB, build, parameters_of, share, step, wrapped
+from torchrl_llm_kl import LogProbScorer, Ragged, ReferenceUpdater
+
+
+def follow(wrap: str, *, whole: bool = False, lora: bool = False) -> tuple[float, float, float]:
+    """Three steps; a reference is averaged, averaged, and reset.
+
+    Returns the largest difference of its weights from averages of the whole parameters, of its cached scores from fresh ones,
+    and the largest KL after the reset.
+    """
+    policy, reference = build(lora=lora), build(lora=lora)
+    run, loss = wrapped(wrap, policy)
+    trained, frozen = loss.actor_network, reference if whole else wrapped(wrap, reference)[1].actor_network
+    optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], lr=RATE)
+    updater = ReferenceUpdater(frozen, trained, decay=0.75, reset_every=3)
+    scorers = [LogProbScorer(model, tokens_per_batch=PACK) for model in (trained, frozen)]
+    rng = torch.Generator().manual_seed(dist.get_rank())
+    rows = Ragged.from_list([torch.randint(3, VOCAB, (n,), generator=rng) for n in (12, 30)])
+    weights, scores = 0.0, 0.0
+    want = {name: value.clone() for name, value in parameters_of(frozen).items()}
+    for number in range(STEPS):
+        step(run, loss, share("uneven", dist.get_rank(), dist.get_world_size()))
+        optimizer.step(), optimizer.zero_grad()
+        updater.step()
+        now = parameters_of(trained)
+        want = now if number == 2 else {name: 0.75 * want[name] + 0.25 * value for name, value in now.items()}
+        got = parameters_of(frozen)
+        assert any(not torch.equal(got[name], value) for name, value in now.items()) or number == 2
+        weights = max(weights, *(float((got[name] - want[name]).abs().max()) for name in want))
+        cached, fresh = (scorers[1].score(rows, remember=remember).values for remember in (True, False))
+        scores = max(scores, float((cached - fresh).abs().max()))
+    kl = scorers[0].evaluate(rows, reference=scorers[1]).kl
+    assert kl is not None
+    return weights, scores, float(kl.values.abs().max())

@@ -1,0 +1,207 @@
+"""A frozen reference in less memory: weights in bfloat16 or int8, layers in the host's memory until they run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head, is_on_meta
+from torchrl_llm_kl.scoring._wrapping import is_fsdp2, unwrapped
+
+_ALIGN = 256  # bytes; as CUDA's own allocations
+
+
+def prepare_reference(
+    model: Any, *, dtype: torch.dtype | None = None, offload_to: torch.device | str | None = None
+) -> Any:
+    """Freeze a model, in place, and make it small, beside a policy of any dtype.
+
+    The scores are those of the changed weights, in float32 from the head's logits on, whatever the policy's dtype. The
+    model is not trained afterwards: pass a copy, never the policy itself.
+
+    Args:
+        model: a transformers causal LM with its layers in a ``ModuleList``, before it is sharded.
+
+    Keyword Args:
+        dtype: a floating-point type for all parameters, such as ``torch.bfloat16`` (buffers, as rotary frequencies, keep
+            theirs); or ``torch.int8`` for the linear layers between embedding and head: rows rounded to 127 steps on either
+            side of 0, a scale for each, products in the dtype of the activations. Default None: as they are.
+        offload_to: the device that scores. The layers stay in the host's memory (page-locked for a GPU), and each is copied
+            to the device while the one before it runs: two layers, the norm and the head are there, and the embedding if it is
+            the head. Default None: the model stays where it is.
+
+    Returns:
+        ``model``, in evaluation mode, without gradients.
+
+    Raises:
+        TypeError: if the model does not expose its body and head, or ``dtype`` is neither floating-point nor int8.
+        ValueError: if it has no list of layers, no linear layers for int8, is sharded, on the meta device, or prepared already.
+
+    Example:
+        >>> import copy, torch
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=3))
+        >>> reference = prepare_reference(copy.deepcopy(policy), dtype=torch.int8, offload_to="cpu")
+        >>> reference.model.layers[0].mlp.up_proj.weight.dtype
+        torch.int8
+    """
+    inner = unwrapped(model)
+    body, head = body_and_head(inner)
+    if any(is_fsdp2(module) for module in inner.modules()) or inner is not model:
+        raise ValueError(f"{type(model).__name__} is wrapped or sharded: call prepare_reference before.")
+    if is_on_meta(inner):
+        raise ValueError(f"{type(model).__name__} has weights on the meta device: load them before prepare_reference.")
+    layers = max((list(m) for m in body.modules() if isinstance(m, nn.ModuleList)), key=len, default=[])
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no ModuleList of layers.")
+    embedding = inner.get_input_embeddings()
+    if hasattr(embedding, OFFLOADED):
+        raise ValueError(f"{type(model).__name__} is offloaded already: prepare a new copy.")
+    if dtype == torch.int8:
+        _to_int8(layers, type(model).__name__)
+    elif dtype is not None:
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype must be torch.int8 or a floating-point type, got {dtype}.")
+        for parameter in inner.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    inner.requires_grad_(False).eval()
+    if offload_to is not None:
+        device = torch.empty(0, device=offload_to).device  # with its index
+        _keep_apart(inner, layers, embedding, head, device)
+        LayerStream(layers, device)
+    return model
+
+
+# ---------------------------------------------------------------------- int8
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with weights ``scale * weight``: int8 ``[out, in]``, one scale for each row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        largest = weight.abs().amax(1).to(torch.promote_types(weight.dtype, torch.float32))
+        scale = torch.where(largest == 0, 1, largest) / 127
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter((weight / scale[:, None]).round().to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``, in the dtype of the input."""
+        out = functional.linear(input, self.weight.to(input.dtype)) * self.scale.to(input.dtype)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+def _to_int8(layers: list[nn.Module], name: str) -> None:
+    found = [
+        (parent, key, child)
+        for layer in layers
+        for parent in layer.modules()
+        for key, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
+    if not found:
+        raise ValueError(f"the layers of {name} hold no nn.Linear to store in int8: use dtype=torch.bfloat16.")
+    for parent, key, linear in found:
+        setattr(parent, key, Int8Linear(linear))
+
+
+# ---------------------------------------------------------------------- offload
+
+
+def _keep_apart(
+    model: nn.Module, layers: list[nn.Module], embedding: Any, head: nn.Module, device: torch.device
+) -> None:
+    """Layers and an embedding of its own to the host, all else to the device."""
+    host, pin = torch.device("cpu"), device.type == "cuda"
+    tied = getattr(head, "weight", None) is embedding.weight
+    streamed = {module for layer in layers for module in layer.modules()}
+    away = set() if tied else set(embedding.modules())
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            moved = parameter.data.to(host if module in streamed or module in away else device)
+            parameter.data = moved.pin_memory() if pin and module in streamed else moved
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(host if module in away else device)
+    setattr(embedding, OFFLOADED, device)
+    if not tied:
+        embedding.register_forward_pre_hook(lambda _, ids: tuple(each.to(host) for each in ids))
+        embedding.register_forward_hook(lambda _, __, out: out.to(device))
+
+
+class LayerStream:
+    """Copies the weights of each layer to the device while the layer before it runs; two layers have room there."""
+
+    def __init__(self, layers: list[nn.Module], device: torch.device) -> None:
+        self._weights = [
+            [
+                (module, name, weight)
+                for module in layer.modules()
+                for name, weight in module.named_parameters(recurse=False)
+            ]
+            for layer in layers
+        ]
+        size = max(sum(_room(weight) for _, _, weight in weights) for weights in self._weights)
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._held: list[int | None] = [None, None]  # the layer in each slot
+        gpu = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if gpu else None
+        self._copied, self._used = ([torch.cuda.Event() for _ in range(2)] if gpu else [] for _ in range(2))
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._begin, index))
+            layer.register_forward_hook(partial(self._end, index), always_call=True)
+
+    def _begin(self, index: int, *_: Any) -> None:
+        slot = index % 2
+        if index == 0:
+            self._held = [None, None]  # from before an error; the weights may have changed since
+        if self._held[slot] != index:
+            self._fetch(index)
+        if self._copies is not None:
+            torch.cuda.current_stream(self._slots[slot].device).wait_event(self._copied[slot])
+        for (module, name, _weight), copy in zip(self._weights[index], self._views(index), strict=True):
+            module._parameters[name] = nn.Parameter(copy, requires_grad=False)
+        if index + 1 < len(self._weights):
+            self._fetch(index + 1)
+
+    def _end(self, index: int, *_: Any) -> None:
+        for module, name, weight in self._weights[index]:
+            module._parameters[name] = weight
+        slot = index % 2
+        self._held[slot] = None
+        if self._copies is not None:
+            self._used[slot].record(torch.cuda.current_stream(self._slots[slot].device))
+
+    def _fetch(self, index: int) -> None:
+        slot = index % 2
+        self._held[slot] = index
+        pairs = [(copy, weight) for copy, (_, _, weight) in zip(self._views(index), self._weights[index], strict=True)]
+        if self._copies is None:
+            for copy, weight in pairs:
+                copy.copy_(weight)
+            return
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(self._used[slot])
+            for copy, weight in pairs:
+                copy.copy_(weight, non_blocking=True)
+            self._copied[slot].record(self._copies)
+
+    def _views(self, index: int) -> list[Tensor]:
+        """The weights of a layer in its slot."""
+        views, start = [], 0
+        for _, _, weight in self._weights[index]:
+            raw = self._slots[index % 2][start : start + weight.numel() * weight.element_size()]
+            views.append(raw.view(weight.dtype).view(weight.shape))
+            start += _room(weight)
+        return views
+
+
+def _room(weight: Tensor) -> int:
+    return -(-weight.numel() * weight.element_size() // _ALIGN) * _ALIGN

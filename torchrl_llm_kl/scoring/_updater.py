@@ -1,0 +1,291 @@
+"""A reference that follows the policy: an exponential moving average of its weights, a periodic reset to them, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
+from torchrl_llm_kl.scoring._scorer import LogProbScorer
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
+from torchrl_llm_kl.scoring._wrapping import is_fsdp2
+
+# What wrappers add to the names of parameters.
+_PREFIXES = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class ReferenceUpdater:
+    r"""Moves a reference after the policy: an exponential moving average, a periodic reset, or both.
+
+    Call :meth:`step` after each optimizer step. Every ``every`` steps the reference becomes
+    :math:`\theta_{ref} \leftarrow d\,\theta_{ref} + (1 - d)\,\theta` with ``d = decay``; every ``reset_every`` steps, and in
+    :meth:`reset`, it becomes the policy itself, bit for bit, so that their KL is 0. What an average loses by rounding is
+    carried over to the next one in float32, 4 bytes per weight: a bfloat16 reference follows too.
+
+    The weights change in place. Scorers notice it and clear their cache.
+
+    Args:
+        reference: the reference model, a scorer of it, or a TorchRL wrapper; a scorer with ``adapters="ref"`` of the policy's
+            own model updates that adapter from the policy's active one (the average is of the two factors, not of their
+            product). Or a :class:`~torchrl_llm_kl.service.ScoringService`, which receives each change by ``update_weights``;
+            its average lives here, and starts as the policy at construction.
+        policy: the model that is trained, wrapped for several ranks or not. Where it is sharded (FSDP, FSDP2), the reference
+            is sharded alike, or (FSDP2) whole on each rank. Every rank calls :meth:`step`.
+
+    Keyword Args:
+        decay: weight of the old reference in an average, in [0, 1); TRL's ``1 - ref_model_mixup_alpha``. Default: no average.
+        every: steps between averages. Default 1.
+        reset_every: steps between resets, if any.
+
+    Attributes:
+        steps: number of calls of :meth:`step`.
+
+    Raises:
+        TypeError: if one is not a model.
+        ValueError: if nothing would ever change, a number is out of range, a weight of the reference has no counterpart in the
+            policy, or the two are one model.
+
+    Sources: the average is that of Polyak and Juditsky (1992) as used in TR-DPO (arXiv 2404.09656, eqs. 3 and 4: soft and hard
+    update) and TRL's ``SyncRefModelCallback``.
+
+    Example:
+        >>> policy, reference = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+        >>> _ = policy.weight.data.fill_(1.0), reference.weight.data.fill_(0.0)
+        >>> updater = ReferenceUpdater(reference, policy, decay=0.75, reset_every=3)
+        >>> for _ in range(3):
+        ...     updater.step()
+        ...     print(reference.weight.item())
+        0.25
+        0.4375
+        1.0
+    """
+
+    def __init__(
+        self, reference: Any, policy: Any, *, decay: float | None = None, every: int = 1, reset_every: int | None = None
+    ) -> None:
+        check_range(1, every=every, reset_every=reset_every)
+        if decay is None and reset_every is None:
+            raise ValueError("the reference would never change: pass decay= for an average, or reset_every=.")
+        if decay is None and every != 1:
+            raise ValueError(f"every={every} is the time between averages, and there is none: pass decay=.")
+        if decay is not None and not 0 <= decay < 1:
+            raise ValueError(
+                f"decay is the weight of the old reference and must be at least 0 and less than 1, got {decay}."
+            )
+        self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
+        adapter = reference.adapters if isinstance(reference, LogProbScorer) else True
+        self._policy = _module(policy, "policy")
+        self._service = reference if hasattr(reference, "update_weights") else None
+        self._reference = self._policy if self._service is not None else _module(reference, "reference")
+        self._check(adapter)
+        self._adapter = adapter if isinstance(adapter, str) else None
+        self._rest: dict[str, Tensor] = {}  # what rounding took from the average, float32
+        self._own: dict[str, Tensor] = {}  # the weights that a service gets
+        if self._service is not None:
+            self._own = {name: value.detach().clone() for name, value in self._sources()}
+        self._pairs()
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> None:
+        """Count one optimizer step, and average or reset if it is time to."""
+        self.steps += 1
+        if self.reset_every is not None and self.steps % self.reset_every == 0:
+            self.reset()
+        elif self.decay is not None and self.steps % self.every == 0:
+            self._average(1 - self.decay)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Copy the policy's weights into the reference."""
+        with locked(self._reference, self._policy):
+            for _, own, new in self._pairs():
+                own.copy_(new)
+            for own, new in self._buffers():
+                own.copy_(new)
+        self._rest.clear()
+        self._push()
+
+    @torch.no_grad()
+    def _average(self, weight: float) -> None:
+        with locked(self._reference, self._policy):
+            for name, own, new in self._pairs():
+                rest = self._rest.get(name)
+                if rest is None:
+                    rest = self._rest[name] = torch.zeros_like(own, dtype=_precise(own))
+                old = own.to(rest.dtype, copy=True)
+                rest += (new.to(own.device, rest.dtype) - old - rest) * weight
+                own.copy_(old + rest)
+                rest -= own.to(rest.dtype) - old
+        self._push()
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps, and the reference's weights with what rounding took from them: all that a resumed run needs.
+
+        Tensors are references, not copies, and sharded ones stay sharded.
+        """
+        rest = {name: self._rest[name] for name in sorted(self._rest)}
+        return {"steps": self.steps, "weights": {name: own.detach() for name, own in self._targets()}, "rest": rest}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the reference, also behind a service, and the count.
+
+        Raises:
+            KeyError, ValueError: if the weights are not those of this reference; nothing is changed.
+        """
+        own = dict(self._targets())
+        weights, rest = state["weights"], state["rest"]
+        if weights.keys() != own.keys() or not rest.keys() <= own.keys():
+            different = sorted((weights.keys() ^ own.keys()) | (rest.keys() - own.keys()))
+            raise KeyError(f"the state is of another reference: {', '.join(different[:3])} differ.")
+        for name, value in own.items():
+            for saved in (weights[name], rest.get(name, value)):
+                if saved.shape != value.shape:
+                    raise ValueError(
+                        f"{name}: the reference has shape {tuple(value.shape)}, the state {tuple(saved.shape)}."
+                    )
+        with locked(self._reference):
+            for name, value in own.items():
+                value.copy_(weights[name])
+        self._rest = {name: value.detach().clone() for name, value in rest.items()}
+        self.steps = int(state["steps"])
+        self._push()
+
+    # ------------------------------------------------------------------ weights
+
+    def _targets(self) -> Iterator[tuple[str, Tensor]]:
+        """The reference's weights by name."""
+        if self._service is not None:
+            yield from self._own.items()
+            return
+        for name, value in _parameters(self._reference):
+            if self._adapter is None or f".{self._adapter}." in f".{name}.":
+                yield name, value
+
+    def _sources(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights, under the names of their counterparts in the reference."""
+        of, to = ("", "") if self._adapter is None else (f".{self._active()}.", f".{self._adapter}.")
+        for name, value in _parameters(self._policy):
+            if of in f".{name}.":
+                yield f".{name}.".replace(of, to).strip(".") if of else name, value
+
+    def _pairs(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Name, weight of the reference, weight of the policy: local parts of both where they are sharded alike."""
+        sources, found = dict(self._sources()), []
+        for name, own in self._targets():
+            if name not in sources:
+                raise ValueError(
+                    f"the policy has no counterpart of {name!r} of the reference: build both from one configuration"
+                    + (", and give both adapters the same targets." if self._adapter else ", and wrap both alike.")
+                )
+            own, new = _local(name, own, sources.pop(name))
+            if own.shape != new.shape:
+                raise ValueError(
+                    f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}: build both from "
+                    "one configuration."
+                )
+            if not own.is_floating_point():
+                raise ValueError(
+                    f"{name} has dtype {own.dtype}, which cannot follow the policy: keep the reference in bfloat16 or wider."
+                )
+            found.append((name, own, new))
+        if sources:
+            raise ValueError(
+                f"the reference has no counterpart of {next(iter(sources))!r} of the policy: build both from one "
+                "configuration (a policy with PEFT adapters needs a reference with adapters)."
+            )
+        if not found:
+            raise ValueError(
+                f"{type(self._reference).__name__} has no weights to update under names of their own: FSDP keeps them apart "
+                "with use_orig_params=True."
+            )
+        return found
+
+    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
+        if self._adapter is not None or self._service is not None:
+            return []
+        theirs = dict(self._policy.named_buffers())
+        return [(own, theirs[name]) for name, own in self._reference.named_buffers() if name in theirs]
+
+    def _active(self) -> str:
+        """The policy's active adapter."""
+        active = {name for layer in adapter_layers(self._policy) for name in _as_list(layer.active_adapter)}
+        if len(active) != 1 or active == {self._adapter}:
+            raise ValueError(
+                f"the adapter {self._adapter!r} follows the policy's active adapter, and active are "
+                f"{', '.join(map(repr, sorted(active))) or 'none'}: activate the one that is trained."
+            )
+        return active.pop()
+
+    def _check(self, adapter: bool | str) -> None:
+        if adapter is False:
+            raise ValueError(
+                "the reference has adapters=False: the base model never changes. Pass a scorer with the name of an adapter."
+            )
+        for model in (self._reference, self._policy):
+            if is_on_meta(model):
+                raise ValueError(f"{type(model).__name__} has weights on the meta device: load them first.")
+        if isinstance(adapter, str):
+            check_has_adapters(self._reference, adapter)
+        elif self._service is None:
+            theirs = {id(value) for _, value in _parameters(self._policy)}
+            if any(id(value) in theirs for _, value in _parameters(self._reference)):
+                raise ValueError("reference and policy share weights: make the reference a copy (copy.deepcopy).")
+
+    def _push(self) -> None:
+        """Send the average to the service, from one rank."""
+        if self._service is None:
+            return
+        own: dict[str, Any] = self._own
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in own.items()}
+        if not (
+            torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
+        ):
+            self._service.update_weights(whole, self._service.version + 1)
+
+
+def _module(model: Any, name: str) -> nn.Module:
+    found = model.model if isinstance(model, LogProbScorer) else unwrap(model) if is_wrapper(model) else model
+    if not isinstance(found, nn.Module):
+        raise TypeError(f"{name} must be a model in this process, got {type(model).__name__}.")
+    return found
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters under the names that they have without wrappers, sharded ones as shards."""
+    for module in model.modules():
+        if is_fsdp2(module):
+            cast(Any, module).reshard()  # after a forward they may still be whole, in tensors of their own
+    for name, value in nn.Module.named_parameters(model):
+        for prefix in _PREFIXES:
+            name = f".{name}".replace(f".{prefix}", ".").removeprefix(".")
+        yield name, value
+
+
+def _local(name: str, own: Any, new: Any) -> tuple[Tensor, Tensor]:
+    """Tensors of this rank that correspond."""
+    sharded = [hasattr(value, "to_local") for value in (own, new)]
+    if all(sharded):
+        if own.placements != new.placements or own.device_mesh != new.device_mesh:
+            new = new.redistribute(own.device_mesh, own.placements)
+        return own.detach().to_local(), new.detach().to_local()
+    if sharded[0]:
+        raise ValueError(
+            f"{name} is sharded in the reference and whole in the policy: shard both alike, or the policy alone."
+        )
+    return own.detach(), new.detach().full_tensor() if sharded[1] else new.detach()
+
+
+def _precise(value: Tensor) -> torch.dtype:
+    return torch.promote_types(value.dtype, torch.float32)
+
+
+def _as_list(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
