@@ -119,7 +119,7 @@ def test_remax() -> None:
 
 
 def test_opmd_with_the_mean() -> None:
-    assert_values(opmd(REWARD, GROUP, tau=0.3), CENTRED)
+    assert_values(opmd(REWARD, GROUP), CENTRED)
 
 
 def test_opmd_with_the_soft_maximum() -> None:
@@ -316,6 +316,7 @@ def test_no_graph_float32_or_wider_and_nothing_mutated(name: str) -> None:
             "cannot add rows to it. Keep the rows of informative_",
         ),
         (lambda: opmd(REWARD, GROUP, opmd_baseline="median"), "opmd_baseline must be one of 'mean', 'logavgexp'"),
+        (lambda: opmd(REWARD, GROUP, tau=0.3), "tau=0.3 has no effect on opmd_baseline='mean'"),
         (lambda: opmd(REWARD, GROUP, tau=0.0), "tau must be greater than 0, got 0.0"),
         (lambda: rec(REWARD, GROUP, drop="all"), "drop must be one of None, 'balance', got 'all'"),
         (lambda: rec(REWARD, GROUP, epsilon=-1.0), "epsilon must be at least 0"),

@@ -158,7 +158,7 @@ def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: flo
 
     Hyper-parameters:
         opmd_baseline: ``"mean"`` or ``"logavgexp"``.
-        tau: weight of the KL penalty, in units of reward; only for ``"logavgexp"``.
+        tau: weight of the KL penalty, in units of reward; for ``"logavgexp"`` alone, an error for another baseline.
 
     Returns:
         ``[B]``; exactly 0 for a group of one, and for a group of equal rewards.
@@ -174,6 +174,8 @@ def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: flo
     check_range(above=0.0, tau=tau)
     groups = Groups(group)
     if opmd_baseline == "mean":
+        if tau != 1.0:
+            raise ValueError(f"tau={tau:g} has no effect on opmd_baseline='mean': pass opmd_baseline='logavgexp', or no tau.")
         return groups.centred(reward)
     below = reward - groups.max(reward)  # so that no exponential overflows
     return below - tau * groups.mean((below / tau).exp()).log()
