@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from distributed.cases import RATE, STEPS, VOCAB, _expected, batch, make_loss, parameters_of, share, total
+from distributed.cases import RATE, STEPS, VOCAB, batch, difference, expected, make_loss, share, total
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
 from toy_models import tiny_model
@@ -224,7 +224,7 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
 def train(logits: str, tp: int, **config: Any) -> float:
     """Three steps, each data parallel rank on its share of the batch; the largest difference from one process."""
     data = dist.get_world_size() // tp
-    want = _expected(torch.float64, False, tuple(sorted(config.items())))
+    want = expected(torch.float64, STEPS, RATE, None, False, tuple(sorted(config.items())))
     whole = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).double()
     model = load(whole, logits, tp_size=tp, fsdp_size=data).train()
     for norm in model.modules():  # transformers' own computes in float32
@@ -236,6 +236,4 @@ def train(logits: str, tp: int, **config: Any) -> float:
         rows = batch() if data == 1 else share("uneven", dist.get_rank() // tp, data)
         total(loss(loss.count(rows))).backward()
         optimizer.step(), optimizer.zero_grad()
-    got = parameters_of(model)
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    return max(float((got[name] - want[name]).abs().max()) for name in want)
+    return difference(loss, want)
