@@ -9,6 +9,16 @@ from distributed.cases import PACK, RATE, STEPS, VOCAB, build, parameters_of, sh
 from torchrl_llm_kl import LogProbScorer, Ragged, ReferenceUpdater
 
 
+def refuse(wrap: str) -> str:
+    """The message for a sharded policy that a whole reference cannot follow."""
+    trained = wrapped(wrap, build())[1].actor_network
+    try:
+        ReferenceUpdater(build(), trained, decay=0.75)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def follow(wrap: str, *, whole: bool = False, lora: bool = False) -> tuple[float, float, float]:
     """Three steps; a reference is averaged, averaged, and reset.
 

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-#: Longest time of one case. A rank that hangs takes its pool with it.
-LIMIT = 150.0
+#: Longest time of one case, in seconds; the start of the ranks does not count. A rank that hangs takes its pool with it.
+LIMIT = 60.0
 
 
 class RankPool:
@@ -77,9 +77,10 @@ def _serve(connection: Connection) -> None:
     """Run cases until the pool closes."""
     import torch
     import torch.distributed as dist
-    import transformers  # noqa: F401
 
     torch.set_num_threads(1)
+    importlib.import_module("distributed.features")  # and with it transformers and torchrl
+    importlib.import_module("torch._dynamo")  # DDP and FSDP import it when they first run
     connection.send("ready")
     while True:
         try:

@@ -95,7 +95,7 @@ def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
     """Within seconds; and the next steps are right."""
     found = pool.run("distributed.features:refuse", wrap=wrap, kind=kind)
     assert max(seconds for seconds, _, _ in found) < 30
-    named = {"token": "token id 10000", "weight": "not finite"}[kind]
+    named = {"token": "token id 10000", "weight": "log-prob is nan"}[kind]
     texts = [text for _, text, _ in found]
     assert named in texts[1]
     assert named in texts[0] or texts[0].startswith("RankError: another rank refused")

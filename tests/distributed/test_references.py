@@ -5,19 +5,24 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["sharded alike", "whole reference"])
-@pytest.mark.parametrize(
-    "wrap", ["loss(DDP)", "fsdp2", "fsdp2, kept after forward", "fsdp1, original parameters", "fsdp1, flat parameters"]
-)
+WRAPS = ["loss(DDP)", "fsdp2", "fsdp2, kept after forward", "fsdp1, original parameters", "fsdp1, flat parameters"]
+
+
+@pytest.mark.parametrize(("wrap", "whole"), [*((wrap, False) for wrap in WRAPS), *((wrap, True) for wrap in WRAPS[:3])])
 def test_a_reference_follows_the_policy(pool, wrap, whole):
-    if whole and wrap.startswith("fsdp1"):
-        with pytest.raises(Exception, match=r"no counterpart|has shape"):
-            pool.run("distributed.following:follow", wrap=wrap, whole=whole)
-        return
+    """The reference is sharded alike, or whole on each rank; its cached scores are of the new weights."""
     for weights, scores, after_reset in pool.run("distributed.following:follow", wrap=wrap, whole=whole):
         assert weights < 1e-12
         assert scores < 1e-12
         assert after_reset == 0 if not whole else after_reset < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("wrap", "match"), [("fsdp1, original parameters", "has shape"), ("fsdp1, flat parameters", "no counterpart")]
+)
+def test_a_whole_reference_cannot_follow_fsdp1(pool, wrap, match):
+    for message in pool.run("distributed.following:refuse", wrap=wrap):
+        assert match in message
 
 
 def test_an_adapter_follows_the_policy(pool):

@@ -40,7 +40,7 @@ def test_a_slice_without_a_possible_token(pool, ranks):
         ("mixture", "needs whole rows"),
         ("policy whole", "weight is whole but ref_weight is sharded over ranks [0, 1]"),
         ("trained reference", "weight is sharded over ranks [0, 1] but ref_weight is whole"),
-        ("target", "of 10"),
+        ("target", "from 1 to 10; expected 0 to 9"),
         ("k", "expected 1 to 10"),
         ("empty slice", "the last has none"),
     ],

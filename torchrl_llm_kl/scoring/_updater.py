@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
 from torchrl_llm_kl.scoring._scorer import LogProbScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
-from torchrl_llm_kl.scoring._wrapping import is_fsdp2
+from torchrl_llm_kl.scoring._wrapping import reshard
 
 # What wrappers add to the names of parameters.
 _PREFIXES = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -260,9 +260,8 @@ def _module(model: Any, name: str) -> nn.Module:
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters under the names that they have without wrappers, sharded ones as shards."""
-    for module in model.modules():
-        if is_fsdp2(module):
-            cast(Any, module).reshard()  # after a forward they may still be whole, in tensors of their own
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        reshard(model)  # after a forward they may still be whole, in tensors of their own
     for name, value in nn.Module.named_parameters(model):
         for prefix in _PREFIXES:
             name = f".{name}".replace(f".{prefix}", ".").removeprefix(".")

@@ -45,6 +45,19 @@ def is_fsdp2(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free weights that are whole since a forward: until the next one, parameters are this rank's shards."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
+
+    for module in model.modules():
+        if is_fsdp2(module):
+            cast(Any, module).reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            handle = module._handle
+            if handle is not None and hasattr(handle.flat_param, "_local_shard"):  # after the first forward
+                _runtime_utils._reshard(module, handle, free_unsharded_flat_param=True)
+
+
 def _has_hooks(module: nn.Module) -> bool:
     return is_fsdp2(module) or isinstance(module, _wrappers())
 
@@ -132,7 +145,7 @@ def _groups_of(model: nn.Module) -> list[Any]:
         if isinstance(module, _wrappers()):
             found[id(module.process_group)] = module.process_group
         if is_fsdp2(module):
-            cast(Any, module).reshard()  # layers may be unsharded after a forward; then their parameters do not tell
+            cast(Any, module).reshard()  # parameters that are whole do not tell their group
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             found |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
