@@ -95,6 +95,14 @@ def grouped(groups: int, size: int, vocab: int, *, seed: int = 0) -> Batch:
     return Batch(prompts, responses, "generated")
 
 
+def one_prompt(answers: int, prompt: int, response: int, vocab: int, *, seed: int = 0) -> Batch:
+    """``answers`` of ``response`` tokens to one prompt of ``prompt`` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    question = torch.randint(2, vocab, (prompt,), generator=generator)
+    replies = torch.randint(2, vocab, (answers, response), generator=generator)
+    return Batch([question] * answers, list(replies), "generated")
+
+
 def conversation(turns: int, vocab: int, *, seed: int = 0) -> list[Batch]:
     """One conversation at each of its turns: all tokens so far, ending with the assistant's answer of about 100 tokens.
 

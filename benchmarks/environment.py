@@ -26,7 +26,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and the packages."""
-    packages = ("torch", "tensordict", "torchrl", "transformers", "torchrl-llm-kl")
+    packages = ("torch", "tensordict", "torchrl", "transformers", "trl", "torchrl-llm-kl")
     found = {name.replace("-", "_"): version(name) for name in packages}
     return {"python": platform.python_version(), **found}
 

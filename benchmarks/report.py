@@ -23,10 +23,17 @@ of both models.
 """
 
 
+_TRL = """## Beside TRL
+
+The methods of TRL {trl}'s `GRPOTrainer`, and a plain padded forward that projects scored positions only. On a CPU TRL as shipped
+projects every position; "TRL" does so at scored positions only, as it does on a GPU: the columns on the right compare with that.
+"""
+
+
 def terminal_table(run: Run) -> Table:
     """The figures and targets as a table for the terminal."""
     table = Table(title=f"torchrl {run.versions['torchrl']} beside torchrl_llm_kl {run.versions['torchrl_llm_kl']}")
-    for header in ("", "torchrl", "here", "faster", "less memory", "differ by"):
+    for header in ("", "peer", "here", "faster", "less memory", "differ by"):
         table.add_column(header, justify="right" if header else "left", no_wrap=True, min_width=0 if header else 5)
     table.add_column("targets", no_wrap=True)
     for result in run.results:
@@ -41,8 +48,16 @@ def markdown(run: Run) -> str:
     if run.settings.get("quick") == "yes":
         parts.append("**A quick run of the smallest sizes: these figures mean nothing.**\n")
     parts.append("![Time and memory beside torchrl, and the cost of each turn of a conversation](results.png)\n")
-    rows = [[f"**{r.name}**", r.title, *_figures(r)] for r in run.results]
-    parts.append(_table(["", "work", "torchrl", "here", "faster", "less memory", "differ by"], rows))
+    header = ["here", "faster", "less memory", "differ by"]
+    rows = [[f"**{r.name}**", r.title, *_figures(r)] for r in run.results if r.peer == "torchrl"]
+    parts.append(_table(["", "work", "torchrl", *header], rows))
+    if beside_trl := [r for r in run.results if r.peer == "TRL"]:
+        parts.append(_TRL.format(trl=run.versions["trl"]))
+        others = list(beside_trl[0].outcome.others)
+        rows = [
+            [f"**{r.name}**", r.title, *map(_measured, r.outcome.others.values()), *_figures(r)] for r in beside_trl
+        ]
+        parts.append(_table(["", "work", *others, "TRL", *header], rows))
     parts.append("## Targets\n")
     goals = [[f"**{r.name}**", g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for r in run.results for g in r.goals]
     parts.append(_table(["", "figure", "found", "target", ""], goals))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,13 @@ class Outcome:
 
     Args:
         work: its size in words.
-        theirs: measured for torchrl.
+        theirs: measured for the peer.
         ours: measured for this library.
         difference: the largest between the numbers of the two; None if the workload computes none.
         roofline: of this library.
         turns: of a conversation.
         notes: remarks for the reader.
+        others: measured for further contenders that do the same work.
     """
 
     work: str
@@ -64,6 +65,7 @@ class Outcome:
     roofline: Roofline | None = None
     turns: Turns | None = None
     notes: tuple[str, ...] = ()
+    others: dict[str, Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,16 @@ class Result:
     title: str
     targets: Targets
     outcome: Outcome
+    peer: str = "torchrl"
 
     @property
     def faster(self) -> float:
-        """Time of torchrl, relative to this library."""
+        """Time of the peer, relative to this library."""
         return self.outcome.theirs.seconds / self.outcome.ours.seconds
 
     @property
     def smaller(self) -> float | None:
-        """Peak memory of torchrl, relative to this library; pages are too coarse to measure less than 1 MiB."""
+        """Peak memory of the peer, relative to this library; pages are too coarse to measure less than 1 MiB."""
         theirs, ours = self.outcome.theirs.peak_mib, self.outcome.ours.peak_mib
         return None if theirs is None or ours is None or theirs < 1 else theirs / max(ours, 1.0)
 
@@ -166,5 +169,7 @@ def _result(data: dict[str, Any]) -> Result:
             roofline=outcome["roofline"] and Roofline(**outcome["roofline"]),
             turns=outcome["turns"] and Turns(**outcome["turns"]),
             notes=tuple(outcome["notes"]),
+            others={name: Measured(**other) for name, other in outcome.get("others", {}).items()},
         ),
+        data.get("peer", "torchrl"),
     )

@@ -53,7 +53,7 @@ def compare(size: ModelSize, settings: Settings, batch: Batch, model: Any, steps
         difference,
         notes=(
             f"gradients of all parameters agree to {of_gradients:.1e} of their largest entry",
-            f"both peaks hold the gradients, {_mib(model):.0f} MiB",
+            f"both peaks hold the gradients, {mib_of(model):.0f} MiB",
         ),
     )
 
@@ -96,20 +96,20 @@ def _check_agreement(model: Any, steps: dict[str, Step], dtype: torch.dtype) -> 
         gradients[name] = {key: value.grad for key, value in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     difference = largest_difference(log_probs[OURS], log_probs[THEIRS], tolerance=tolerance_of(dtype), what="log-probs")
-    of_gradients = 0.0
-    for key, expected in gradients[THEIRS].items():
+    return difference, check_gradients(gradients[OURS], gradients[THEIRS], dtype)
+
+
+def check_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """The largest difference of the gradients of any parameter, relative to the largest entry of each."""
+    largest = 0.0
+    for key, expected in wanted.items():
         scale = expected.abs().max().clamp(min=1e-12)
-        relative = largest_difference(
-            gradients[OURS][key] / scale,
-            expected / scale,
-            tolerance=GRADIENT_TOLERANCE[dtype],
-            what=f"gradient of {key}",
-        )
-        of_gradients = max(of_gradients, relative)
-    return difference, of_gradients
+        parts, tolerance = (found[key] / scale, expected / scale), GRADIENT_TOLERANCE[dtype]
+        largest = max(largest, largest_difference(*parts, tolerance=tolerance, what=f"gradient of {key}"))
+    return largest
 
 
-def _mib(model: Any) -> float:
+def mib_of(model: Any) -> float:
     return sum(value.numel() * value.element_size() for value in model.parameters()) / 2**20
 
 
