@@ -25,8 +25,9 @@ of both models.
 
 _TRL = """## Beside TRL
 
-The methods of TRL {trl}'s `GRPOTrainer`, and a plain padded forward that projects scored positions only. On a CPU TRL as shipped
-projects every position; "TRL" does so at scored positions only, as it does on a GPU: the columns on the right compare with that.
+The methods of TRL {trl}'s `GRPOTrainer`, and a plain padded forward that projects scored positions only. On a CPU TRL as
+shipped projects every position; "TRL" does so at scored positions only, as it does on a GPU: the columns on the right compare
+with that.
 """
 
 
