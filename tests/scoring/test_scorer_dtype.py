@@ -1,6 +1,8 @@
-"""A body in half precision with float32 weights: log-probs are close, and the head stays in float32."""
+"""Products in half precision on float32 weights: log-probs are as close as those of a model in half precision."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -27,7 +29,27 @@ def test_equals_the_plain_model_under_autocast(family: str) -> None:
     assert not torch.equal(found.values, exact), "no part ran in bfloat16"
 
 
-def test_the_head_stays_in_float32() -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_the_error_is_at_most_that_of_a_model_in_half_precision(family: str) -> None:
+    model, rows = tiny_model(family, initializer_range=0.3), conversation()
+    batch = Ragged.from_list(rows)
+    truth = torch.cat([plain_log_probs(model, row) for row in rows])
+    found = LogProbScorer(model, dtype=torch.bfloat16).score(batch).values - truth
+    narrow = torch.cat([plain_log_probs(copy.deepcopy(model).bfloat16(), row) for row in rows]) - truth
+    assert found.norm() < 1.1 * narrow.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_exact_kl_to_a_reference_in_another_precision(dtype: torch.dtype | None) -> None:
+    """The products of both heads are then in float32, so the KL of a model to itself has the body's rounding alone."""
+    model, batch = tiny_model("llama", initializer_range=0.1), Ragged.from_list(conversation())
+    scorer, reference = LogProbScorer(model, dtype=dtype), LogProbScorer(model)
+    kl = scorer.evaluate(batch, reference=reference).kl
+    assert kl is not None
+    assert (kl.values.abs().max() < 1e-3) and (bool(kl.values.any()) == (dtype is not None))
+
+
+def test_a_head_that_is_more_than_linear_stays_in_float32() -> None:
     model, batch = tiny_model("llama"), Ragged.from_list(conversation())
     seen = []
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))

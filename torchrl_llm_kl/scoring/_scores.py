@@ -93,6 +93,7 @@ class States:
     temperature: float
     head: nn.Linear | None = None  # computes the logits, followed by `map`; None if that is not all
     map: LogitMap = field(default_factory=LogitMap)
+    dtype: torch.dtype | None = None  # of the head's products; None for the head's own
 
     def tempered(self, rows: Tensor) -> Tensor:
         """Logits in float32 or wider, divided by the temperature; indices ``[k]`` to ``[k, V]``."""
@@ -112,15 +113,16 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
             f"the head {type(head).__name__} is sharded over ranks and more than a linear layer (an adapter, a hook, a "
             "quantised weight): leave it out of the tensor parallel plan, or the adapter out of the head."
         )
+    narrow = setup.dtype if plain and weight.dtype != torch.float64 else None
     if isinstance(weight, Tensor):
         # Under autocast the body's output is narrower than the head.
-        hidden = hidden.to(weight.device, weight.dtype if weight.is_floating_point() else None)
+        hidden = hidden.to(weight.device, narrow or (weight.dtype if weight.is_floating_point() else None))
 
     def logits(some: Tensor) -> Tensor:
         with setup.active(), torch.autocast(some.device.type, enabled=False):
-            return mapped(widen(head(some))[0])
+            return mapped(widen(head(some if narrow is None else some.to(weight.dtype)))[0])
 
-    return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped)
+    return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped, narrow)
 
 
 def _is_plain(head: nn.Module) -> bool:
@@ -170,6 +172,8 @@ def _read_linear(states: States, head: nn.Linear, targets: Tensor, wanted: Wante
     hidden, device = states.source, states.source.device
     own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
     own["temperature"] = states.temperature
+    same = ref is None or ref.dtype == states.dtype
+    own["product_dtype"] = states.dtype if same else torch.float32
     if ref is None:
         found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
     else:
