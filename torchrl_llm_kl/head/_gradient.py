@@ -1,4 +1,4 @@
-"""The backward sweep: recomputes the logits tile by tile for the gradients of hidden states and heads.
+"""The backward sweep: gradients of hidden states and heads, tile by tile, from logits that forward kept or that it recomputes.
 
 Forward has saved the sums over the vocabulary, so each tile yields final log-probs directly.
 """
@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, local_index, log_ratio_to_mixture, tiles
+from torchrl_llm_kl.head._tiles import (
+    LOG_ZERO,
+    Head,
+    Kept,
+    PairOutput,
+    Plan,
+    local_index,
+    log_ratio_to_mixture,
+    tiles,
+)
 
 
 def backward_sweep(
@@ -23,10 +32,11 @@ def backward_sweep(
     statistics: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
+    kept: Kept | None = None,
 ) -> list[Tensor | None]:
     """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
 
-    ``grads`` belong to the fields of forward's ``result``, None for zero.
+    ``grads`` belong to the fields of forward's ``result``, None for zero. ``kept`` are logits of forward's first tiles.
     """
     if not any(needed):
         return [None] * len(needed)
@@ -34,15 +44,16 @@ def backward_sweep(
     if of_kl is None and len(heads) == 2:
         # Without a KL the heads are independent: one sweep each, with the buffers of one.
         of_policy, of_ref = (None, of_log_prob, None, of_entropy), (None, of_ref_log_prob, None, None)
+        of_one, of_other = (None, None) if kept is None else (kept.head(0), kept.head(1))
         return [
-            *backward_sweep(plan, heads[:1], targets, result, statistics[:2], of_policy, needed[:3]),
-            *backward_sweep(plan, heads[1:], targets, result, statistics[2:4], of_ref, needed[3:]),
+            *backward_sweep(plan, heads[:1], targets, result, statistics[:2], of_policy, needed[:3], of_one),
+            *backward_sweep(plan, heads[1:], targets, result, statistics[2:4], of_ref, needed[3:], of_other),
         ]
     gradients = [_HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
     kls: Sequence[Tensor | None] = statistics[4:] or [result.kl if i == plan.weighing else None for i in range(2)]
     per_position = (targets, result.entropy, *kls, *grads)
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
-        for rows, cols, columns, logits, (*spare, out, scratch) in tiles(plan.chunk, heads, 2 * len(heads) + 2):
+        for rows, cols, columns, logits, (*spare, out, scratch) in tiles(plan.chunk, heads, 2 * len(heads) + 2, kept):
             sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
             for i, head in enumerate(heads):
                 sides[i].normalise(head, statistics[2 * i : 2 * i + 2], rows)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
 from torchrl_llm_kl.head._shards import Slice, join, join_top_k
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import Head, PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Head, Kept, PairOutput, Plan, TopK
 
 Tensors = Sequence[Tensor | None]
 Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, list[float]]
@@ -53,26 +53,52 @@ class _Sweep(torch.autograd.Function):
     def forward(ctx: Any, part: Slice | None, settings: Settings, *tensors: Tensor | None) -> Any:
         ctx.part, ctx.settings = part, settings
         ctx.set_materialize_grads(False)
-        found = _forward(part, tensors, settings)
-        ctx.save_for_backward(*tensors, *found)
+        kept = _kept(tensors, settings)
+        found = _forward(part, tensors, settings, kept)
+        ctx.save_for_backward(*tensors, *found, *(kept.tensors if kept is not None else ()))
+        ctx.statistics = len(found) - 4
         return tuple(found[:4])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
-        tensors, result, statistics = saved[:7], saved[7:11], saved[11:]
+        first_kept = 11 + ctx.statistics
+        tensors, result, statistics, kept = saved[:7], saved[7:11], saved[11:first_kept], saved[first_kept:]
         needed = list(ctx.needs_input_grad[3:])  # after part, settings and targets
-        found = _call("head_backward", _backward_op, tensors, result, statistics, list(grads), needed, *ctx.settings)
-        gradients = _spread(found, needed)
+        gradients: list[Tensor | None]
+        if kept:
+            plan, heads = _build(tensors, ctx.settings)
+            outputs = PairOutput._make(result)
+            gradients = backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, Kept(heads, kept))
+            gradients += [None] * (6 - len(gradients))  # one head
+        else:
+            found = _call(
+                "head_backward", _backward_op, tensors, result, statistics, list(grads), needed, *ctx.settings
+            )
+            gradients = _spread(found, needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
         return None, None, None, *gradients
 
 
-def _forward(part: Slice | None, tensors: Tensors, settings: Settings) -> Tensors:
+def _kept(tensors: Tensors, settings: Settings) -> Kept | None:
+    """Where a forward keeps logits; None if it keeps none: while compiling, and where backward has other tiles."""
+    if torch.compiler.is_compiling():
+        return None
+    plan, heads = _build(tensors, settings)
+    same = plan.forward_chunk(heads[0]) == plan.chunk and heads[0].weight is not None
+    return Kept(heads) if same else None
+
+
+def _forward(part: Slice | None, tensors: Tensors, settings: Settings, kept: Kept | None = None) -> Tensors:
     """The fields of the result, then the statistics of the forward sweep."""
-    found = _spread(_call("head_forward", _forward_op, list(tensors), *settings), _present(tensors, settings))
+    if kept is not None:
+        plan, heads = _build(tensors, settings)
+        outputs, statistics = forward_sweep(plan, tensors[0], heads, kept)
+        found: list[Tensor | None] = [*outputs, *statistics]
+    else:
+        found = _spread(_call("head_forward", _forward_op, list(tensors), *settings), _present(tensors, settings))
     if part is None:
         return found
     result, statistics = join(part, _build(tensors, settings)[0], tensors[0], found)

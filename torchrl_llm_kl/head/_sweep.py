@@ -7,12 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, local_index, log_ratio_to_mixture, tiles
+from torchrl_llm_kl.head._tiles import (
+    LOG_ZERO,
+    Head,
+    Kept,
+    PairOutput,
+    Plan,
+    local_index,
+    log_ratio_to_mixture,
+    tiles,
+)
 
 
 @torch.no_grad()
-def forward_sweep(plan: Plan, targets: Tensor | None, heads: list[Head]) -> tuple[PairOutput, list[Tensor]]:
-    """All requested results of one or two heads, in one pass over the vocabulary.
+def forward_sweep(
+    plan: Plan, targets: Tensor | None, heads: list[Head], kept: Kept | None = None
+) -> tuple[PairOutput, list[Tensor]]:
+    """All requested results of one or two heads, in one pass over the vocabulary; adds logits to ``kept`` for a backward.
 
     Returns:
         The result, whose ``kl`` is None for one head; and the statistics that backward needs besides, ``[N]`` each: of
@@ -24,6 +35,8 @@ def forward_sweep(plan: Plan, targets: Tensor | None, heads: list[Head]) -> tupl
     moment, kls = heads[0].per_position(0.0), [head.per_position(0.0) for head in heads]
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, _, logits, (*probs, scratch) in tiles(plan.forward_chunk(heads[0]), heads, count + 1):
+            if kept is not None:
+                kept.add(logits)
             joints = []
             for state, tile, prob in zip(states, logits, probs, strict=True):
                 if targets is not None:

@@ -113,14 +113,15 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
             f"the head {type(head).__name__} is sharded over ranks and more than a linear layer (an adapter, a hook, a "
             "quantised weight): leave it out of the tensor parallel plan, or the adapter out of the head."
         )
-    narrow = setup.dtype if plain and weight.dtype != torch.float64 else None
+    own = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
+    narrow = setup.dtype if plain and own != torch.float64 else None
     if isinstance(weight, Tensor):
         # Under autocast the body's output is narrower than the head.
-        hidden = hidden.to(weight.device, narrow or (weight.dtype if weight.is_floating_point() else None))
+        hidden = hidden.to(weight.device, narrow or own)
 
     def logits(some: Tensor) -> Tensor:
         with setup.active(), torch.autocast(some.device.type, enabled=False):
-            return mapped(widen(head(some if narrow is None else some.to(weight.dtype)))[0])
+            return mapped(widen(head(some if narrow is None else some.to(own)))[0])
 
     return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped, narrow)
 
