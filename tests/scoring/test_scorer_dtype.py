@@ -46,7 +46,8 @@ def test_exact_kl_to_a_reference_in_another_precision(dtype: torch.dtype | None)
     scorer, reference = LogProbScorer(model, dtype=dtype), LogProbScorer(model)
     kl = scorer.evaluate(batch, reference=reference).kl
     assert kl is not None
-    assert (kl.values.abs().max() < 1e-3) and (bool(kl.values.any()) == (dtype is not None))
+    assert kl.values.abs().max() < 1e-3
+    assert bool(kl.values.any()) == (dtype is not None)
 
 
 def test_a_head_that_is_more_than_linear_stays_in_float32() -> None:
