@@ -32,6 +32,7 @@ from torchrl_llm_kl.rollouts import (
     sub_key,
     write_denominators,
 )
+from torchrl_llm_kl.scoring import is_zero3
 
 _ADDED_UP = ("mean", "nanmean", "nansum", "sum")
 
@@ -205,6 +206,12 @@ class TokenLoss(LossModule):
         The trained tokens are those of the masking strategy restricted to ``loss_mask``, which does not move the start of
         responses. The mask of responses is None for a strategy without responses.
         """
+        if is_zero3(self):
+            name = type(self).__name__
+            raise ValueError(
+                f"DeepSpeed's ZeRO-3 does not see the tensors in a TensorDict, as {name} returns: wrap the model instead, "
+                f"{name}(deepspeed.initialize(model=model, ...)[0]), or use ZeRO-2."
+            )
         reader = self._reader
         td = reader.with_batch_dims(_with_a_row(tensordict))
         located = reader.locate(td)

@@ -276,8 +276,8 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
     ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
     """
-    # For tensors sharded over processes, the local part.
-    both = (*model.parameters(), *model.buffers())
+    # For tensors sharded over processes, the local part: of a DTensor, or of ZeRO-3.
+    both = (*(getattr(p, "ds_tensor", p) for p in model.parameters()), *model.buffers())
     tensors: list[Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in both]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
     samples: dict[torch.device, list[Tensor]] = {}

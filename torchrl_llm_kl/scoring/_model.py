@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.scoring._wrapping import unwrapped
+from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -269,11 +269,17 @@ def logit_map(model: nn.Module) -> LogitMap:
 
 def vocab_size(model: nn.Module) -> int | None:
     """Number of token ids that the model can embed; None if unknown."""
-    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
-    if isinstance(weight, Tensor) and weight.ndim == 2:
-        return weight.shape[0]
+    weight = _embedding_weight(model)
+    if isinstance(weight, Tensor) and len(shape := getattr(weight, "ds_shape", weight.shape)) == 2:
+        return shape[0]
     size = getattr(text_config(model), "vocab_size", None) if weight is not None else None  # FSDP shards a flat weight
     return size if isinstance(size, int) else None
+
+
+def _embedding_weight(model: nn.Module) -> Any:
+    """The weight of the input embedding, empty if ZeRO-3 sharded it: to read the attribute may gather it."""
+    embedding = _ask(model, "get_input_embeddings")
+    return embedding._parameters.get("weight") if is_zero3(embedding) else getattr(embedding, "weight", None)
 
 
 def model_device(model: nn.Module, default: torch.device) -> torch.device:
@@ -281,7 +287,7 @@ def model_device(model: nn.Module, default: torch.device) -> torch.device:
     embedding = _ask(model, "get_input_embeddings")
     if is_offloaded(model):
         return torch.device(getattr(embedding, OFFLOADED))
-    weight = getattr(embedding, "weight", None)
+    weight = _embedding_weight(model)
     if isinstance(weight, Tensor):
         return weight.device
     return next((parameter.device for parameter in model.parameters()), default)
