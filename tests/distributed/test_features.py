@@ -67,11 +67,12 @@ def test_a_model_scored_before_it_is_sharded(pool):
     assert max(pool.run("distributed.features:scored_before")) < 1e-12
 
 
+@pytest.mark.parametrize("split", ["uneven", "no rows"])
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
 @pytest.mark.parametrize("wrap", ["loss(DDP)", "fsdp2"])
-def test_kl_in_the_reward(pool, wrap, estimator):
-    """``RetrieveKL`` before and after three steps of a wrapped policy, with a sharded reference."""
-    assert max(pool.run("distributed.features:retrieve", wrap=wrap, estimator=estimator)) < 1e-12
+def test_kl_in_the_reward(pool, wrap, estimator, split):
+    """``RetrieveKL`` before and after three steps of a wrapped policy, with a sharded reference; also without a row."""
+    assert max(pool.run("distributed.features:retrieve", wrap=wrap, estimator=estimator, split=split)) < 1e-12
 
 
 @pytest.mark.parametrize("steps", [1, 2])

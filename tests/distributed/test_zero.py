@@ -25,7 +25,7 @@ def test_a_rank_without_data_takes_part(pool, what, stage, split):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_kl_in_the_reward(pool, stage):
     """Before and after three steps; with ZeRO-3 of policy and reference, and the cache of an env."""
-    assert max(map(max, pool.run(f"{CASES}:retrieve", stage=stage))) < 2e-5
+    assert max(map(max, pool.run(f"{CASES}:retrieve", stage=stage))) < 1e-4  # sums over a response of float32 rounding
 
 
 @pytest.mark.parametrize("case", ["token, ZeRO-2", "token, ZeRO-3"])

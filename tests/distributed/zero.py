@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.cases import RATE, STEPS, build, expected, make_loss, share, total
-from distributed.features import _rewarded
+from distributed.features import WRITTEN, rewarded
 from torchrl_llm_kl import LogProbScorer, ReferenceUpdater, RetrieveKL
-
-COMPARED = (("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward")
-
 
 def engine_of(module: Any, stage: int, accumulate: int = 1) -> Any:
     """``deepspeed.initialize`` as a script calls it; a frozen module has no optimizer. DeepSpeed computes in float32."""
@@ -85,7 +82,7 @@ def retrieve(stage: int) -> list[float]:
     transform = RetrieveKL(engine, reference, coeff=0.5)
     plain = build()
     one = RetrieveKL(plain, build(seed=4), coeff=0.5)
-    rows = _rewarded(share("no rows", dist.get_rank(), dist.get_world_size()))
+    rows = rewarded(share("no rows", dist.get_rank(), dist.get_world_size()))
     scorer, ids = LogProbScorer(engine), [[3, 5, 7, 11, 13]]
     worst = []
     for after in (False, True):
@@ -95,7 +92,7 @@ def retrieve(stage: int) -> list[float]:
         got, want = transform(rows.clone()), one(rows.clone()) if len(rows) else None
         cached = scorer.score(ids, remember=True).values - LogProbScorer(plain).score(ids).values
         worst.append(float(cached.abs().max()))
-        for key in COMPARED if want is not None else ():
+        for key in WRITTEN if want is not None else ():
             worst.append(float((got["next"].get(key) - want["next"].get(key)).abs().max()))
     return worst
 

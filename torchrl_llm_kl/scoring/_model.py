@@ -233,6 +233,19 @@ def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
     return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits
 
 
+def check_whole_sequence(model: nn.Module) -> None:
+    """Raise a ValueError if a tensor parallel plan shards the sequence, in torch's form or transformers'."""
+    for name, module in model.named_modules():
+        for hook in (module.__dict__.get("forward"), *module._forward_pre_hooks.values()):
+            held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+            made = {type(x).__name__ for x in held} | {getattr(getattr(x, "func", x), "__qualname__", "") for x in held}
+            if any(each.split(".")[0] == "SequenceParallel" for each in made):
+                raise ValueError(
+                    f"{name} of {type(model).__name__} is sequence parallel: each rank has the hidden states of a part of the "
+                    "tokens. Leave it out of the plan; layers and head may be tensor parallel."
+                )
+
+
 def shards_logits(model: nn.Module, logits: Tensor) -> bool:
     """Whether a forward's logits are only those of this rank's slice of the vocabulary."""
     weight = getattr(find_head(model), "weight", None)
