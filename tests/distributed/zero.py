@@ -12,6 +12,7 @@ from distributed.cases import RATE, STEPS, build, expected, make_loss, share, to
 from distributed.features import WRITTEN, rewarded
 from torchrl_llm_kl import LogProbScorer, ReferenceUpdater, RetrieveKL
 
+
 def engine_of(module: Any, stage: int, accumulate: int = 1) -> Any:
     """``deepspeed.initialize`` as a script calls it; a frozen module has no optimizer. DeepSpeed computes in float32."""
     import deepspeed
@@ -92,8 +93,8 @@ def retrieve(stage: int) -> list[float]:
         got, want = transform(rows.clone()), one(rows.clone()) if len(rows) else None
         cached = scorer.score(ids, remember=True).values - LogProbScorer(plain).score(ids).values
         worst.append(float(cached.abs().max()))
-        for key in WRITTEN if want is not None else ():
-            worst.append(float((got["next"].get(key) - want["next"].get(key)).abs().max()))
+        pairs = [(got["next"].get(key), want["next"].get(key)) for key in WRITTEN] if want is not None else []
+        worst += [float((a - b).abs().max()) for a, b in pairs]
     return worst
 
 

@@ -15,6 +15,7 @@ from torchrl_llm_kl.scoring._attention import KeysValues
 from torchrl_llm_kl.scoring._model import Setup, adapter_layers, find_head
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._tree import PrefixTree
+from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Values of each tensor that a fingerprint compares.
 _SAMPLES = 16
@@ -65,10 +66,10 @@ class PrefixKVCache:
         self._owner: tuple[object, ...] = ()
         self.clear()
 
-    def bind(self, setup: Setup) -> None:
-        """Clear the cache if weights or settings changed."""
+    def bind(self, setup: Setup, ranks: Ranks) -> None:
+        """Clear the cache if weights or settings changed, on any rank: each sees a part of sharded weights."""
         owner = (fingerprint(setup.model), setup.temperature, setup.adapters, setup.dtype)
-        if owner != self._owner:
+        if not ranks.all(owner == self._owner):
             self.clear()
             self._owner = owner
             weight = getattr(find_head(setup.model), "weight", None)

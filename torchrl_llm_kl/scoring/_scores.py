@@ -126,7 +126,8 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
 def _is_plain(head: nn.Module) -> bool:
     """Whether the head computes ``hidden @ weight.T + bias`` and nothing else.
 
-    Hooks of FSDP2 and ZeRO-3 run around the whole score; those of tensor parallel shard and gather, which :mod:`~torchrl_llm_kl.head` does.
+    Hooks of FSDP2 and ZeRO-3 run around the whole score; those of tensor parallel shard and gather, which
+    :mod:`~torchrl_llm_kl.head` does.
     """
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     known = {name for name, found in (("fsdp", is_fsdp2(head)), ("deepspeed", is_zero3(head))) if found}

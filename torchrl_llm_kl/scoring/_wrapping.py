@@ -256,7 +256,9 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
         module = module if not part else getattr(module, part)
         chain.append(module)
     found = [module for module in (*chain, head) if _has_hooks(module)]
-    return [m for i, m in enumerate(found) if i == 0 or unwrapped(found[i - 1]) is not m]  # the call of a wrapper calls it
+    return [
+        m for i, m in enumerate(found) if i == 0 or unwrapped(found[i - 1]) is not m
+    ]  # the call of a wrapper calls it
 
 
 def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
