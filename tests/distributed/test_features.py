@@ -103,7 +103,12 @@ def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
     assert max(difference for _, _, difference in found) < 1e-12
 
 
-@pytest.mark.parametrize("where", ["embedding", "layer", "norm", "head"])
+_SLOW = pytest.mark.slow
+#: Where the memory ends; the other two are between these.
+PLACES = [pytest.param("embedding", marks=_SLOW), "layer", pytest.param("norm", marks=_SLOW), "head"]
+
+
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("wrap", KINDS)
 def test_out_of_memory_on_one_rank(pool, wrap, where):
     """All ranks halve their packs, except under DDP of a loss, whose forwards are not in step."""

@@ -59,7 +59,9 @@ def test_sequence_parallel_is_refused_on_all_ranks(pool, library):
 
 
 @pytest.mark.parametrize("logits", ["colwise_gather_output", "colwise"])
-@pytest.mark.parametrize(("tp", "ranks", "vocab"), [(2, 2, 96), (4, 4, 95), (2, 4, 96)])
+@pytest.mark.parametrize(
+    ("tp", "ranks", "vocab"), [(2, 2, 96), pytest.param(4, 4, 95, marks=pytest.mark.slow), (2, 4, 96)]
+)
 def test_scores_of_a_model_in_packs(pool, logits, tp, ranks, vocab):
     """transformers' tensor parallel plan, also beside FSDP2; a vocabulary of 95 has uneven slices."""
     for worst in pool.run(f"{CASES}:score", ranks=ranks, logits=logits, tp=tp, vocab=vocab):
