@@ -19,6 +19,19 @@ def refuse(wrap: str) -> str:
     return "nothing was refused"
 
 
+def change_one_shard() -> float:
+    """Weights of rank 1 change without a trace that autograd would see; this rank's cached scores against fresh ones."""
+    model = wrapped("fsdp2", build())[1].actor_network
+    scorer, rows = LogProbScorer(model, tokens_per_batch=PACK), [list(range(3, 20))]
+    before = scorer.score(rows, remember=True).values
+    if dist.get_rank() == 1:
+        for parameter in model.parameters():
+            parameter.to_local().data.mul_(1.5)
+    cached, fresh = (scorer.score(rows, remember=remember).values for remember in (True, False))
+    assert (fresh - before).abs().max() > 0.01
+    return float((cached - fresh).abs().max())
+
+
 def follow(wrap: str, *, whole: bool = False, lora: bool = False) -> tuple[float, float, float]:
     """Three steps; a reference is averaged, averaged, and reset.
 

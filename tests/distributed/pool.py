@@ -55,7 +55,8 @@ class RankPool:
         return [value for _, value in sorted(results, key=lambda result: result[0])]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # one import for all ranks
+        context.set_forkserver_preload(["torch", "transformers", "torchrl_llm_kl", "distributed.cases"])
         for _ in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,), daemon=True)

@@ -179,7 +179,7 @@ def refusal(case: str) -> str:
 # ------------------------------------------------------------------ whole models
 
 
-def load(model: nn.Module, logits: str = "colwise_gather_output", **sizes: int) -> nn.Module:
+def load(model: nn.Module, logits: str | dict[str, str] = "colwise_gather_output", **sizes: int) -> nn.Module:
     """The model as transformers loads it with a tensor parallel plan, over all ranks."""
     from transformers.distributed import DistributedConfig
 
@@ -189,7 +189,8 @@ def load(model: nn.Module, logits: str = "colwise_gather_output", **sizes: int) 
         if dist.get_rank() == 0:
             model.save_pretrained(folder)
         dist.barrier()
-        plan = "auto" if logits == "colwise_gather_output" else {"lm_head": logits}
+        plan = logits if isinstance(logits, dict) else {"lm_head": logits}
+        plan = "auto" if logits == "colwise_gather_output" else plan
         config = DistributedConfig(tp_plan=plan, **sizes)
         loaded = type(model).from_pretrained(name[0], distributed_config=config, dtype=next(model.parameters()).dtype)
         dist.barrier()
@@ -215,6 +216,22 @@ def score(logits: str, tp: int, vocab: int) -> dict[str, float]:
         again = scorer.score(rows, attention_mask=options["attention_mask"], remember=True)
         assert again.values.equal(found.log_prob.values) or (again.values - want.log_prob.values).abs().max() < 1e-12
     return {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
+
+
+def refuse_plan(library: str) -> str:
+    """The message for a last norm that is sequence parallel."""
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    model = tiny_model("qwen2", seed=3, vocab_size=VOCAB).double()
+    if library == "torch":
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), {"model.norm": SequenceParallel()})
+    else:
+        model = load(model, {"lm_head": "colwise_gather_output", "model.norm": "sequence_parallel"})
+    try:
+        LogProbScorer(model)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:

@@ -67,11 +67,12 @@ def test_a_model_scored_before_it_is_sharded(pool):
     assert max(pool.run("distributed.features:scored_before")) < 1e-12
 
 
+@pytest.mark.parametrize("split", ["uneven", "no rows"])
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
 @pytest.mark.parametrize("wrap", ["loss(DDP)", "fsdp2"])
-def test_kl_in_the_reward(pool, wrap, estimator):
-    """``RetrieveKL`` before and after three steps of a wrapped policy, with a sharded reference."""
-    assert max(pool.run("distributed.features:retrieve", wrap=wrap, estimator=estimator)) < 1e-12
+def test_kl_in_the_reward(pool, wrap, estimator, split):
+    """``RetrieveKL`` before and after three steps of a wrapped policy, with a sharded reference; also without a row."""
+    assert max(pool.run("distributed.features:retrieve", wrap=wrap, estimator=estimator, split=split)) < 1e-12
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -102,7 +103,12 @@ def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
     assert max(difference for _, _, difference in found) < 1e-12
 
 
-@pytest.mark.parametrize("where", ["embedding", "layer", "norm", "head"])
+_SLOW = pytest.mark.slow
+#: Where the memory ends; the other two are between these.
+PLACES = [pytest.param("embedding", marks=_SLOW), "layer", pytest.param("norm", marks=_SLOW), "head"]
+
+
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("wrap", KINDS)
 def test_out_of_memory_on_one_rank(pool, wrap, where):
     """All ranks halve their packs, except under DDP of a loss, whose forwards are not in step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-
 WRAPS = ["loss(DDP)", "fsdp2", "fsdp2, kept after forward", "fsdp1, original parameters", "fsdp1, flat parameters"]
 
 
@@ -30,3 +29,7 @@ def test_an_adapter_follows_the_policy(pool):
         assert weights < 1e-12
         assert scores < 1e-12
         assert after_reset == 0
+
+
+def test_a_change_on_one_rank_clears_the_cache_of_all(pool):
+    assert max(pool.run("distributed.following:change_one_shard")) < 1e-12

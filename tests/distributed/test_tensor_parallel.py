@@ -50,8 +50,18 @@ def test_what_is_not_supported_is_refused_on_all_ranks(pool, case, match):
         assert match in message
 
 
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_sequence_parallel_is_refused_on_all_ranks(pool, library):
+    """At construction, before a forward that would wait for other ranks."""
+    for message in pool.run(f"{CASES}:refuse_plan", library=library):
+        assert "norm of " in message
+        assert "is sequence parallel" in message
+
+
 @pytest.mark.parametrize("logits", ["colwise_gather_output", "colwise"])
-@pytest.mark.parametrize(("tp", "ranks", "vocab"), [(2, 2, 96), (4, 4, 95), (2, 4, 96)])
+@pytest.mark.parametrize(
+    ("tp", "ranks", "vocab"), [(2, 2, 96), pytest.param(4, 4, 95, marks=pytest.mark.slow), (2, 4, 96)]
+)
 def test_scores_of_a_model_in_packs(pool, logits, tp, ranks, vocab):
     """transformers' tensor parallel plan, also beside FSDP2; a vocabulary of 95 has uneven slices."""
     for worst in pool.run(f"{CASES}:score", ranks=ranks, logits=logits, tp=tp, vocab=vocab):

@@ -26,12 +26,15 @@ from torchrl_llm_kl.rollouts import (
     ResponseTokens,
     TokenReader,
     find_key,
+    is_distributed,
     per_token,
     read_denominators,
     require_key,
     sub_key,
+    with_a_row,
     write_denominators,
 )
+from torchrl_llm_kl.scoring import is_zero3
 
 _ADDED_UP = ("mean", "nanmean", "nansum", "sum")
 
@@ -205,8 +208,14 @@ class TokenLoss(LossModule):
         The trained tokens are those of the masking strategy restricted to ``loss_mask``, which does not move the start of
         responses. The mask of responses is None for a strategy without responses.
         """
+        if is_zero3(self):
+            name = type(self).__name__
+            raise ValueError(
+                f"DeepSpeed's ZeRO-3 does not see the tensors in a TensorDict, as {name} returns: wrap the model instead, "
+                f"{name}(deepspeed.initialize(model=model, ...)[0]), or use ZeRO-2."
+            )
         reader = self._reader
-        td = reader.with_batch_dims(_with_a_row(tensordict))
+        td = reader.with_batch_dims(with_a_row(tensordict))
         located = reader.locate(td)
         mask, key = located.mask, find_key(td, self.tensor_keys.loss_mask)
         if key is None and self._is_set("loss_mask"):
@@ -273,12 +282,12 @@ class TokenLoss(LossModule):
         Raises:
             RuntimeError: if ``all_ranks`` is True and ``torch.distributed`` is not initialised.
         """
-        distributed = _is_distributed()
+        distributed = is_distributed()
         if all_ranks and not distributed:
             raise RuntimeError(
                 "all_ranks=True, but torch.distributed is not initialised: call init_process_group first."
             )
-        td = self._reader.with_batch_dims(_with_a_row(tensordict))
+        td = self._reader.with_batch_dims(with_a_row(tensordict))
         with torch.no_grad():
             terms = self._mask_terms(td)
             counts = torch.stack([self._denominator(term).double() for term in terms])  # exact up to 2**53
@@ -336,22 +345,6 @@ class TokenLoss(LossModule):
             RuntimeError: the gradient is 0.5 times that of the batch ... it was also divided by 2, the number of parts. ...
         """
         check_ranks(self, parts, process_group, tolerance)
-
-
-def _with_a_row(tensordict: TensorDictBase) -> TensorDictBase:
-    """``tensordict``; for a rank whose share has no row, one of zeros: it takes part in what ranks compute together."""
-    if tensordict.batch_dims != 1 or tensordict.shape[0] or not _is_distributed():
-        return tensordict
-    rows = {
-        key: torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
-        for key, value in tensordict.items(True, True)
-        if isinstance(value, Tensor) and not value.is_nested
-    }
-    return TensorDict(batch_size=[1], device=tensordict.device).update(rows) if rows else tensordict
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def as_mask(value: Tensor, key: NestedKey) -> Tensor:

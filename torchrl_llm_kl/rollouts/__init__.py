@@ -7,6 +7,7 @@ from torchrl_llm_kl.rollouts._entries import (
     describe_entries as describe_entries,
     find_key,
     find_log_probs as find_log_probs,
+    is_distributed as is_distributed,
     leading_zeros as leading_zeros,
     outcomes as outcomes,
     per_sequence,
@@ -16,6 +17,7 @@ from torchrl_llm_kl.rollouts._entries import (
     sequence_ids_of as sequence_ids_of,
     sequence_integers as sequence_integers,
     sequence_sums as sequence_sums,
+    with_a_row as with_a_row,
 )
 from torchrl_llm_kl.rollouts._keys import (
     ATTENTION_MASK as ATTENTION_MASK,

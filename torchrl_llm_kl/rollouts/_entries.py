@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_non_tensor, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, unravel_key
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import widen
@@ -364,3 +364,23 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield value
+
+
+# ------------------------------------------------------------------ a rank without rows
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several ranks."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def with_a_row(tensordict: TensorDictBase) -> TensorDictBase:
+    """``tensordict``; for a rank whose share has no row, one of zeros: it takes part in what ranks compute together."""
+    if tensordict.batch_dims != 1 or tensordict.shape[0] or not is_distributed():
+        return tensordict
+    rows = {
+        key: torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
+        for key, value in tensordict.items(True, True)
+        if isinstance(value, Tensor) and not value.is_nested
+    }
+    return TensorDict(batch_size=[1], device=tensordict.device).update(rows) if rows else tensordict

@@ -17,6 +17,7 @@ from torchrl_llm_kl.scoring._wrapper import (
     is_wrapper as is_wrapper,
     unwrap as unwrap,
 )
+from torchrl_llm_kl.scoring._wrapping import is_zero3 as is_zero3
 
 __all__ = [
     "DEFAULT_MEMORY",

@@ -15,6 +15,7 @@ from torchrl_llm_kl.scoring._attention import KeysValues
 from torchrl_llm_kl.scoring._model import Setup, adapter_layers, find_head
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._tree import PrefixTree
+from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Values of each tensor that a fingerprint compares.
 _SAMPLES = 16
@@ -65,10 +66,10 @@ class PrefixKVCache:
         self._owner: tuple[object, ...] = ()
         self.clear()
 
-    def bind(self, setup: Setup) -> None:
-        """Clear the cache if weights or settings changed."""
+    def bind(self, setup: Setup, ranks: Ranks) -> None:
+        """Clear the cache if weights or settings changed, on any rank: each sees a part of sharded weights."""
         owner = (fingerprint(setup.model), setup.temperature, setup.adapters, setup.dtype)
-        if owner != self._owner:
+        if not ranks.all(owner == self._owner):
             self.clear()
             self._owner = owner
             weight = getattr(find_head(setup.model), "weight", None)
@@ -276,8 +277,8 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
     ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
     """
-    # For tensors sharded over processes, the local part.
-    both = (*model.parameters(), *model.buffers())
+    # For tensors sharded over processes, the local part: of a DTensor, or of ZeRO-3.
+    both = (*(getattr(p, "ds_tensor", p) for p in model.parameters()), *model.buffers())
     tensors: list[Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in both]
     where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
     samples: dict[torch.device, list[Tensor]] = {}

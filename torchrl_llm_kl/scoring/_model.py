@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.scoring._wrapping import unwrapped
+from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
@@ -233,6 +233,19 @@ def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
     return cast(Any, logits).full_tensor() if is_dtensor(logits) else logits
 
 
+def check_whole_sequence(model: nn.Module) -> None:
+    """Raise a ValueError if a tensor parallel plan shards the sequence, in torch's form or transformers'."""
+    for name, module in model.named_modules():
+        for hook in (module.__dict__.get("forward"), *module._forward_pre_hooks.values()):
+            held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+            made = {type(x).__name__ for x in held} | {getattr(getattr(x, "func", x), "__qualname__", "") for x in held}
+            if any(each.split(".")[0] == "SequenceParallel" for each in made):
+                raise ValueError(
+                    f"{name} of {type(model).__name__} is sequence parallel: each rank has the hidden states of a part of the "
+                    "tokens. Leave it out of the plan; layers and head may be tensor parallel."
+                )
+
+
 def shards_logits(model: nn.Module, logits: Tensor) -> bool:
     """Whether a forward's logits are only those of this rank's slice of the vocabulary."""
     weight = getattr(find_head(model), "weight", None)
@@ -269,11 +282,17 @@ def logit_map(model: nn.Module) -> LogitMap:
 
 def vocab_size(model: nn.Module) -> int | None:
     """Number of token ids that the model can embed; None if unknown."""
-    weight = getattr(_ask(model, "get_input_embeddings"), "weight", None)
-    if isinstance(weight, Tensor) and weight.ndim == 2:
-        return weight.shape[0]
+    weight = _embedding_weight(model)
+    if isinstance(weight, Tensor) and len(shape := getattr(weight, "ds_shape", weight.shape)) == 2:
+        return shape[0]
     size = getattr(text_config(model), "vocab_size", None) if weight is not None else None  # FSDP shards a flat weight
     return size if isinstance(size, int) else None
+
+
+def _embedding_weight(model: nn.Module) -> Any:
+    """The weight of the input embedding, empty if ZeRO-3 sharded it: to read the attribute may gather it."""
+    embedding = _ask(model, "get_input_embeddings")
+    return embedding._parameters.get("weight") if is_zero3(embedding) else getattr(embedding, "weight", None)
 
 
 def model_device(model: nn.Module, default: torch.device) -> torch.device:
@@ -281,7 +300,7 @@ def model_device(model: nn.Module, default: torch.device) -> torch.device:
     embedding = _ask(model, "get_input_embeddings")
     if is_offloaded(model):
         return torch.device(getattr(embedding, OFFLOADED))
-    weight = getattr(embedding, "weight", None)
+    weight = _embedding_weight(model)
     if isinstance(weight, Tensor):
         return weight.device
     return next((parameter.device for parameter in model.parameters()), default)

@@ -15,6 +15,7 @@ from torchrl_llm_kl.scoring._model import (
     Setup,
     body_and_head,
     call,
+    check_whole_sequence,
     find_body,
     find_head,
     has_window,
@@ -49,6 +50,7 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
 
     The model's own forward here takes one sequence at a time, without padding.
     """
+    check_whole_sequence(model)
     head = find_head(model)
     has_parts = find_body(model) is not None and head is not None
     name = type(model).__name__

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head, is_on_meta
-from torchrl_llm_kl.scoring._wrapping import is_fsdp2, unwrapped
+from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3, unwrapped
 
 _ALIGN = 256  # bytes; as CUDA's own allocations
 
@@ -51,7 +51,7 @@ def prepare_reference(
     """
     inner = unwrapped(model)
     body, head = body_and_head(inner)
-    if any(is_fsdp2(module) for module in inner.modules()) or inner is not model:
+    if any(is_fsdp2(module) or is_zero3(module) for module in inner.modules()) or inner is not model:
         raise ValueError(f"{type(model).__name__} is wrapped or sharded: call prepare_reference before.")
     if is_on_meta(inner):
         raise ValueError(f"{type(model).__name__} has weights on the meta device: load them before prepare_reference.")

@@ -436,7 +436,7 @@ def _attempt(
         passes = [PaddedPass(setup, request, batches) for setup in setups]
     else:
         for setup, cache in zip(setups, caches, strict=False):
-            cache.bind(setup)
+            cache.bind(setup, ranks)
             lookups.append(CacheLookup(cache, request, tree, values=wanted == Wanted()))
         # Both models run side by side: use only hits of both caches.
         cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]

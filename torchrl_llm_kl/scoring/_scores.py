@@ -14,7 +14,7 @@ from torchrl_llm_kl._numerics import is_dtensor, widen
 from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
-from torchrl_llm_kl.scoring._wrapping import is_fsdp2
+from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3
 
 #: Fields of :class:`Scores` at some tokens: ``[n]`` float32, ``[n, k]`` for the top k.
 Columns = dict[str, Tensor]
@@ -129,10 +129,11 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
 def _is_plain(head: nn.Module) -> bool:
     """Whether the head computes ``hidden @ weight.T + bias`` and nothing else.
 
-    FSDP2's hooks run around the whole score; those of tensor parallel shard and gather, which :mod:`~torchrl_llm_kl.head` does.
+    Hooks of FSDP2 and ZeRO-3 run around the whole score; those of tensor parallel shard and gather, which
+    :mod:`~torchrl_llm_kl.head` does.
     """
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
-    known = {"fsdp"} if is_fsdp2(head) else set()
+    known = {name for name, found in (("fsdp", is_fsdp2(head)), ("deepspeed", is_zero3(head))) if found}
     if is_dtensor(getattr(head, "weight", None)):
         known.add("torch.distributed.tensor")
     kind = type(head).__mro__[2] if is_fsdp2(head) else type(head)

@@ -12,7 +12,7 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
 from torchrl_llm_kl.scoring._scorer import LogProbScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
-from torchrl_llm_kl.scoring._wrapping import reshard
+from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard
 
 # What wrappers add to the names of parameters.
 _PREFIXES = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -232,6 +232,10 @@ class ReferenceUpdater:
         for model in (self._reference, self._policy):
             if is_on_meta(model):
                 raise ValueError(f"{type(model).__name__} has weights on the meta device: load them first.")
+            if any(map(is_zero3, model.modules())):
+                raise ValueError(
+                    f"{type(model).__name__} is sharded by DeepSpeed's ZeRO-3, which hides its weights: use ZeRO-2 or FSDP2."
+                )
         if isinstance(adapter, str):
             check_has_adapters(self._reference, adapter)
         elif self._service is None:

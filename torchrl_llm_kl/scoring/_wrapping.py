@@ -1,4 +1,4 @@
-"""Models that are wrapped or sharded over ranks: DDP, FSDP, FSDP2.
+"""Models that are wrapped or sharded over ranks: DDP, FSDP, FSDP2, DeepSpeed.
 
 Such a model gathers weights and synchronises gradients in hooks around its forward. So a whole score, with all its packs and
 the head, runs inside one call of the model, and the calls of its layers are as many on each rank.
@@ -6,6 +6,7 @@ the head, runs inside one call of the model, and the calls of its layers are as 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside DDP, FSDP and ``torch.compile``."""
+    """The model inside DDP, FSDP, DeepSpeed and ``torch.compile``."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and dist.is_available() and isinstance(model, _wrappers()):
@@ -36,7 +37,14 @@ def _wrappers() -> tuple[type, ...]:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel, FullyShardedDataParallel
+    deepspeed = sys.modules.get("deepspeed.runtime.engine")
+    engines = () if deepspeed is None else (deepspeed.DeepSpeedEngine,)
+    return DistributedDataParallel, FullyShardedDataParallel, *engines
+
+
+def is_zero3(module: Any) -> bool:
+    """Whether hooks of DeepSpeed's ZeRO-3 gather the module's weights around its forward; until then they are empty."""
+    return isinstance(module, nn.Module) and "ds_id" in module.__dict__
 
 
 def is_fsdp2(module: nn.Module) -> bool:
@@ -59,7 +67,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return is_fsdp2(module) or isinstance(module, _wrappers())
+    return is_fsdp2(module) or is_zero3(module) or isinstance(module, _wrappers())
 
 
 # ---------------------------------------------------------------------- what ranks agree on
@@ -143,12 +151,16 @@ def _groups_of(model: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, _wrappers()):
-            found[id(module.process_group)] = module.process_group
+            group = getattr(module, "process_group", None) or cast(Any, module).data_parallel_group
+            found[id(group)] = group
         if is_fsdp2(module):
             cast(Any, module).reshard()  # parameters that are whole do not tell their group
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             found |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
+        for name in ("ds_process_group", "_dp_group"):  # of ZeRO-3, and of ZeRO-1 and 2, whose backward is in step
+            if (group := getattr(parameter, name, None)) is not None:
+                found[id(group)] = group
     return list(found.values())
 
 
@@ -161,9 +173,13 @@ class ErrorGuard:
     def __init__(self, bodies: Sequence[nn.Module], ranks: Ranks) -> None:
         self._ranks = ranks
         found = (
-            [m for body in bodies for m in body.modules() if m is not body and _has_hooks(m)] if ranks.groups else []
+            [m for body in bodies for m in body.modules() if m is not body and _has_hooks(m) and not is_zero3(m)]
+            if ranks.groups
+            else []
         )
         self._layers = dict.fromkeys(found)
+        # ZeRO-3 gathers weights ahead, in the order of earlier forwards: a rank in error cannot keep that.
+        self._at_once = any(is_zero3(body) for body in bodies)
         self._called: list[nn.Module] = []
         self.error: Exception | None = None
 
@@ -182,7 +198,7 @@ class ErrorGuard:
 
     def compute(self, work: Callable[[], Result]) -> Result | None:
         """``work()``; None from the first error on."""
-        if not self._ranks.groups:
+        if not self._ranks.groups or self._at_once:
             return work()
         if self.error is None:
             try:
@@ -239,7 +255,10 @@ def _callers(model: nn.Module, body: nn.Module, head: nn.Module) -> list[nn.Modu
     for part in ["", *path.split(".")][:-1]:
         module = module if not part else getattr(module, part)
         chain.append(module)
-    return [module for module in (*chain, head) if _has_hooks(module)]
+    found = [module for module in (*chain, head) if _has_hooks(module)]
+    return [
+        m for i, m in enumerate(found) if i == 0 or unwrapped(found[i - 1]) is not m
+    ]  # the call of a wrapper calls it
 
 
 def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:

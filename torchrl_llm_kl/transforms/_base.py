@@ -13,7 +13,7 @@ from torchrl.envs import Compose, EnvBase, Transform
 
 import torchrl_llm_kl
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
-from torchrl_llm_kl.rollouts import Scope
+from torchrl_llm_kl.rollouts import Scope, with_a_row
 
 #: Setting -> a function that checks a new value and returns it in its stored form.
 Checks = Mapping[str, Callable[[Any], Any]]
@@ -75,6 +75,9 @@ class StepMixin(ABC):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to collected data: on a direct call, or when a replay buffer is sampled."""
         if tensordict.batch_size.numel() == 0:
+            row = with_a_row(tensordict)
+            if row is not tensordict:  # models may be sharded: other ranks wait for this one
+                return tensordict.update(self.forward(row)[:0])
             shape = tuple(tensordict.batch_size)
             raise ValueError(f"the batch is empty: a TensorDict of batch size {shape} holds nothing to score, drop it.")
         if tensordict.is_locked:
