@@ -67,7 +67,7 @@ class PrefixKVCache:
 
     def bind(self, setup: Setup) -> None:
         """Clear the cache if weights or settings changed."""
-        owner = (fingerprint(setup.model), setup.temperature, setup.adapters, setup.dtype)
+        owner = (fingerprint(setup.model), setup.temperature, setup.adapters, setup.dtype, setup.deterministic)
         if owner != self._owner:
             self.clear()
             self._owner = owner
