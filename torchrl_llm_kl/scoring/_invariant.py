@@ -116,16 +116,15 @@ def attend(
     values = _rows([*(kept[call][1] for kept in outside), value])
     out = []
     for group in groups:
-        q, k, v = (
-            rows[index].transpose(1, 2) for rows, index in ((queries, group[0]), (keys, group[1]), (values, group[1]))
-        )
+        q, k, v = queries[group.queries], keys[group.keys], values[group.keys]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = _mask_of(layout, group, sliding_window, query)
         if softcap is None and s_aux is None:
             grouped = query.shape[1] != key.shape[1]
             found = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped)
         else:  # one by one: these run elementwise functions
-            parts = zip(*(each.split(1) for each in (q, k, v)), strict=True)
-            found = torch.cat([plain_attention(*part, mask, scaling, 0.0, softcap, s_aux) for part in parts])
+            parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
+            found = torch.cat([plain_attention(*each, mask, scaling, 0.0, softcap, s_aux) for each in parts])
         out.append(found.transpose(1, 2).flatten(0, 1))
     return torch.cat([*out, torch.zeros_like(out[0][:1])])[order].unsqueeze(0)
 

@@ -184,6 +184,7 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
 # ---------------------------------------------------------------------- invariance
 
 
+@torch.no_grad()
 def find_variance(setup: Setup, size: int) -> str | None:
     """What makes a sequence's scores depend on the other sequences of a call; None if nothing does.
 
@@ -193,7 +194,7 @@ def find_variance(setup: Setup, size: int) -> str | None:
     vocab, limit = _predicted_vocab(setup.model), position_limit(setup.model)
     assert vocab is not None, "a packed route was probed"
     generator = torch.Generator().manual_seed(2)
-    lengths = [5, size // 4 + 6, size // 2 + 3, size // 3 + 5, *[size // 8 + 7] * 4]
+    lengths = [4, size // 4 + 6, size // 2 + 3, size // 3 + 5, *[size // 8 + 7] * 4]
     rows = [torch.randint(vocab, (min(n, limit or n),), generator=generator) for n in lengths]
     rows[3][: size // 6] = rows[1][: size // 6]  # a shared prefix
     others = [(row + 1) % vocab for row in rows]

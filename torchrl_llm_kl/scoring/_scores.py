@@ -160,7 +160,8 @@ def read(
     if tile is not None:
         count = targets.shape[0]
         after = -count % tile
-        states, ref = (s and replace(s, source=F.pad(s.source, (0, 0, 0, after))) for s in (states, ref))
+        states = replace(states, source=F.pad(states.source, (0, 0, 0, after)))
+        ref = None if ref is None else replace(ref, source=F.pad(ref.source, (0, 0, 0, after)))
         targets, chunk = F.pad(targets, (0, after)), tile
     if states.head is not None and (ref is None or ref.head is not None):
         columns = _read_linear(states, states.head, targets.to(states.source.device), wanted, ref, tile)

@@ -23,6 +23,7 @@ class Settings:
     dtype: str | None = None  # of the body, by autocast: "bfloat16"; None for the model's own
     entropy: bool = False  # whether to return entropies
     remember: bool = False  # whether to cache keys and values for requests that continue these sequences
+    deterministic: bool = False  # whether scores must not depend on the other requests of a batch
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
