@@ -64,6 +64,7 @@ class Workload:
         measure: checks that the libraries agree, then measures both.
         targets: on a CPU.
         cuda: whether it is meaningful on a GPU.
+        half: whether it is meaningful in half precision.
     """
 
     name: str
@@ -71,3 +72,4 @@ class Workload:
     measure: Callable[[Settings], Outcome]
     targets: Targets
     cuda: bool = False
+    half: bool = True

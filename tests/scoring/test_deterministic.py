@@ -1,4 +1,4 @@
-"""``deterministic=True``: a sequence's scores are the same bits alone and in any pack, and a model for which they are not is refused."""
+"""``deterministic=True``: a sequence's scores have the same bits alone and in any pack; else the model is refused."""
 
 from __future__ import annotations
 
@@ -383,7 +383,8 @@ def test_the_first_ratio_of_a_step_is_1(model: nn.Module) -> None:
     assert torch.isfinite(parts.loss(batch[2:4]).total_loss)
 
 
-def test_settings_reach_every_scorer(model: nn.Module) -> None:
+def test_settings_reach_every_scorer() -> None:
+    model = tiny_model()
     kl = RetrieveKL(model, model, deterministic=True)
     assert kl.deterministic
     assert [part.scorer.deterministic for part in (kl[0], kl[1])] == [True, True]
