@@ -14,6 +14,10 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 
+# The settings but the last one, and version, caller and newest.
+_FIELDS = 8
+
+
 @dataclass(frozen=True)
 class Settings:
     """How to score; requests with equal settings share a batch."""
@@ -92,19 +96,25 @@ class Request:
         head = (
             self.tokens.dtype.itemsize,
             bool(masks),
-            *astuple(self.settings),
+            *astuple(self.settings)[:-1],
             self.version,
             self.caller,
             self.newest,
+            # Only where set: releases without it read all other requests, and refuse these.
+            *([True] if self.settings.deterministic else []),
         )
         return _join(head, self.lengths.astype(np.int64), self.tokens, *masks)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Request:
-        (width, masked, *settings, version, caller, newest), parts = _split(packed)
+        (width, masked, *settings), parts = _split(packed)
+        *plain, version, caller, newest = settings[:_FIELDS]
+        deterministic = settings[_FIELDS:] == [True]
         tokens = np.frombuffer(parts[1], np.int32 if width == 4 else np.int64)
         mask = np.frombuffer(parts[2], np.uint8) if masked else None
-        return cls(tokens, np.frombuffer(parts[0], np.int64), mask, Settings(*settings), version, caller, newest)
+        return cls(
+            tokens, np.frombuffer(parts[0], np.int64), mask, Settings(*plain, deterministic), version, caller, newest
+        )
 
 
 @dataclass(frozen=True, eq=False)
