@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-
 # The settings but the last one, and version, caller and newest.
 _FIELDS = 8
 
@@ -113,7 +112,13 @@ class Request:
         tokens = np.frombuffer(parts[1], np.int32 if width == 4 else np.int64)
         mask = np.frombuffer(parts[2], np.uint8) if masked else None
         return cls(
-            tokens, np.frombuffer(parts[0], np.int64), mask, Settings(*plain, deterministic), version, caller, newest
+            tokens,
+            np.frombuffer(parts[0], np.int64),
+            mask,
+            Settings(*plain, deterministic=deterministic),
+            version,
+            caller,
+            newest,
         )
 
 
