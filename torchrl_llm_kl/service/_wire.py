@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,14 +108,14 @@ class Request:
     def unpack(cls, packed: bytes) -> Request:
         (width, masked, *settings), parts = _split(packed)
         *plain, version, caller, newest = settings[:_FIELDS]
-        deterministic = settings[_FIELDS:] == [True]
+        scoring = replace(Settings(*plain), deterministic=settings[_FIELDS:] == [True])
         tokens = np.frombuffer(parts[1], np.int32 if width == 4 else np.int64)
         mask = np.frombuffer(parts[2], np.uint8) if masked else None
         return cls(
             tokens,
             np.frombuffer(parts[0], np.int64),
             mask,
-            Settings(*plain, deterministic=deterministic),
+            scoring,
             version,
             caller,
             newest,
