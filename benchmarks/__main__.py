@@ -84,6 +84,7 @@ def run(
             f"{folder / RESULTS} has other settings, versions or another machine: pass another --out, or run all."
         )
     names = [name for name in asked if device is Device.cpu or WORKLOADS[name].cuda]
+    names = [name for name in names if dtype is Weights.float32 or WORKLOADS[name].half]
     done = _measure(names, settings, empty, console)
     _write(done if earlier is None else earlier.updated(done), folder, console)
 

@@ -65,6 +65,7 @@ class Workload:
         targets: on a CPU.
         cuda: whether it is meaningful on a GPU.
         peer: the library that it is compared with.
+        half: whether it is meaningful in half precision.
     """
 
     name: str
@@ -73,3 +74,4 @@ class Workload:
     targets: Targets
     cuda: bool = False
     peer: str = THEIRS
+    half: bool = True

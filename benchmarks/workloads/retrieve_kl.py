@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,19 +19,24 @@ from benchmarks.roofline import BodyShape, Roofline, matrix_product, needed_mult
 from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
 from torchrl_llm_kl import RetrieveKL
 
+NORMAL = "here, normal mode"
 SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
 MakeBatch = Callable[[int], Batch]
 
 
-def measure(full: MakeBatch, quick: MakeBatch, settings: Settings) -> Outcome:
-    """Score under two models and compute the KL, with the transforms of both libraries."""
+def measure(full: MakeBatch, quick: MakeBatch, settings: Settings, *, deterministic: bool = False) -> Outcome:
+    """Score under two models and compute the KL, with the transforms of both libraries.
+
+    With ``deterministic`` the mode in which scores do not depend on the batch, also beside the normal one.
+    """
     size = settings.size(SIZE)
     batch = (quick if settings.quick else full)(size.vocab)
     policy, reference = (qwen2(size, seed=seed, device=settings.device, dtype=settings.dtype) for seed in (0, 1))
     gen, ref = wrapper(policy, "log_probs"), wrapper(reference, "ref_log_probs")
     # Without no_grad, torchrl keeps the graphs of both models (it ignores `detach`) and needs twice the memory.
     theirs = torch.no_grad()(TorchRLRetrieveKL(gen, ref, assistant_only=False, add_to_reward=False))
-    ours = RetrieveKL(gen, ref, add_to_reward=False)
+    normal = RetrieveKL(gen, ref, add_to_reward=False)
+    ours = RetrieveKL(gen, ref, add_to_reward=False, deterministic=True) if deterministic else normal
     data = batch.padded(settings.device)
     difference = _check_agreement(theirs(data.copy()), ours(data.copy()), batch, tolerance_of(settings.dtype))
 
@@ -38,12 +44,17 @@ def measure(full: MakeBatch, quick: MakeBatch, settings: Settings) -> Outcome:
         THEIRS: Contender(lambda _: theirs(data.copy())),
         OURS: Contender(lambda _: ours(data.copy())),
     }
-    if settings.device.type == "cpu":
+    if deterministic:
+        contenders[NORMAL] = Contender(lambda _: normal(data.copy()))
+    elif settings.device.type == "cpu":
         width = 256 if settings.quick else 2048
         product = matrix_product(width)
         contenders = {"product before": product, **contenders, "product after": product}
     found = settings.alternate(contenders)
     outcome = Outcome(f"{batch.tokens:,} tokens ({batch.source}); {size}", found[THEIRS], found[OURS], difference)
+    if deterministic:
+        ratio = found[OURS].seconds / found[NORMAL].seconds
+        return replace(outcome, notes=(f"`deterministic=True` takes {ratio:.2f} times as long as the normal mode.",))
     if settings.device.type != "cpu":
         return outcome
     best = min(found["product before"].all_seconds + found["product after"].all_seconds)
@@ -93,5 +104,12 @@ WORKLOADS = (
         partial(independent, 16),
         partial(independent, 4, shortest=8, longest=40),
         Targets(faster=2.5, smaller=30),
+    ),
+    Workload(
+        "a4-bits",
+        "RetrieveKL, 4 prompts x 4 answers, deterministic",
+        partial(measure, partial(grouped, 4, 4), partial(grouped, 2, 2), deterministic=True),
+        Targets(faster=1.75),
+        half=False,
     ),
 )

@@ -54,10 +54,11 @@ def test_bytes_from_the_wire() -> None:
 
 @pytest.mark.parametrize("top", [96, 2**31 - 1, 2**40])
 @pytest.mark.parametrize("masked", [True, False])
-def test_requests_survive_packing(top: int, masked: bool) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_requests_survive_packing(top: int, masked: bool, deterministic: bool) -> None:
     tokens, lengths = torch.tensor([5, 0, top, 7, 1, 2]), torch.tensor([3, 0, 1, 2])
     mask = torch.tensor([False, True, True, False, False, True]) if masked else None
-    settings = Settings(0.5, False, "bfloat16", True, True)
+    settings = Settings(0.5, False, "bfloat16", True, True, deterministic)
     packed = Request.of(tokens, lengths, mask, settings, version=3, caller="me").pack()
     assert type(packed) is bytes
     found = Request.unpack(packed)

@@ -23,12 +23,12 @@ from toy_tokenizer import CHATML, build_tokenizer
 
 NAMES = ["RetrieveLogProb", "KLComputation", "RetrieveKL", "KLRewardTransform"]
 ADDED = {
-    "RetrieveLogProb": {"temperature", "scope", "adapters", "history_key", "dtype", "memory"}
+    "RetrieveLogProb": {"temperature", "scope", "adapters", "history_key", "dtype", "memory", "deterministic"}
     | {"reference", "exact_kl_key", "entropy_key", "moments_key", "use_ray_service"},
     "KLComputation": {"estimator", "old_log_probs_key", "reward_placement", "reward_key", "exact_kl_key"},
     "RetrieveKL": {"estimator", "old_log_probs_key", "reward_key", "reward_placement", "entropy_key"}
-    | {"moments_key", "temperature", "scope", "adapters", "ref_adapters", "dtype", "memory"},
-    "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope", "dtype", "memory"},
+    | {"moments_key", "temperature", "scope", "adapters", "ref_adapters", "dtype", "memory", "deterministic"},
+    "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope", "dtype", "memory", "deterministic"},
 }
 
 

@@ -52,11 +52,12 @@ def make_algorithm(
 
     Args:
         algorithm: a name in :data:`ALGORITHMS`, or your own preset.
-        actor: see :class:`~torchrl_llm_kl.PolicyLoss`. Temperature and ``dtype`` of a scorer apply to the reference too.
+        actor: see :class:`~torchrl_llm_kl.PolicyLoss`. Temperature, ``dtype`` and ``deterministic`` of a scorer apply to
+            the reference too.
 
     Keyword Args:
-        reference: the frozen reference model, the teacher for distillation, or a scorer of it with the actor's temperature
-            and ``dtype``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
+        reference: the frozen reference model, the teacher for distillation, or a scorer of it with the actor's temperature,
+            ``dtype`` and ``deterministic``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
             ``("next", "ref_log_probs", "full")``.
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
         gen_model: scores the policy's own tokens, where their log-probs are read: the actor by default; ``"from_collector"`` if
@@ -67,7 +68,8 @@ def make_algorithm(
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
-            ...), ``tokens_per_batch``, ``dtype`` (which then applies to old and reference log-probs too), ...
+            ...), ``tokens_per_batch``, ``dtype`` and ``deterministic`` (which then apply to old and reference log-probs
+            too), ...
         overrides: changes of the preset; see :class:`AlgorithmOverrides`.
 
     Returns:
@@ -275,14 +277,15 @@ def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
 
 
 def _scoring_settings(actor: Any, temperature: float, loss_args: Mapping[str, Any]) -> dict[str, Any]:
-    """``temperature`` and ``dtype`` for every model: those of an actor that is a scorer, else the requested ones."""
+    """The settings of every model's scorer: those of an actor that is a scorer, else the requested ones."""
     if not isinstance(actor, LogProbScorer):
-        return {"temperature": temperature, "dtype": loss_args.get("dtype")}
+        asked = {"dtype": loss_args.get("dtype"), "deterministic": loss_args.get("deterministic", False)}
+        return {"temperature": temperature, **asked}
     if temperature not in (1.0, actor.temperature):
         raise ValueError(
             f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
         )
-    return {"temperature": actor.temperature, "dtype": actor.dtype}
+    return {"temperature": actor.temperature, "dtype": actor.dtype, "deterministic": actor.deterministic}
 
 
 def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
@@ -314,17 +317,19 @@ def _reference_of_loss(actor: Any, reference: Any, settings: Mapping[str, Any]) 
 
 
 def _check_same_settings(scorer: LogProbScorer, settings: Mapping[str, Any], name: str) -> None:
-    temperature, dtype = settings["temperature"], settings["dtype"]
+    temperature = settings["temperature"]
     if scorer.temperature != temperature:
         raise ValueError(
             f"{name} is a scorer with temperature {scorer.temperature:g}, and the actor is scored at {temperature:g}: a KL "
             "compares the two at the sampler's temperature."
         )
-    if scorer.dtype != dtype:
-        raise ValueError(
-            f"{name} is a scorer with dtype={scorer.dtype}, and the actor has dtype={dtype}: their difference in rounding "
-            "would count as KL. Give both the same (loss_args={'dtype': ...} for the actor)."
-        )
+    for setting in ("dtype", "deterministic"):
+        own, actors = getattr(scorer, setting), settings[setting]
+        if own != actors:
+            raise ValueError(
+                f"{name} is a scorer with {setting}={own}, and the actor has {setting}={actors}: their difference in rounding "
+                f"would count as KL. Give both the same (loss_args={{{setting!r}: ...}} for the actor)."
+            )
 
 
 def _inner(model: Any) -> Any:

@@ -95,8 +95,8 @@ class PolicyLoss(TokenLoss):
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not trained.
-        temperature, tokens_per_batch, dtype: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the reference has its own
-            ``max_tokens`` instead of ``tokens_per_batch``.
+        temperature, tokens_per_batch, dtype, deterministic: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the
+            reference has its own ``max_tokens`` instead of ``tokens_per_batch``.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
             vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
@@ -174,6 +174,7 @@ class PolicyLoss(TokenLoss):
         temperature: float = 1.0,
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
+        deterministic: bool = False,
         log_entropy: bool = False,
         functional: bool = False,
         **hyper: Unpack[PolicyArgs],
@@ -197,7 +198,8 @@ class PolicyLoss(TokenLoss):
                 other = "corrections" if name == "terms" else "terms"
                 raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
-        settings = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "dtype": dtype}
+        settings: dict[str, Any] = {"temperature": temperature, "tokens_per_batch": tokens_per_batch}
+        settings |= {"dtype": dtype, "deterministic": deterministic}
         self._set_models(actor, reference, settings, functional)
         self.objective = TermPart(function, **own)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
@@ -216,7 +218,8 @@ class PolicyLoss(TokenLoss):
         self._given_scorer = actor if isinstance(actor, LogProbScorer) else None
         temperature = settings["temperature"]
         if self._given_scorer is not None:
-            changed = [name for name, value in settings.items() if value != (1.0 if name == "temperature" else None)]
+            defaults = {"temperature": 1.0, "deterministic": False}
+            changed = [name for name, value in settings.items() if value != defaults.get(name)]
             if changed or functional:
                 raise ValueError(f"actor is a scorer with its own settings: set {changed or 'functional'} there.")
             actor, temperature = self._given_scorer.model, self._given_scorer.temperature
@@ -270,7 +273,8 @@ class PolicyLoss(TokenLoss):
         if given is None:
             settings = self._settings
         else:
-            settings = {"tokens_per_batch": given.tokens_per_batch, "dtype": given.dtype, "adapters": given.adapters}
+            names = ("tokens_per_batch", "dtype", "deterministic", "adapters")
+            settings = {name: getattr(given, name) for name in names}
         model = self.actor_network if given is None else given.model
         return self._sharp_slot.get(model, **{**settings, "temperature": self.scorer_temperature / 2})
 

@@ -57,11 +57,13 @@ class PackLayout:
     calls: int = 0  # attention calls so far
     has_window: bool = False  # whether any layer passed a sliding window
     shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
+    attend: Callable[..., Tensor] | None = None  # replaces the attention of this file
     saving: tuple[bool, Any] = (False, None)  # of :func:`_saving`, where the forward or its checkpoint began
 
     def again(self, call: int) -> PackLayout:
         """The layout for a recomputation that begins with an attention call of the forward."""
-        return PackLayout([replace(piece, kept=None) for piece in self.pieces], call, shared=self.shared)
+        pieces = [replace(piece, kept=None) for piece in self.pieces]
+        return PackLayout(pieces, call, shared=self.shared, attend=self.attend)
 
     def check_saving(self) -> None:
         """Raise a :class:`CheckpointError` inside a checkpoint whose recomputation would not find this layout."""
@@ -176,6 +178,8 @@ def _attention(
             k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
             # Copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
             piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
+    if layout.attend is not None:
+        return layout.attend(layout, call, query, key, value, scaling, dropout, sliding_window, softcap, s_aux), None
     if softcap is None and s_aux is None and dropout == 0.0 and takes_varlen(query):
         return _attend_varlen(layout, call, query, key, value, scaling, sliding_window), None
     followed = {piece.past for piece in layout.pieces}
@@ -195,7 +199,7 @@ def _attention(
                 options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
                 out.append(F.scaled_dot_product_attention(*block, mask, dropout, is_causal=mask is None, **options))
             else:
-                out.append(_plain(*block, mask, scaling, dropout, softcap, s_aux))
+                out.append(plain_attention(*block, mask, scaling, dropout, softcap, s_aux))
     return torch.cat(out, 2).transpose(1, 2).contiguous(), None
 
 
@@ -213,11 +217,13 @@ def _blocks(
         start = 0 if window is None else max(0, past + first - window + 1)
         at = (last - first, past + first - start, past + last - start, window, query.device, query.dtype)
         if at not in layout.shared:
-            layout.shared[at] = _mask(*at)
+            layout.shared[at] = block_mask(*at)
         yield slice(first, last), slice(start, past + last), layout.shared[at]
 
 
-def _mask(rows: int, past: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+def block_mask(
+    rows: int, past: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``."""
     distance = torch.arange(rows, device=device).unsqueeze(-1) + past - torch.arange(width, device=device)
     hidden = distance < 0
@@ -226,7 +232,7 @@ def _mask(rows: int, past: int, width: int, window: int | None, device: torch.de
     return torch.zeros(rows, width, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def _plain(
+def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -299,6 +305,15 @@ def _varlen_index(
     piece; and the kernel's spans: cumulative query and key counts of the pieces (int32, from 0), and the most queries and
     keys of a piece.
     """
+    outside, keys = key_index(layout)
+    lengths = [piece.last - piece.first for piece in layout.pieces]
+    key_lengths = [len(each) for each in keys]
+    ends = [send(torch.tensor([0, *some]).cumsum(0).int(), device) for some in (lengths, key_lengths)]
+    return outside, send(torch.cat(keys), device), (ends[0], ends[1], max(lengths), max(key_lengths))
+
+
+def key_index(layout: PackLayout) -> tuple[list[KeysValues], list[Tensor]]:
+    """The keys and values from outside the pack, each once; and where each piece's keys are in these and the pack's own."""
     outside = {id(kept): kept for piece in layout.pieces for kept in piece.outside}
     span: dict[int, Tensor] = {}  # the places of each in the row of all keys
     width = 0
@@ -309,8 +324,4 @@ def _varlen_index(
     for piece in layout.pieces:
         before = seen[piece.past] if piece.past >= 0 else [span[id(kept)] for kept in piece.outside]
         seen.append([*before, torch.arange(width + piece.first, width + piece.last)])
-    lengths = [piece.last - piece.first for piece in layout.pieces]
-    key_lengths = [sum(len(part) for part in parts) for parts in seen]
-    index = send(torch.cat([part for parts in seen for part in parts]), device)
-    ends = [send(torch.tensor([0, *some]).cumsum(0).int(), device) for some in (lengths, key_lengths)]
-    return list(outside.values()), index, (ends[0], ends[1], max(lengths), max(key_lengths))
+    return list(outside.values()), [torch.cat(parts) for parts in seen]

@@ -68,7 +68,7 @@ class PrefixKVCache:
 
     def bind(self, setup: Setup, ranks: Ranks) -> None:
         """Clear the cache if weights or settings changed, on any rank: each sees a part of sharded weights."""
-        owner = (fingerprint(setup.model), setup.temperature, setup.adapters, setup.dtype)
+        owner = (fingerprint(setup.model), setup.temperature, setup.adapters, setup.dtype, setup.deterministic)
         if not ranks.all(owner == self._owner):
             self.clear()
             self._owner = owner

@@ -48,6 +48,7 @@ class Setup:
     adapters: bool | str = True
     dtype: torch.dtype | None = None
     grad: bool = False  # keep the graph and the model's own mode; otherwise evaluation mode without a graph
+    deterministic: bool = False
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup
+from torchrl_llm_kl.scoring._invariant import attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
     body_and_head,
@@ -45,8 +46,10 @@ class PackedPass:
         counts = torch.searchsorted(slots, bounds).diff().tolist()
         self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
         # Move everything that the forwards need to the device in one go, before the first.
-        self._ids = send(request.tokens.values[element], setup.device)
-        self._positions = send(position, setup.device)
+        row = request.tokens.values[element], position
+        if setup.deterministic:
+            row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
+        self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
         self._last_use = self.plan.last_use()
         # For pieces that later packs attend to: keys and values of the piece and of all before it, in order.
@@ -98,7 +101,7 @@ class PackedPass:
             past = inside.get(piece.past, -1)
             pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
             first += piece.length
-        return PackLayout(pieces)
+        return PackLayout(pieces, attend=attend if self.setup.deterministic else None)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._invariant import BLOCK
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
@@ -55,12 +59,9 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     has_parts = find_body(model) is not None and head is not None
     name = type(model).__name__
     complaint = "" if has_parts else f"{name} does not expose its body and head (get_decoder, get_output_embeddings)"
-    # Some models embed more tokens than they predict.
-    vocab, weight = vocab_size(model), getattr(head, "weight", None)
+    vocab = _predicted_vocab(model)
     if vocab is None or not probe:
         return Route("head" if has_parts else "full"), complaint or None
-    if isinstance(weight, Tensor) and weight.ndim == 2:
-        vocab = min(vocab, weight.shape[0])
 
     setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), dtype=dtype)
     ranks = Ranks([model])
@@ -86,6 +87,12 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
         f"{complaint}; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
         "deterministic?"
     )
+
+
+def _predicted_vocab(model: nn.Module) -> int | None:
+    """Number of token ids that the model embeds and predicts; None if unknown. Some embed more than they predict."""
+    vocab, weight = vocab_size(model), getattr(find_head(model), "weight", None)
+    return min(vocab, weight.shape[0]) if vocab and isinstance(weight, Tensor) and weight.ndim == 2 else vocab
 
 
 def _first_equal(
@@ -174,6 +181,72 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         return False
     half = precision >= 1e-2  # half precision: any change comes from another sequence
     return float(moved[untouched].abs().max()) <= (0.0 if half else 1e-5 * largest)
+
+
+# ---------------------------------------------------------------------- invariance
+
+
+@torch.no_grad()
+def find_variance(setup: Setup, size: int) -> str | None:
+    """What makes a sequence's scores depend on the other sequences of a call; None if nothing does.
+
+    Forwards of ``size`` tokens, as in all later calls. Other tokens must lead to the same operators on the same shapes, and
+    sequences have equal bits alone and in packs of several orders.
+    """
+    vocab, limit = _predicted_vocab(setup.model), position_limit(setup.model)
+    assert vocab is not None, "a packed route was probed"
+    generator = torch.Generator().manual_seed(2)
+    lengths = [4, size // 4 + 6, size // 2 + 3, size // 3 + 5, *[size // 8 + 7] * 4]
+    rows = [torch.randint(vocab, (min(n, limit or n),), generator=generator) for n in lengths]
+    rows[3][: size // 6] = rows[1][: size // 6]  # a shared prefix
+    others = [(row + 1) % vocab for row in rows]
+    first, second = (_operators(setup, each, size) for each in (rows, others))
+    if ragged := next((a for a, b in zip(first, second, strict=False) if a != b or "grouped_mm" in a[0]), None):
+        return f"runs {ragged[0]} on sizes that depend on the tokens, as a mixture of experts does"
+    alone = [_bits(setup, [row], size)[0] for row in rows[:4]]
+    for order in (list(range(len(rows))), list(range(len(rows)))[::-1], [3, 0, 4, 2, 1]):
+        packed = dict(zip(order, _bits(setup, [rows[i] for i in order], size), strict=True))
+        for i, want in enumerate(alone):
+            if not torch.equal(packed[i], want):
+                difference = float((packed[i] - want).abs().max())
+                return f"computes other bits for a sequence alone than in a pack: they differ by up to {difference:.1g}"
+    return None
+
+
+def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
+    """Hidden states, log-probs and entropies of each row; ``[T - 1, H + 2]``."""
+    packs, tokens = _pack_up(setup, rows, size)
+    found = []
+    for i, elements in enumerate(packs.elements):
+        states = packs.run(i)
+        targets = tokens.values[elements].to(setup.device)
+        columns = read(states, targets, Wanted(entropy=True), chunk=BLOCK, recompute=False, tile=BLOCK)
+        scores = torch.stack([columns["log_prob"], columns["entropy"]], -1)
+        found.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
+    out = found[0].new_zeros(tokens.values.shape[0], found[0].shape[-1])
+    return tokens.like(out.index_copy(0, torch.cat(packs.elements), torch.cat(found))).to_list()
+
+
+def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[Any]]]:
+    """The operators of the first pack, and the shapes of their inputs."""
+    found: list[tuple[str, list[Any]]] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            found.append((str(func), shapes))
+            return func(*args, **(kwargs or {}))
+
+    packs, _ = _pack_up(setup, rows, size)
+    with Record():
+        packs.run(0)
+    return found
+
+
+def _pack_up(setup: Setup, rows: list[Tensor], size: int) -> tuple[PackedPass, Ragged]:
+    tokens = Ragged.from_list(rows)
+    request = Request.build(tokens, None)
+    return PackedPass(setup, request, PrefixTree.build(tokens, request.forward_lengths), size), tokens
 
 
 def _packed(setup: Setup, rows: Ragged) -> tuple[Tensor, bool]:

@@ -17,6 +17,7 @@ from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
+from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, check_pack, circumstances, drops, obstacle
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
@@ -34,7 +35,7 @@ from torchrl_llm_kl.scoring._model import (
     vocab_size,
 )
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
-from torchrl_llm_kl.scoring._probe import choose_route
+from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
@@ -79,13 +80,18 @@ class LogProbScorer:
             weights. All after the head's product stays float32.
         memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
             are evicted first. 0 disables the cache.
+        deterministic: a sequence's scores are the same to the last bit in every call, whatever other sequences, order and
+            cache it has, with and without ``grad`` (gradients are not). Float32 or float64 on a CPU, for one number of threads
+            and one ``tokens_per_batch``, a multiple of 64, by default 256. Checked on the model, when the scorer is built and
+            when one of these changes.
 
     Attributes:
         model: the module that is scored, or the wrapper of another backend.
 
     Raises:
         TypeError: if ``model`` is none of the above, or ``adapters`` is not True, False or a name.
-        ValueError: if a number is out of range, or a temperature is requested of another backend.
+        ValueError: if a number is out of range, a temperature is requested of another backend, or the model cannot be
+            scored with ``deterministic=True``; the message says why.
 
     Example:
         >>> class Uniform(torch.nn.Module):
@@ -110,6 +116,7 @@ class LogProbScorer:
         share_prefixes: bool = True,
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
+        deterministic: bool = False,
     ) -> None:
         if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(
@@ -120,7 +127,8 @@ class LogProbScorer:
         check_adapters(adapters)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}.")
-        self.temperature, self.dtype = float(temperature), dtype
+        self.temperature, self.dtype, self.deterministic = float(temperature), dtype, deterministic
+        self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.adapters, self.share_prefixes = probe, adapters, share_prefixes
         self.memory = PrefixKVCache(memory)
@@ -136,6 +144,8 @@ class LogProbScorer:
                     f"temperature={self.temperature} cannot be applied by {name}: its backend returns log-probs, not "
                     "logits. Set the temperature in the backend and leave it 1.0 here."
                 )
+            if deterministic:
+                raise ValueError(f"deterministic=True, but {name} is scored by its own backend: pass the model itself.")
             self._wrapper = scoring_version(self.model)
             if adapters is not True:
                 raise ValueError(
@@ -152,6 +162,8 @@ class LogProbScorer:
             self._route = self._choose_route()
         if adapters is not True:
             check_has_adapters(self.model, adapters)
+        if deterministic and self._route is not None:
+            self._setup(torch.device("cpu"), grad=False)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -285,6 +297,15 @@ class LogProbScorer:
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
+        if reference is not None and reference._rounding != self._rounding:
+            raise ValueError(
+                f"the model is scored with {self._rounding} and the reference with {reference._rounding}: their difference "
+                "in rounding would count as KL. Give both the same."
+            )
+        if grad and self.deterministic and drops(self.model):
+            raise ValueError(
+                f"deterministic=True, but {type(self.model).__name__} drops activations at random: call its eval()."
+            )
         for scorer in (self,) if reference is None else (self, reference):
             if wanted != Wanted() and log_probs_only(scorer.model):
                 raise ValueError(
@@ -315,15 +336,37 @@ class LogProbScorer:
         request.check_ids(vocab_size(self.model))
         request.check_lengths(position_limit(self.model))
 
-    def _setup(self, request: Request, grad: bool) -> Setup:
-        """The settings of a call."""
+    @property
+    def _rounding(self) -> str:
+        """The settings that decide whether scores are invariant."""
+        size = f", tokens_per_batch={self.tokens_per_batch}" if self.deterministic else ""
+        return f"deterministic={self.deterministic}{size}"
+
+    def _setup(self, default: torch.device, grad: bool) -> Setup:
+        """The settings of a call; ``default`` is the device of a model without parameters."""
         model = self.model
         if self._route is None:
             self._route = self._choose_route()
         packed = self.shares_prefixes and not frequency_switches(model)
-        device = model_device(model, request.tokens.values.device)
+        device = model_device(model, default)
         route = replace(self._route, packed=packed)
-        return Setup(model, route, device, self.temperature, self.adapters, self.dtype, grad)
+        setup = Setup(model, route, device, self.temperature, self.adapters, self.dtype, grad, self.deterministic)
+        if self.deterministic:
+            self._prove(setup)
+        return setup
+
+    def _prove(self, setup: Setup) -> None:
+        """Raise a ValueError if scores depend on the other sequences of a call."""
+        check_pack(self.tokens_per_batch)
+        size = self.tokens_per_batch or PACK
+        found = obstacle(setup, probe=self.probe, share_prefixes=self.share_prefixes)
+        proof = circumstances(setup, size)
+        if found is None and proof != self._proof:
+            with locked(self.model):
+                found = find_variance(replace(setup, grad=False), size)
+        if found is not None:
+            raise ValueError(f"deterministic=True, but {type(self.model).__name__} {found}.")
+        self._proof = proof
 
     def _choose_route(self) -> Route:
         with locked(self.model):
@@ -382,7 +425,8 @@ def _run(
 
     Returns flat elements ``[K]`` on the CPU, and their scores on the model's device.
     """
-    setups = [scorer._setup(request, grad and i == 0) for i, scorer in enumerate(scorers)]
+    device = request.tokens.values.device
+    setups = [scorer._setup(device, grad and i == 0) for i, scorer in enumerate(scorers)]
     if any(frequency_switches(setup.model) for setup in setups):
         request = request.uncut()
     tree, caches = None, []
@@ -394,17 +438,23 @@ def _run(
         if remember and not grad and all(scorer.memory.limit for scorer in scorers):
             caches = [scorer.memory for scorer in scorers]
     budget = min(
-        scorer.tokens_per_batch or (1024 if setup.device.type == "cpu" else 16384)
+        scorer.tokens_per_batch or (PACK if setup.deterministic else 1024 if setup.device.type == "cpu" else 16384)
         for scorer, setup in zip(scorers, setups, strict=True)
     )
     while True:
         try:
             return _attempt(setups, ranks, request, tree, caches, wanted, budget, scorers[0].head_chunk)
         except CheckpointError as error:
+            if setups[0].deterministic:
+                raise ValueError(
+                    f"deterministic=True, but the model cannot be scored in packs with gradient. {error}"
+                ) from error
             tree, caches = None, []
             scorers[0]._warn_apart(str(error))
             continue
         except torch.OutOfMemoryError:
+            if setups[0].deterministic:
+                raise  # another budget would round otherwise
             if budget <= (ranks.most(request.longest) if tree is None else _SMALLEST_PACK):
                 raise  # the budget cannot shrink further
         budget //= 2
@@ -464,7 +514,7 @@ def _forward_all(
     chunk: int,
 ) -> tuple[Tensor, Columns]:
     """Run all packs or micro-batches, and the head."""
-    grad, device = setups[0].grad, setups[0].device
+    grad, device, tile = setups[0].grad, setups[0].device, BLOCK if setups[0].deterministic else None
     # Layers that ranks share are called, and have a backward, equally often on each rank.
     number = ranks.most(max(1, len(passes[0].elements))) if ranks.groups else len(passes[0].elements)
     elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
@@ -472,7 +522,7 @@ def _forward_all(
     held: list[tuple[Tensor, list[States]]] = []
 
     def add(targets: Tensor, states: list[States]) -> None:
-        work = partial(read, states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad)
+        work = partial(read, states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad, tile=tile)
         if columns := guard.compute(work):
             parts.append(columns)
 

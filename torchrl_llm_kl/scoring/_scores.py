@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -146,15 +147,36 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 
 
 def read(
-    states: States, targets: Tensor, wanted: Wanted, ref: States | None = None, *, chunk: int, recompute: bool
+    states: States,
+    targets: Tensor,
+    wanted: Wanted,
+    ref: States | None = None,
+    *,
+    chunk: int,
+    recompute: bool,
+    tile: int | None = None,
 ) -> Columns:
     """Compute all requested scores of tokens ``targets [n]`` in one sweep; a KL needs the states of the reference.
 
     Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
-    them again in the backward.
+    them again in the backward. With ``tile``, the head runs on exactly so many positions at a time.
     """
+    if tile is not None:
+        count = targets.shape[0]
+        after = -count % tile
+        states = replace(states, source=F.pad(states.source, (0, 0, 0, after)))
+        ref = None if ref is None else replace(ref, source=F.pad(ref.source, (0, 0, 0, after)))
+        targets, chunk = F.pad(targets, (0, after)), tile
     if states.head is not None and (ref is None or ref.head is not None):
-        return _read_linear(states, states.head, targets.to(states.source.device), wanted, ref)
+        columns = _read_linear(states, states.head, targets.to(states.source.device), wanted, ref, tile)
+    else:
+        columns = _read_logits(states, targets, wanted, ref, chunk, recompute)
+    return columns if tile is None else {name: values[:count] for name, values in columns.items()}
+
+
+def _read_logits(
+    states: States, targets: Tensor, wanted: Wanted, ref: States | None, chunk: int, recompute: bool
+) -> Columns:
     parts: list[Columns] = []
     for rows in torch.arange(states.source.shape[0], device=targets.device).split(chunk):
         if recompute:
@@ -170,10 +192,12 @@ def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def _read_linear(states: States, head: nn.Linear, targets: Tensor, wanted: Wanted, ref: States | None) -> Columns:
+def _read_linear(
+    states: States, head: nn.Linear, targets: Tensor, wanted: Wanted, ref: States | None, tile: int | None
+) -> Columns:
     hidden, device = states.source, states.source.device
     own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
-    own["temperature"] = states.temperature
+    own |= {"temperature": states.temperature, "chunk": tile}
     same = ref is None or ref.dtype == states.dtype
     own["product_dtype"] = states.dtype if same else torch.float32
     if ref is None:

@@ -107,10 +107,17 @@ class RemoteModel:
         adapters: bool | str = True,
         dtype: torch.dtype | None = None,
         memory: int | None = None,
+        deterministic: bool = False,
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        settings = Settings(temperature=float(temperature), adapters=adapters, dtype=name, remember=memory != 0)
+        settings = Settings(
+            temperature=float(temperature),
+            adapters=adapters,
+            dtype=name,
+            remember=memory != 0,
+            deterministic=deterministic,
+        )
         return RemoteScorer(self, settings)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ class ScoringCore:
     """Scores requests with one model, those with equal settings in one forward. Not thread-safe.
 
     It creates one :class:`~torchrl_llm_kl.LogProbScorer`, whose arguments it takes, for each combination of temperature,
-    dtype and adapters.
+    dtype, adapters and ``deterministic``.
     """
 
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
@@ -29,13 +30,14 @@ class ScoringCore:
         self._scorer(Settings())  # refuses a model that cannot be scored
 
     def _scorer(self, settings: Settings) -> LogProbScorer:
-        key = Settings(settings.temperature, settings.adapters, settings.dtype)
+        key = replace(settings, entropy=False, remember=False)
         if key not in self._scorers:
             self._scorers[key] = LogProbScorer(
                 self.model,
                 temperature=settings.temperature,
                 adapters=settings.adapters,
                 dtype=settings.torch_dtype,
+                deterministic=settings.deterministic,
                 tokens_per_batch=self._tokens_per_batch,
                 memory=self._memory,
             )

@@ -35,7 +35,7 @@ class ScoringService:
         lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`; by default replicas end with their last client.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica caches for continued conversations, per requested combination
-            of temperature, dtype and adapters.
+            of temperature, dtype, adapters and ``deterministic``.
         max_tokens: per batch of requests; a call with more is sent as several requests.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
         max_queue: the most requests that may wait at one replica.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+
+# The settings but the last one, and version, caller and newest.
+_FIELDS = 8
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Settings:
     dtype: str | None = None  # of the body, by autocast: "bfloat16"; None for the model's own
     entropy: bool = False  # whether to return entropies
     remember: bool = False  # whether to cache keys and values for requests that continue these sequences
+    deterministic: bool = False  # whether scores must not depend on the other requests of a batch
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -91,19 +95,31 @@ class Request:
         head = (
             self.tokens.dtype.itemsize,
             bool(masks),
-            *astuple(self.settings),
+            *astuple(self.settings)[:-1],
             self.version,
             self.caller,
             self.newest,
+            # Only where set: releases without it read all other requests, and refuse these.
+            *([True] if self.settings.deterministic else []),
         )
         return _join(head, self.lengths.astype(np.int64), self.tokens, *masks)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Request:
-        (width, masked, *settings, version, caller, newest), parts = _split(packed)
+        (width, masked, *settings), parts = _split(packed)
+        *plain, version, caller, newest = settings[:_FIELDS]
+        scoring = replace(Settings(*plain), deterministic=settings[_FIELDS:] == [True])
         tokens = np.frombuffer(parts[1], np.int32 if width == 4 else np.int64)
         mask = np.frombuffer(parts[2], np.uint8) if masked else None
-        return cls(tokens, np.frombuffer(parts[0], np.int64), mask, Settings(*settings), version, caller, newest)
+        return cls(
+            tokens,
+            np.frombuffer(parts[0], np.int64),
+            mask,
+            scoring,
+            version,
+            caller,
+            newest,
+        )
 
 
 @dataclass(frozen=True, eq=False)

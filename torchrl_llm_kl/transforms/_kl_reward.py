@@ -76,7 +76,8 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
             missing, the ``"response"`` entry beside it is used.
         add_to_reward, padding_side, estimator, reward_placement: see :class:`KLComputation`. ``"exact"`` is impossible: the
             policy is not run here.
-        device, tokenizer, assistant_only, temperature, scope, dtype, memory: see :class:`RetrieveLogProb`; of the reference.
+        device, tokenizer, assistant_only, temperature, scope, dtype, memory, deterministic: see :class:`RetrieveLogProb`; of
+            the reference.
 
     All except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
 
@@ -123,6 +124,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         scope: Scope = "turn",
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
+        deterministic: bool = False,
     ) -> None:
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if ref_model is None:
@@ -138,7 +140,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         self.coef: Any = coef
         self.estimator, self.reward_placement = estimator, reward_placement
         self.assistant_only, self.scope = assistant_only, scope
-        self.temperature, self.dtype, self.memory = temperature, dtype, memory
+        self.temperature, self.dtype, self.memory, self.deterministic = temperature, dtype, memory, deterministic
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written

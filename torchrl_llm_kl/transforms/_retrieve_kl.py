@@ -23,7 +23,7 @@ _POLICY, _REFERENCE, _KL = range(3)
 _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
     **{
         name: ((_POLICY, name), (_REFERENCE, name))
-        for name in ("adapters", "assistant_only", "dtype", "memory", "scope", "temperature")
+        for name in ("adapters", "assistant_only", "deterministic", "dtype", "memory", "scope", "temperature")
     },
     **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "moments_key")},
     **{
@@ -68,8 +68,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         ref_adapters: ``adapters`` of the reference alone: ``RetrieveKL(policy, "base", ref_adapters="ref")`` compares the
             policy's active adapter with its adapter ``"ref"``. Default None: those of ``adapters``, and none for ``"base"``.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
-        assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory, scope,
-            temperature: of both models; see :class:`RetrieveLogProb`.
+        assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
+            deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
 
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
@@ -124,6 +124,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         ref_adapters: bool | str | None = None,
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
+        deterministic: bool = False,
         scope: Scope = "turn",
         temperature: float = 1.0,
     ) -> None:
@@ -144,6 +145,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             "history_key": history_key,
             "dtype": dtype,
             "memory": memory,
+            "deterministic": deterministic,
             "scope": scope,
             "temperature": temperature,
         }

@@ -64,6 +64,7 @@ class ScoringTransform(StepTransform):
     temperature: float
     dtype: torch.dtype | None
     memory: int
+    deterministic: bool
     _options: TokenisingOptions
     _slot: ScorerSlot
 
@@ -92,7 +93,7 @@ class ScoringTransform(StepTransform):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "dtype": self.dtype, "memory": self.memory}
+        return {name: getattr(self, name) for name in ("temperature", "dtype", "memory", "deterministic")}
 
     def arrange(self, data: Ragged) -> Ragged:
         """An output in the layout that the model's ``pad_output`` requests; in that of the data for a bare model."""
@@ -138,6 +139,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         dtype: autocast dtype of the model's body; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of cached keys and values in an env, so that each turn of a conversation costs only its new tokens; 0
             disables the cache. A change of the weights clears it.
+        deterministic: the scores of a sequence are the same to the last bit in any batch; see
+            :class:`~torchrl_llm_kl.LogProbScorer`. Default False.
         reference: another model; also write the exact KL to it over the whole vocabulary, from the same pass.
         exact_kl_key: where the exact KL goes. Default ``("exact_kl", "full")``.
         entropy_key: where to write the entropy of the distribution that each token was drawn from, if anywhere.
@@ -189,6 +192,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         history_key: NestedKey = "history",
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
+        deterministic: bool = False,
         reference: Any = None,
         exact_kl_key: NestedKey | None = None,
         entropy_key: NestedKey | None = None,
@@ -198,6 +202,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         super().__init__()
         self.assistant_only, self.scope, self.detach = assistant_only, scope, detach
         self.temperature, self.adapters, self.dtype, self.memory = temperature, adapters, dtype, memory
+        self.deterministic = deterministic
         self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:

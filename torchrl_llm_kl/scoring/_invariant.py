@@ -1,0 +1,182 @@
+"""Scores that are the same to the last bit whatever else is in the call: ``LogProbScorer(deterministic=True)``.
+
+A kernel's rounding depends on the shape of its inputs: a matrix product picks its blocking by the number of rows, an
+elementwise function ends in a scalar loop, attention cuts queries and keys by their place in the call. Here every shape is
+fixed. All packs have the same number of tokens, the last one padded; attention runs in blocks of queries at fixed positions
+of their sequence, over all keys up to the end of the block; and the head's tiles have the same number of positions. In
+a kernel of fixed shape a row's result depends on no other row and not on its place: that is checked on the model itself,
+see :func:`~torchrl_llm_kl.scoring._probe.find_variance`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, block_mask, key_index, plain_attention
+from torchrl_llm_kl.scoring._model import Setup, frequency_switches, send
+from torchrl_llm_kl.scoring._wrapping import Ranks
+
+#: Tokens of each forward by default: measured, 128 take a tenth more for answers of 64 tokens, and 512 mean more padding.
+PACK = 256
+#: Queries of an attention block, and positions of a tile of the head; packs are multiples of it.
+BLOCK = 64
+
+# ---------------------------------------------------------------------- where it is possible
+
+
+def check_pack(tokens_per_batch: int | None) -> None:
+    """Raise a ValueError unless forwards of so many tokens are whole blocks."""
+    check_range(1, tokens_per_batch=tokens_per_batch)
+    if tokens_per_batch is not None and tokens_per_batch % BLOCK:
+        raise ValueError(
+            f"tokens_per_batch must be a multiple of {BLOCK} with deterministic=True, where every forward has exactly as many "
+            f"tokens, got {tokens_per_batch}."
+        )
+
+
+def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
+    """Why scores of a model depend on the other sequences of a call, judging by its kind; None if nothing is known."""
+    model, device = setup.model, setup.device
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | {setup.dtype} - {None}
+    narrow = [str(dtype) for dtype in dtypes if dtype not in (torch.float32, torch.float64)]
+    if device.type != "cpu":
+        return f"is on {device}, and fixed shapes are known to suffice on a CPU only"
+    if narrow:
+        return f"computes in {narrow[0]}, and fixed shapes are known to suffice in float32 and float64 only"
+    if not probe:
+        return "was not probed: leave out probe=False"
+    if not share_prefixes:
+        return "is scored in padded batches: leave out share_prefixes=False"
+    if setup.route.path == "full":
+        return "is scored by its own forward, on padded batches"
+    if not setup.route.packed:
+        return "cannot attend within a pack and is scored in padded batches"
+    if frequency_switches(model):
+        return "has rotary frequencies that depend on the longest sequence"
+    if Ranks([model]).groups:
+        return "is wrapped or sharded over ranks"
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+        return "has compiled layers, whose kernels torch.compile chooses"
+    return None
+
+
+def drops(model: nn.Module) -> bool:
+    """Whether activations are dropped at random."""
+    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+
+
+# ---------------------------------------------------------------------- packs
+
+
+def pad_pack(row: Tensor, size: int) -> Tensor:
+    """``row [N]`` with zeros up to a multiple of ``size``."""
+    return F.pad(row, (0, -row.numel() % size))
+
+
+class _Blocks(NamedTuple):
+    """The ``n`` blocks of a pack with the same place in their sequences."""
+
+    queries: Tensor  # rows of the pack, the row after the last where the pack has no query; int64 [n, BLOCK]
+    keys: Tensor  # rows of all keys, the row after the last where a sequence has ended; int64 [n, width]
+    first: int  # position of the first query
+    start: int  # position of the first key
+
+
+def attend(
+    layout: PackLayout,
+    call: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention whose shapes depend on positions alone: ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
+
+    Queries come in blocks that begin at multiples of ``BLOCK`` in their sequence. Each block attends to the keys from the
+    start of the sequence, or of its window, to the end of the block. Missing queries and keys are 0. In a pack, blocks with
+    the same place in their sequences are one batch.
+    """
+    if dropout:
+        raise ValueError("the attention's dropout is on: no score is the same twice. Call model.eval().")
+    at = ("blocks", sliding_window)
+    if at not in layout.shared:
+        layout.shared[at] = _plan(layout, query.shape[2], sliding_window, query.device)
+    outside, groups, order = layout.shared[at]
+    queries = _rows([query])
+    keys = _rows([*(kept[call][0] for kept in outside), key])
+    values = _rows([*(kept[call][1] for kept in outside), value])
+    out = []
+    for group in groups:
+        q, k, v = queries[group.queries], keys[group.keys], values[group.keys]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mask = _mask_of(layout, group, sliding_window, query)
+        if softcap is None and s_aux is None:
+            grouped = query.shape[1] != key.shape[1]
+            found = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped)
+        else:  # one by one: these run elementwise functions
+            parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
+            found = torch.cat([plain_attention(*each, mask, scaling, 0.0, softcap, s_aux) for each in parts])
+        out.append(found.transpose(1, 2).flatten(0, 1))
+    return torch.cat([*out, torch.zeros_like(out[0][:1])])[order].unsqueeze(0)
+
+
+def _rows(parts: list[Tensor]) -> Tensor:
+    """``[1, heads, n, size]`` each, end to end, then a row of zeros; ``[N + 1, heads, size]``."""
+    rows = [part[0].transpose(0, 1) for part in parts]
+    return torch.cat([*rows, torch.zeros_like(rows[0][:1])])
+
+
+def _mask_of(layout: PackLayout, group: _Blocks, window: int | None, query: Tensor) -> Tensor:
+    at = (BLOCK, group.first - group.start, group.keys.shape[1], window, query.device, query.dtype)
+    if at not in layout.shared:
+        layout.shared[at] = block_mask(*at)
+    mask: Tensor = layout.shared[at]
+    return mask
+
+
+def _plan(
+    layout: PackLayout, num_tokens: int, window: int | None, device: torch.device
+) -> tuple[list[KeysValues], list[_Blocks], Tensor]:
+    """Keys and values from outside the pack; the blocks, by position; and the place of each token's result, ``[N]``.
+
+    Results lie end to end, then a row of zeros, for tokens of no piece.
+    """
+    outside, keys_of = key_index(layout)
+    num_keys = sum(kept[0][0].shape[2] for kept in outside) + num_tokens
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for piece, keys in zip(layout.pieces, keys_of, strict=True):
+        length, end = piece.last - piece.first, keys.numel()
+        begin = end - length
+        before, after = begin % BLOCK, -end % BLOCK
+        queries = F.pad(torch.arange(piece.first, piece.last), (before, after), value=num_tokens)
+        keys = F.pad(keys, (0, after), value=num_keys)
+        for first, block in zip(range(begin - before, end, BLOCK), queries.split(BLOCK), strict=True):
+            start = 0 if window is None else max(0, first - window + 1) // BLOCK * BLOCK
+            found.setdefault(first, []).append((block, keys[start : first + BLOCK]))
+    order = torch.full((num_tokens + 1,), sum(map(len, found.values())) * BLOCK)
+    groups, done = [], 0
+    for first, blocks in sorted(found.items()):
+        queries, keys = (torch.stack(each) for each in zip(*blocks, strict=True))
+        order[queries.flatten()] = torch.arange(done, done + queries.numel())
+        done += queries.numel()
+        groups.append(_Blocks(send(queries, device), send(keys, device), first, first + BLOCK - keys.shape[1]))
+    order[num_tokens] = done
+    order = order[:num_tokens]
+    return outside, groups, send(order, device)
+
+
+# ---------------------------------------------------------------------- the proof
+
+
+def circumstances(setup: Setup, size: int) -> tuple[Any, ...]:
+    """What a proof of invariance holds for, besides the model's kind."""
+    return torch.get_num_threads(), setup.device, setup.dtype, setup.adapters, size
