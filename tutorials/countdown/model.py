@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,6 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -89,18 +91,22 @@ def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 
 def as_policy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int = MAX_NEW_TOKENS
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    noise: LogitsProcessor | None = None,
 ) -> TransformersWrapper:
-    """Wrap a model as a torchrl policy that generates answers."""
-    generate_kwargs = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": True,
+    """Wrap a model as a torchrl policy that generates answers.
+
+    They are drawn with torch's own generator, or with ``noise``, which adds Gumbel noise to the logits.
+    """
+    generate_kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    if noise is not None:
+        generate_kwargs |= {"do_sample": False, "logits_processor": [noise]}
+    else:
         # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": model.config.vocab_size,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+        generate_kwargs |= {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": model.config.vocab_size}
     return TransformersWrapper(
         model,
         tokenizer=tokenizer,
@@ -108,6 +114,7 @@ def as_policy(
         generate=True,
         generate_kwargs=generate_kwargs,
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
+        device=model.device if model.device.type == "cuda" else None,
     )
 
 
@@ -166,8 +173,8 @@ def _answer_loss(
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     target = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)
     # Padding is on the right, out of reach of causal attention: no attention mask is needed.
-    logits = model(input_ids=tokens).logits[:, :-1]
-    return cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=-100)
+    logits = model(input_ids=tokens.to(model.device)).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten().to(logits.device), ignore_index=-100)
 
 
 @torch.no_grad()
@@ -186,7 +193,7 @@ def accuracy(
         prompts = [render_prompt(problem, tokenizer) for problem in batch]
         inputs = tokenizer(
             prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
-        )
+        ).to(model.device)
         output = model.generate(  # type: ignore[operator]
             **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id
         )
