@@ -20,8 +20,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +30,6 @@ import torch.distributed as dist
 import typer
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.collectors.llm import LLMCollector
 
 from countdown.algorithms import ON_POLICY, build, label
 from countdown.model import MAX_NEW_TOKENS, accuracy, as_policy, warm_up
@@ -166,6 +164,7 @@ class Run:
             self.reference,
             coefficient=self.coefficient,
             max_new_tokens=settings.max_new_tokens,
+            in_collector=False,
         )
         self.models = nn.ModuleDict({"policy": self.policy, "reference": self.reference})
         if self.parts.critic_loss is not None:
@@ -186,11 +185,12 @@ class Run:
         seconds = self.metrics.rows[-1]["seconds"] if self.step else 0.0
         start, stopped = time.perf_counter() - seconds, False
         shown = progress(settings.algorithm, last - self.step, shown=ranks.first)
-        with self._sampling() as sample, shown as advance:
+        sample = self._sampler()
+        with shown as advance:
             while self.step < last and not stopped:
                 for group in self.optimizer.param_groups:
                     group["lr"] = settings.lr * (1 - self.step / settings.steps)
-                batch = self.parts.prepare(label(ranks.gather(sample(self.step)), settings.group_size))
+                batch = self.parts.prepare(label(ranks.gather(sample()), settings.group_size))
                 self._learn(batch.select(*LOSS_KEYS, strict=False).to(self.policy.device))
                 row = summarise(
                     batch, step=self.step, coefficient=self.coefficient, seconds=time.perf_counter() - start
@@ -217,43 +217,31 @@ class Run:
                 torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
                 self.optimizer.step()
 
-    @contextmanager
-    def _sampling(self) -> Iterator[Callable[[int], TensorDictBase]]:
-        """A function that samples and scores this rank's answers of a step; steps come in order."""
+    def _sampler(self) -> Callable[[], TensorDictBase]:
+        """A function that samples and scores this rank's answers of the next step."""
         settings, size = self.settings, self.settings.num_prompts
-        shares = {
-            step: self.ranks.share(range(step * size, (step + 1) * size)) for step in range(self.step, settings.steps)
-        }
-        own = len(shares[self.step])
+        shares = [self.ranks.share(range(i * size, (i + 1) * size)) for i in range(self.step, settings.steps)]
         kl = self.parts.kl_transform
         if not isinstance(kl, RetrieveKL):  # no reference in the algorithm: the KL is only measured
-            kl = RetrieveKL("from_collector", self.reference, add_to_reward=False)
+            kl = RetrieveKL(self.policy, self.reference, add_to_reward=False)
         env = make_env(
-            [problem_at(self.problems, index, seed=settings.seed) for share in shares.values() for index in share],
+            [problem_at(self.problems, index, seed=settings.seed) for share in shares for index in share],
             self.tokenizer,
-            num_prompts=own,
+            num_prompts=len(shares[0]),
             group_size=settings.group_size,
             seed=None,
-        )
+        ).append_transform(kl)
         noise = Gumbel(settings.group_size)
-        collector = LLMCollector(
-            env.append_transform(kl),
-            policy=as_policy(self.policy, self.tokenizer, max_new_tokens=settings.max_new_tokens, noise=noise),
-            dialog_turns_per_batch=own * settings.group_size,
-            total_dialog_turns=-1,
-            flatten_data=True,
-        )
-        batches = iter(collector)
+        policy = as_policy(self.policy, self.tokenizer, max_new_tokens=settings.max_new_tokens, noise=noise)
+        following = iter(shares)
 
-        def sample(step: int) -> TensorDictBase:
-            noise.start([generator(settings.seed, "answers", index) for index in shares[step]])
+        def sample() -> TensorDictBase:
+            noise.start([generator(settings.seed, "answers", index) for index in next(following)])
             with whole(self.policy):
-                return next(batches)
+                # A collector would fetch problems ahead, which a resumed run would have to leave out.
+                return env.rollout(1, policy).reshape(-1)
 
-        try:
-            yield sample
-        finally:
-            collector.shutdown()
+        return sample
 
     def accuracy(self) -> float:
         """Share of the held-out problems that greedy decoding solves; each rank decodes some."""

@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
 
@@ -83,6 +84,9 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load any causal language model of transformers, from a folder or the hub."""
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    if get_tokenizer_config(name).get("tokenizer_class") == "TokenizersBackend":
+        # The class of build_tokenizer; AutoTokenizer takes that of the model's family, which splits text in another way.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, padding_side="left")
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model.")
     if tokenizer.pad_token is None:
@@ -103,11 +107,11 @@ def as_policy(
     """
     generate_kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
     if noise is not None:
-        generate_kwargs |= {"do_sample": False, "logits_processor": [noise]}
+        generate_kwargs["do_sample"] = False
     else:
         # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
         generate_kwargs |= {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": model.config.vocab_size}
-    return TransformersWrapper(
+    policy = TransformersWrapper(
         model,
         tokenizer=tokenizer,
         input_mode="text",
@@ -116,6 +120,9 @@ def as_policy(
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
         device=model.device if model.device.type == "cuda" else None,
     )
+    if noise is not None:
+        policy.generate_kwargs["logits_processor"] = [noise]  # torchrl drops it from the argument
+    return policy
 
 
 def render_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
