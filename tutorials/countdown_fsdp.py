@@ -32,7 +32,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from countdown.algorithms import ON_POLICY, build, label
-from countdown.model import MAX_NEW_TOKENS, accuracy, as_policy, warm_up
+from countdown.model import MAX_NEW_TOKENS, accuracy, as_policy, to_dtype, warm_up
 from countdown.ranks import (
     Gumbel,
     Ranks,
@@ -115,7 +115,7 @@ class Run:
         policy, self.tokenizer = make_policy(problems) if settings.model is None else open_policy(settings.model)
         # In float64, rounding, which depends on the number of ranks, never changes a sampled token. In float32 it will at some
         # step, and runs then differ as if their seeds did.
-        self.policy = policy.to(device or "cpu", getattr(torch, settings.dtype))
+        self.policy = to_dtype(policy.to(device or "cpu"), getattr(torch, settings.dtype))
         rows: list[Metrics] = []
         if resume:
             saved = read_state(out)

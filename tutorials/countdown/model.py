@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchrl.modules.llm import TransformersWrapper
 from transformers import (
@@ -92,6 +92,21 @@ def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval(), tokenizer
+
+
+def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Convert a model in place; to float64 throughout, since transformers' norms compute in float32 whatever their input."""
+    model.to(dtype)
+    if dtype == torch.float64:
+        for module in model.modules():
+            for name, norm in module.named_children():
+                if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+                    own = nn.RMSNorm(
+                        norm.weight.shape, eps=norm.variance_epsilon, dtype=dtype, device=norm.weight.device
+                    )
+                    own.weight = norm.weight
+                    setattr(module, name, own)
+    return model
 
 
 def as_policy(
