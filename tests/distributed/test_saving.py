@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ pytest.importorskip("typer")
 from distributed import saving
 from distributed.pool import RankPool
 
-STEPS = 4
-# float64 sums in another order on another number of ranks; each of 16 updates adds to it.
-TOLERANCE = 1e-9
+STEPS = 3
+# float64 sums in another order on another number of ranks; each of 12 updates adds to it.
+TOLERANCE = 1e-10
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     tokenizer = build_tokenizer(problems)
     torch.manual_seed(3)
     model = build_model(tokenizer)
-    for _ in warm_up(model, tokenizer, split_problems(problems)[0], steps=120, seed=0):
+    for _ in warm_up(model, tokenizer, split_problems(problems)[0], steps=70, seed=0, batch_size=24):
         pass
     folder = str(tmp_path_factory.mktemp("warm"))
     model.save_pretrained(folder)
@@ -76,9 +77,9 @@ def test_the_run_alone_moves_and_samples(alone: dict[str, Any]) -> None:
     rows = alone["rows"]
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert rows[0]["kl"] == 0
-    assert all(abs(row["kl"]) > 1e-3 for row in rows[2:])
+    assert all(abs(row["kl"]) > 1e-3 for row in rows[1:])
     assert len({row["answer_tokens"] for row in rows}) > 1
-    assert 0 < rows[0]["success"] < 1
+    assert 0 < rows[0]["reward"] < 1
     assert len({row["coefficient"] for row in rows}) == STEPS
     moved = alone["weights"]["policy.lm_head.weight"] - alone["weights"]["reference.lm_head.weight"]
     assert moved.abs().max() > 1e-3
@@ -87,8 +88,6 @@ def test_the_run_alone_moves_and_samples(alone: dict[str, Any]) -> None:
 def test_saved_on_two_ranks_and_continued_on_one_and_on_three(
     pool: RankPool, settings: dict[str, Any], alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    import shutil
-
     out = tmp_path / "two"
     for result in pool.run("distributed.saving:recipe", settings=settings, out=str(out), until=2):
         assert len(result["rows"]) == 2
@@ -111,22 +110,10 @@ def test_all_steps_on_any_number_of_ranks(
         check(result, alone)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        pytest.param(name, marks=() if name == "ppo" else pytest.mark.slow)
-        for name in (
-            *("asymre", "cispo", "clip_b", "dapo", "dr_grpo", "gspo", "opmd", "optimal_token_baseline", "ppo", "raft"),
-            *("reinforce_plus_plus", "rloo", "sapo", "topr"),
-        )
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", saving.other_algorithms())
 def test_other_algorithms(pool: RankPool, settings: dict[str, Any], tmp_path: Path, algorithm: str) -> None:
     """With a critic, which is sharded too; with moments; without a reference."""
-    from countdown_fsdp import SUPPORTED
-
-    if algorithm not in SUPPORTED:
-        pytest.skip(f"{algorithm} is no preset")
     from torchrl_llm_kl.algorithms import get_algorithm
 
     own = {**settings, "algorithm": algorithm, "steps": 2}
