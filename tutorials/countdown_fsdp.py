@@ -75,7 +75,7 @@ class Settings:
 
     algorithm: str = "grpo"
     seed: int = 0
-    steps: int = 40
+    steps: int = 80
     warmup_steps: int | None = None
     kl_target: float | None = None
     lr: float = 3e-4
@@ -105,7 +105,7 @@ class Run:
         device: torch.device | None = None,
         stop: Stop | None = None,
     ) -> None:
-        self.settings, self.out, self.ranks, self.stop = settings, out, Ranks(), stop or Stop()
+        self.settings, self.out, self.ranks, self.stop = settings, out, Ranks(), Stop() if stop is None else stop
         self.step, self.accuracies = 0, list[float]()
         if settings.num_prompts < self.ranks.count:
             raise ValueError(f"{self.ranks.count} ranks for {settings.num_prompts} problems per step: use fewer ranks.")

@@ -30,7 +30,7 @@ import countdown_fsdp  # noqa: E402
 from countdown.ranks import Gumbel, Ranks, Stop, generator, problem_at  # noqa: E402
 from countdown.task import all_problems, split_problems  # noqa: E402
 
-SMALL = ("--warmup-steps", "25", "--num-prompts", "3", "--group-size", "4", "--steps", "3")
+SMALL = ("--warmup-steps", "15", "--num-prompts", "3", "--group-size", "4", "--steps", "3")
 
 
 # ------------------------------------------------------------------ random numbers and shares
@@ -174,9 +174,11 @@ def torchrun(ranks: int, *arguments: str, log: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_a_run_that_other_ranks_continue(whole, tmp_path):
+def test_ctrl_c_saves_a_run_that_other_ranks_continue(monkeypatch, tmp_path):
     """As a user sees it: Ctrl-C reaches torchrun and all ranks."""
-    folder, _ = whole
+    monkeypatch.setattr(countdown_fsdp, "split_problems", split_problems)  # other processes hold out 200
+    folder = tmp_path / "whole"
+    run(*SMALL, "--out", str(folder))
     out, log = tmp_path / "out", tmp_path / "log"
     process = torchrun(2, *SMALL, "--out", str(out), log=log)
     limit = time.monotonic() + 300
@@ -190,7 +192,7 @@ def test_ctrl_c_saves_a_run_that_other_ranks_continue(whole, tmp_path):
     saved = json.loads((out / "run.json").read_text())["step"]
     assert 0 < saved < 3, text
     assert text.count("continue with --resume") == 1, "one rank speaks"
-    assert text.count("warm-up: 25 steps") == 1
+    assert text.count("warm-up: 15 steps") == 1
     last = torchrun(3, "--resume", str(out), log=log)
     assert last.wait(timeout=300) == 0, log.read_text()
     found, want = metrics(out), metrics(folder)
