@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray test test-slow mutants bench bench-gpu bench-ray lint types docs clean
+.PHONY: help setup demo demo-ray demo-fsdp test test-slow mutants bench bench-gpu bench-ray lint types docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -21,6 +21,10 @@ demo: $(READY)  ## Train a small model on Countdown, with the KL held at a targe
 
 demo-ray: $(READY)  ## Run the demo with four collectors that share one Ray reference, killed halfway; writes runs/ray
 	$(BIN)/python tutorials/ray_shared_reference.py $(ARGS)
+
+RANKS ?= 2
+demo-fsdp: $(READY)  ## Run the demo on two ranks (RANKS=2) with sharded models and checkpoints; writes runs/fsdp
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) tutorials/countdown_fsdp.py $(ARGS)
 
 test: $(READY)  ## Run the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)

@@ -218,6 +218,15 @@ def test_a_saved_checkpoint_goes_through_the_same_loop(tiny_run, tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_saved_tokenizer_splits_text_as_before(tiny_run):
+    folder, _ = tiny_run
+    problems = all_problems()
+    before, (_, after) = build_tokenizer(problems), countdown_grpo.open_policy(str(folder / "model"))
+    prompt = render_prompt(problems[0], before)
+    assert after(prompt)["input_ids"] == before(prompt)["input_ids"]
+    assert after.pad_token_id == before.pad_token_id
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

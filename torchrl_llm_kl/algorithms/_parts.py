@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack, unravel_key
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
 
@@ -26,6 +27,8 @@ _LOSS_MASK = "loss_mask"
 # Stored with each row: marks of what an earlier `prepare` scored, and the counts of its batch.
 _PREPARED = "prepared"
 _VALUES_SCORED = (_PREPARED, "values")
+# Children of losses that are models, not state of the algorithm.
+_NETWORKS = frozenset({"actor_network", "critic_network", "actor_network_params", "target_actor_network_params"})
 _DENOMINATORS = ("denominators", "value_denominators")
 
 
@@ -199,6 +202,81 @@ class AlgorithmParts:
         """
         counted = self.count(batch.exclude(*self._counts))
         return self._split(counted, number, size, None, shuffle=False)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training changes beside the weights of models: coefficients, and numbers of the losses such as ``step``.
+
+        A few numbers, whatever the models' size. A checkpoint holds them beside the actor's weights, the critic's
+        (``critic_loss.critic_network``) and the optimiser's state; of a reference that moves,
+        :meth:`ReferenceUpdater.state_dict <torchrl_llm_kl.scoring.ReferenceUpdater.state_dict>`. Random generators are the
+        caller's: that of :meth:`minibatches`, and torch's own.
+
+        Returns:
+            ``"algorithm"``, its name, and tensors by name: copies.
+
+        Example:
+            >>> from torchrl_llm_kl.algorithms import make_algorithm
+            >>> settings = {"group_size": 8, "kl_loss": "none", "mu_decay_steps": 100}
+            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), **settings)
+            >>> chord.loss.step += 40
+            >>> saved = chord.state_dict()  # torch.save, or torch.distributed.checkpoint.save({"parts": chord, ...})
+            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), **settings)
+            >>> chord.load_state_dict(saved)
+            >>> chord.loss.step
+            tensor(40)
+        """
+        state: dict[str, Any] = {"algorithm": self.algorithm.name}
+        for name, module in self._modules:
+            for key, value in module.state_dict().items():
+                state[f"{name}.{key}"] = value.detach().clone() if isinstance(value, Tensor) else value
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, in parts that were built with the same arguments.
+
+        Numbers of the state replace those given to :func:`make_algorithm`: to change one on resuming, assign it afterwards.
+
+        Args:
+            state: not changed, nor referred to.
+
+        Raises:
+            ValueError: for the state of another algorithm, or a tensor of another shape.
+            KeyError: if the state lacks a number of these parts, or has one that these parts do not; nothing is changed.
+        """
+        own = self.state_dict()
+        name, found = self.algorithm.name, state.get("algorithm")
+        if found != name:
+            raise ValueError(
+                f"expected the state of {name!r}, found that of {found!r}: build the algorithm that was saved."
+            )
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or unknown:
+            lacks = f"lacks {', '.join(missing)}" if missing else ""
+            has = f"has unknown {', '.join(unknown)}" if unknown else ""
+            raise KeyError(
+                f"the state of {name!r} {' and '.join(filter(None, (lacks, has)))}. Expected {', '.join(own)}: build the "
+                "parts with the arguments of the run that was saved."
+            )
+        for key, value in own.items():
+            if isinstance(value, Tensor) and (saved := getattr(state[key], "shape", None)) != value.shape:
+                raise ValueError(
+                    f"{key} has shape {tuple(value.shape)} here, and in the state {saved and tuple(saved)}."
+                )
+        for prefix, module in self._modules:
+            module.load_state_dict({key: state[f"{prefix}.{key}"] for key in module.state_dict()})
+
+    @property
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules with state, by name; the models are not among them."""
+        for prefix, loss in (("loss", self.loss), ("critic_loss", self.critic_loss)):
+            for name, part in () if loss is None else loss.named_children():
+                if name not in _NETWORKS:
+                    yield f"{prefix}.{name}", part
+        for prefix in ("kl_transform", "value_transform", "advantage", "selection"):
+            if (transform := getattr(self, prefix)) is not None:
+                yield prefix, transform
 
     @property
     def _counts(self) -> list[NestedKey]:

@@ -128,10 +128,17 @@ class ReferenceUpdater:
     def state_dict(self) -> dict[str, Any]:
         """The count of steps, and the reference's weights with what rounding took from them: all that a resumed run needs.
 
-        Tensors are references, not copies, and sharded ones stay sharded.
+        Tensors are references, not copies, and sharded ones stay sharded. The keys are the same at each step, as
+        ``torch.distributed.checkpoint`` requires, which loads only what the state of a new updater has a place for.
         """
-        rest = {name: self._rest[name] for name in sorted(self._rest)}
-        return {"steps": self.steps, "weights": {name: own.detach() for name, own in self._targets()}, "rest": rest}
+        weights = {name: own.detach() for name, own in self._targets()}
+        rest: dict[str, Tensor] = {}
+        if self.decay is not None:
+            for name, own in weights.items():
+                local = _part(own)
+                lost = self._rest.get(name)
+                rest[name] = _like(torch.zeros_like(local, dtype=_precise(local)) if lost is None else lost, own)
+        return {"steps": self.steps, "weights": weights, "rest": rest}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,7 +161,7 @@ class ReferenceUpdater:
         with locked(self._reference):
             for name, value in own.items():
                 value.copy_(weights[name])
-        self._rest = {name: value.detach().clone() for name, value in rest.items()}
+        self._rest = {name: _part(value).detach().clone() for name, value in rest.items()}
         self.steps = int(state["steps"])
         self._push()
 
@@ -284,6 +291,21 @@ def _local(name: str, own: Any, new: Any) -> tuple[Tensor, Tensor]:
             f"{name} is sharded in the reference and whole in the policy: shard both alike, or the policy alone."
         )
     return own.detach(), new.detach().full_tensor() if sharded[1] else new.detach()
+
+
+def _part(value: Any) -> Tensor:
+    """This rank's part of a tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _like(part: Tensor, whole: Any) -> Tensor:
+    """A tensor of which this rank has ``part``, sharded as ``whole`` is."""
+    if not hasattr(whole, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    shape: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, **shape)
 
 
 def _precise(value: Tensor) -> torch.dtype:

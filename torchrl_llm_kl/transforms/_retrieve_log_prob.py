@@ -52,6 +52,13 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
 
 
 _MOMENTS = ("collision", "discriminator")
+# Attributes that hold a model.
+_MODELS = ("model", "reference", "ref_model")
+
+
+def _forgive_models(transform: nn.Module, keys: Any) -> None:
+    """After a state without the weights of models was loaded: they are not missing."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(transform.__dict__["_without"])]
 
 
 class ScoringTransform(StepTransform):
@@ -67,6 +74,31 @@ class ScoringTransform(StepTransform):
     deterministic: bool
     _options: TokenisingOptions
     _slot: ScorerSlot
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_forgive_models)
+
+    # ------------------------------------------------------------------ state: settings, without the models
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The transform's own state, such as a coefficient. Weights of models are left out: whoever owns a model saves it.
+
+        ``load_state_dict`` also takes a state with the weights, as torchrl's transforms save them, and loads these too.
+        """
+        own = object.__new__(type(self))
+        own.__dict__.update(self.__dict__)
+        own.__dict__["_modules"] = {name: part for name, part in self._modules.items() if name not in _MODELS}
+        return super(ScoringTransform, own).state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        models = [f"{prefix}{name}." for name in _MODELS]
+        self.__dict__["_without"] = tuple(
+            name for name in models if not any(key.startswith(name) for key in state_dict)
+        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # ------------------------------------------------------------------ the model and its interface
 
     @abstractmethod
     def _scored_model(self) -> Any:

@@ -44,9 +44,11 @@ def build(
     coefficient: nn.Module | None,
     max_new_tokens: int,
     teacher: PreTrainedModel | None = None,
+    in_collector: bool = True,
 ) -> AlgorithmParts:
     """Build an algorithm with its models; a KL penalty in the reward, times ``coefficient``, keeps it near the reference.
 
+    Answers are scored in the env, under the policy that samples: that of the collector, or ``policy`` in an env without one.
     Algorithms without a reference have no penalty and need no coefficient.
     """
     preset = get_algorithm(name)
@@ -59,8 +61,7 @@ def build(
         policy,
         reference=teacher if distils else (reference if preset.use_reference else None),
         critic=TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None,
-        # With a penalty answers are scored in the env, under the policy that samples.
-        gen_model="from_collector" if preset.use_reference else None,
+        gen_model="from_collector" if preset.use_reference and in_collector else None,
         group_key="group" if compares_answers(preset) else None,
         max_len=max_new_tokens,
         **settings,

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchrl.modules.llm import TransformersWrapper
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
 
@@ -81,6 +84,9 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load any causal language model of transformers, from a folder or the hub."""
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    if get_tokenizer_config(name).get("tokenizer_class") == "TokenizersBackend":
+        # The class of build_tokenizer; AutoTokenizer takes that of the model's family, which splits text in another way.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, padding_side="left")
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model.")
     if tokenizer.pad_token is None:
@@ -88,27 +94,50 @@ def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval(), tokenizer
 
 
+def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Convert a model in place; to float64 throughout, since transformers' norms compute in float32 whatever their input."""
+    model.to(dtype)
+    if dtype == torch.float64:
+        for module in model.modules():
+            for name, norm in module.named_children():
+                if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+                    own = nn.RMSNorm(
+                        norm.weight.shape, eps=norm.variance_epsilon, dtype=dtype, device=norm.weight.device
+                    )
+                    own.weight = norm.weight
+                    setattr(module, name, own)
+    return model
+
+
 def as_policy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int = MAX_NEW_TOKENS
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    noise: LogitsProcessor | None = None,
 ) -> TransformersWrapper:
-    """Wrap a model as a torchrl policy that generates answers."""
-    generate_kwargs = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": True,
+    """Wrap a model as a torchrl policy that generates answers.
+
+    They are drawn with torch's own generator, or with ``noise``, which adds Gumbel noise to the logits.
+    """
+    generate_kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    if noise is not None:
+        generate_kwargs["do_sample"] = False
+    else:
         # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": model.config.vocab_size,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return TransformersWrapper(
+        generate_kwargs |= {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": model.config.vocab_size}
+    policy = TransformersWrapper(
         model,
         tokenizer=tokenizer,
         input_mode="text",
         generate=True,
         generate_kwargs=generate_kwargs,
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
+        device=model.device if model.device.type == "cuda" else None,
     )
+    if noise is not None:
+        policy.generate_kwargs["logits_processor"] = [noise]  # torchrl drops it from the argument
+    return policy
 
 
 def render_prompt(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -166,8 +195,8 @@ def _answer_loss(
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     target = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)
     # Padding is on the right, out of reach of causal attention: no attention mask is needed.
-    logits = model(input_ids=tokens).logits[:, :-1]
-    return cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=-100)
+    logits = model(input_ids=tokens.to(model.device)).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten().to(logits.device), ignore_index=-100)
 
 
 @torch.no_grad()
@@ -186,7 +215,7 @@ def accuracy(
         prompts = [render_prompt(problem, tokenizer) for problem in batch]
         inputs = tokenizer(
             prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
-        )
+        ).to(model.device)
         output = model.generate(  # type: ignore[operator]
             **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id
         )

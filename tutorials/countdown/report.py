@@ -22,19 +22,28 @@ LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "n
 
 
 class MetricsFile:
-    """Writes ``metrics.jsonl``: one JSON object per step, readable during the run."""
+    """Writes ``metrics.jsonl``: one JSON object per step, readable during the run.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self.rows: list[Metrics] = []
-        path.write_text("")
+    Args:
+        path: of the file, which is overwritten.
+        rows: of earlier steps.
+        writes: whether to write the file, which one of several ranks does.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[Metrics] = (), *, writes: bool = True) -> None:
+        self.path, self.rows, self._writes = path, list[Metrics](), writes
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+        for row in rows:
+            self.append(row)
 
     def append(self, row: Metrics) -> None:
         """Store the row and write it to the file."""
         self.rows.append(row)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        if self._writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def keep_earlier_run(folder: Path, names: Sequence[str]) -> None:
@@ -53,11 +62,15 @@ def keep_earlier_run(folder: Path, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def progress(name: str, total: int) -> Iterator[Callable[[str], None]]:
+def progress(name: str, total: int, *, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Show the progress of ``total`` steps; yields a function to call after each step, with a status text.
 
-    A bar on a terminal. Elsewhere lines: one at once, then one every five seconds, and one at the end.
+    A bar on a terminal. Elsewhere lines: one at once, then one every five seconds, and one at the end. Nothing with
+    ``shown=False``, for all but one of several ranks.
     """
+    if not shown:
+        yield lambda status: None
+        return
     if Console().is_terminal:
         columns = (
             BarColumn(bar_width=24),

@@ -24,7 +24,13 @@ ANSWERED = (  # prompts with their answers: one number per token
     ("next", "kl_penalty"),
     ("next", "reward"),
 )
-SENT_BACK = (PROMPTS, *ANSWERED, ("next", "success"))  # read by the trainer; the text of the conversations is not sent
+EXTRA = (("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator"))  # if scored
+SENT_BACK = (
+    PROMPTS,
+    *ANSWERED,
+    *EXTRA,
+    ("next", "success"),
+)  # read by the trainer; the text of the conversations is not sent
 
 State = Mapping[str, Tensor]
 
@@ -79,7 +85,7 @@ class ShareCollector:
         self._policy.load_state_dict(weights)
         self._kl.coeff.load_state_dict(coefficient)
         torch.manual_seed(seed)
-        return next(self._batches).select(*SENT_BACK).contiguous()
+        return next(self._batches).select(*SENT_BACK, strict=False).contiguous()
 
     def stop(self) -> None:
         """Stop the current run, if any."""
@@ -100,7 +106,7 @@ def _widen(share: TensorDictBase, prompt: int, answer: int) -> TensorDictBase:
     right = prompt + answer - left - share["tokens", "full"].shape[1]
     share = share.copy()
     share[PROMPTS] = pad(share[PROMPTS], (left, 0))
-    for key in ANSWERED:
+    for key in (*ANSWERED, *(key for key in EXTRA if key in share.keys(True))):
         features = (0, 0) * (share[key].dim() - 2)
         share[key] = pad(share[key], (*features, left, right))
     return share

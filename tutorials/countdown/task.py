@@ -93,16 +93,17 @@ def make_env(
     *,
     num_prompts: int,
     group_size: int,
-    seed: int,
+    seed: int | None,
 ) -> EnvBase:
     """An env of one step that poses ``num_prompts`` problems at a time, each ``group_size`` times in a row.
 
+    The order of the problems is random, by ``seed``; with None they are posed as they come.
     ``CountdownEnv(...)`` generates random problems; ``from_dataloader`` lets us choose them and hold some out.
     """
     rows = [{"query": problem.query, "answer": problem.ground_truth} for problem in problems]
-    order = torch.Generator().manual_seed(seed)
+    order = None if seed is None else torch.Generator().manual_seed(seed)
     env = ShortCountdownEnv.from_dataloader(
-        DataLoader(rows, batch_size=1, shuffle=True, generator=order, collate_fn=_collate),  # type: ignore[arg-type]
+        DataLoader(rows, batch_size=1, shuffle=seed is not None, generator=order, collate_fn=_collate),  # type: ignore[arg-type]
         repeats=group_size,
         batch_size=(num_prompts * group_size,),
         tokenizer=tokenizer,
