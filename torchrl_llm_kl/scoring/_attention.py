@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -61,6 +62,14 @@ class PackPiece:
 Gradients = dict[tuple[int, int], tuple[int, Tensor, Tensor]]
 
 
+class Recorded(NamedTuple):
+    """An attention call of a body with compiled parts, with its own graph."""
+
+    out: Tensor
+    own: list[Tensor]  # query, key, value and, where there are some, sinks
+    past: list[Tensor]  # key and value of each of :meth:`PackLayout.outside`
+
+
 @dataclass(eq=False)
 class PackLayout:
     """The pieces of a pack, and the state of its forward."""
@@ -68,6 +77,8 @@ class PackLayout:
     pieces: list[PackPiece]  # in the order of the pack, without gaps
     gradients: Gradients | None = None  # of all packs of a score, if the body has compiled parts
     link: Tensor | None = None  # passed to the body in place of a mask, if it has compiled parts; see :func:`link`
+    recorded: dict[int, Recorded] = field(default_factory=dict)  # by call, until their backward
+    recomputes: bool = False  # whether this is the recomputation of a checkpoint
     number: int = field(default_factory=itertools.count().__next__)
     calls: int = 0  # attention calls so far
     has_window: bool = False  # whether any layer passed a sliding window
@@ -77,7 +88,7 @@ class PackLayout:
     def again(self, call: int) -> PackLayout:
         """The layout for a recomputation that begins with an attention call of the forward."""
         pieces = [replace(piece, kept=None) for piece in self.pieces]
-        return replace(self, pieces=pieces, calls=call, saving=(False, None))
+        return replace(self, pieces=pieces, calls=call, recomputes=True)
 
     def outside(self) -> list[KeysValues]:
         """The keys and values of other packs, each once."""
@@ -258,30 +269,35 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     how = How(scaling, dropout, sliding_window, softcap)
-    by_operator = torch.compiler.is_compiling() or _active().link is not None
+    by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).link is not None
     own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
     if own_mask or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
     if by_operator:
         assert attention_mask is not None
         return _attend_by_operator(query, key, value, s_aux, attention_mask, how), None
-    layout = _active()
+    layout = _active(type(module).__name__)
     layout.check_saving()
     call = layout.begin(key, value, sliding_window)
     past = [kept[call] for kept in layout.outside()]
     return _attend(layout, past, query, key, value, s_aux, how), None
 
 
-def _active() -> PackLayout:
+def _active(who: str) -> PackLayout:
     """The layout of the pack that this thread forwards."""
     layout: PackLayout | None = getattr(_ACTIVE, "layout", None)
-    if layout is None:
+    if layout is not None:
+        return layout
+    if torch._C._current_graph_task_id() >= 0:
         raise RuntimeError(
-            "a layer was called while a LogProbScorer was scoring its model in another thread: run one after the other, or "
-            "give the scorer a copy of the model. Or a compiled layer has a checkpoint in its own code, whose recomputation "
-            "does not know its pack: use transformers' checkpointing or torch's checkpoint_wrapper."
+            f"{who} was recomputed in the backward, by a checkpoint in the model's own code or of another library inside a "
+            "compiled module: the recomputation does not know its pack. Use transformers' checkpointing or torch's "
+            "checkpoint_wrapper, or pass share_prefixes=False."
         )
-    return layout
+    raise RuntimeError(
+        f"{who} was called while a LogProbScorer was scoring its model in another thread: run one after the other, or give "
+        "the scorer a copy of the model."
+    )
 
 
 class How(NamedTuple):
@@ -376,13 +392,14 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks
 
 # ---------------------------------------------------------------------- one operator, for compiled layers
 
-# What a graph records of an attention call: the operator, which finds the pack of its thread when it runs, and the
-# operator's backward, which finds it by number. Gradients of keys and values of earlier packs cannot flow along the graph:
-# they are added up in `PackLayout.gradients`, where the backward of the earlier pack fetches them. It cannot run too early,
-# because its last hidden state depends on all attention calls of the later pack, through the link.
+# A graph records an attention call as an operator, which finds the pack of its thread when it runs, and as the operator's
+# backward, which finds the call by number and goes back through the graph that the operator recorded for itself. Gradients
+# of keys and values of earlier packs cannot flow from graph to graph: they are added up in `PackLayout.gradients`, where
+# the backward of the earlier pack fetches them. It cannot come too early: its last hidden state depends, through the link,
+# on all attention calls of the later pack.
 
 _LAYOUTS: weakref.WeakValueDictionary[int, PackLayout] = weakref.WeakValueDictionary()
-# The default state of the dispatcher: inside an operator it records no graph.
+# The dispatcher's default state, in which autograd records a graph: it is switched off inside an operator.
 _DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
@@ -429,99 +446,101 @@ def _attend_by_operator(
     if torch.is_autocast_enabled(query.device.type):  # graphs do not pass it on to their operators
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
-    if not (query.requires_grad or key.requires_grad or value.requires_grad):
-        link = link.detach()  # frozen layers before the first adapter have no backward
-    out: Tensor = torch.ops.torchrl_llm_kl.pack_attention(query, key, value, sinks, link, *how)[0]
+    # Frozen layers before the first adapter have no backward, despite the link.
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    link = link if grad else link.detach()
+    out: Tensor = torch.ops.torchrl_llm_kl.pack_attention(query, key, value, sinks, link, grad, *how)[0]
     return out
 
 
 def _operator(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, *settings: Any
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, grad: bool, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    layout, how = _active(), How(*settings)
+    layout, how = _active("a compiled attention"), How(*settings)
     if _saving()[1] is not layout.saving[1]:
         raise CheckpointError(_REFUSED)
-    # Copies: a graph may write into the memory of these after their last use that it knows of.
-    call = layout.begin(key.detach(), value.detach(), how.window)
-    past = [kept[call] for kept in layout.outside()]
-    seed = int(torch.randint(2**62, ())) if how.dropout else 0
-    with _seeded(seed, query):
-        out = _attend(layout, past, query, key, value, sinks, how)
-    return out, torch.tensor([layout.number, call, seed])
+    own = [t for t in (query, key, value, sinks) if t is not None]
+    if not grad or (
+        layout.saving[1] is not None and not layout.recomputes
+    ):  # no backward, or only of the recomputation
+        call = layout.begin(key, value, how.window)
+        out = _attend(layout, [kept[call] for kept in layout.outside()], query, key, value, sinks, how)
+    else:
+        # Copies: a graph may write into the memory of its own tensors after their last use.
+        own = [t.detach().clone().requires_grad_() for t in own]
+        call = layout.begin(own[1].detach(), own[2].detach(), how.window)
+        past = [t.detach().requires_grad_() for kept in layout.outside() for t in kept[call]]
+        pairs = list(zip(past[::2], past[1::2], strict=True))
+        held = (
+            saved_tensors_hooks(_same, _same) if layout.recomputes else nullcontext()
+        )  # not of the checkpoint's graph
+        with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.enable_grad(), held:
+            recorded = _attend(layout, pairs, own[0], own[1], own[2], own[3] if sinks is not None else None, how)
+        _LAYOUTS[layout.number].recorded[call] = Recorded(recorded, own, past)
+        out = recorded.detach().clone()
+    return out, torch.tensor([layout.number, call])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _operator_fake(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, *settings: Any
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, grad: bool, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    return out, torch.empty(3, dtype=torch.long, device="cpu")
+    return out, torch.empty(2, dtype=torch.long, device="cpu")
 
 
-def _operator_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, where: Tensor, *settings: Any
-) -> list[Tensor]:
-    """The gradients of query, key, value and sinks: attends again, and keeps nothing from the forward but its inputs."""
-    number, call, seed = where.tolist()
-    layout, how, task = _LAYOUTS[number], How(*settings), torch._C._current_graph_task_id()
-    gradients, outside = layout.gradients, layout.outside()
+def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
+    """The gradients of query, key, value and sinks."""
+    number, call = where.tolist()
+    layout, task = _LAYOUTS[number], torch._C._current_graph_task_id()
+    kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)
+    with torch._C._ForceDispatchKeyGuard(*_DISPATCH):
+        found = torch.autograd.grad(out, [*own, *past], gradient, retain_graph=kept_graph)
+    gradients, others = layout.gradients, found[len(own) :]
     assert gradients is not None, "the operator is for bodies with compiled parts"
-    with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.enable_grad(), _seeded(seed, query):
-        own = [t.detach().requires_grad_() for t in (query, key, value, sinks) if t is not None]
-        past = [t.detach().requires_grad_() for kept in outside for t in kept[call]]
-        pairs = list(zip(past[::2], past[1::2], strict=True))
-        out = _attend(layout, pairs, own[0], own[1], own[2], own[3] if sinks is not None else None, how)
-        found = list(torch.autograd.grad(out, [*own, *past], gradient))
-    for kept, k, v in zip(outside, found[len(own) :: 2], found[len(own) + 1 :: 2], strict=True):
+    for kept, k, v in zip(layout.outside(), others[::2], others[1::2], strict=True):
         before = gradients.get((id(kept), call))
-        if before is not None and before[0] == task:  # else left over from a backward that failed
+        if before is not None and before[0] == task:  # not left over from a backward that failed
             k, v = before[1].add_(k), before[2].add_(v)
         gradients[id(kept), call] = task, k, v
-    found = [t.contiguous() for t in found[: len(own)]]
+    mine = [t.contiguous() for t in found[: len(own)]]
     for piece in layout.pieces:
         if piece.kept is not None and (later := gradients.pop((id(piece.kept), call), None)) and later[0] == task:
-            found[1][:, :, piece.first : piece.last] += later[1]
-            found[2][:, :, piece.first : piece.last] += later[2]
-    return found
+            mine[1][:, :, piece.first : piece.last] += later[1]
+            mine[2][:, :, piece.first : piece.last] += later[2]
+    return mine
 
 
-def _operator_backward_fake(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, where: Tensor, *settings: Any
-) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (query, key, value, sinks) if t is not None]
+def _operator_backward_fake(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
+    _, length, heads, value_size = gradient.shape
+    key_heads, size, *sinks = sizes
+    shapes = [(1, heads, length, size), (1, key_heads, length, size), (1, key_heads, length, value_size)]
+    return [gradient.new_empty(shape) for shape in [*shapes, *((n,) for n in sinks)]]
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, link = inputs[:5]
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.settings, ctx.link_dtype = inputs[5:], link.dtype
+    _, key, _, sinks, link, *_ = inputs
+    ctx.save_for_backward(output[1])
+    ctx.sizes = [key.shape[1], key.shape[3], *(() if sinks is None else sinks.shape)]
+    ctx.dtypes = link.dtype, None if sinks is None else sinks.dtype
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    found = torch.ops.torchrl_llm_kl.pack_attention_backward(gradient, *tensors, *ctx.settings)
-    sinks = found[3] if tensors[3] is not None else None
-    return *found[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.link_dtype), None, None, None, None
+    found = torch.ops.torchrl_llm_kl.pack_attention_backward(gradient, *ctx.saved_tensors, ctx.sizes)
+    sinks = found[3].to(ctx.dtypes[1]) if len(found) > 3 else None
+    return *found[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.dtypes[0]), None, None, None, None, None
 
 
-def _seeded(seed: int, like: Tensor) -> Any:
-    """Context: random numbers from a seed; with 0 nothing happens."""
-    return _forked(seed, like) if seed else nullcontext()
-
-
-@contextmanager
-def _forked(seed: int, like: Tensor) -> Iterator[None]:
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        torch.manual_seed(seed)
-        yield
-
-
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
-_HOW = "float? scale, float dropout, SymInt? window, float? softcap"
 _forward_operator = torch.library.custom_op(
     "torchrl_llm_kl::pack_attention",
     _operator,
     mutates_args=(),
-    schema=f"({_TENSORS}, Tensor link, {_HOW}) -> (Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor link, bool grad, float? scale, float dropout, "
+    "SymInt? window, float? softcap) -> (Tensor, Tensor)",
 )
 _forward_operator.register_fake(_operator_fake)
 _forward_operator.register_autograd(_gradients, setup_context=_set_up)
@@ -529,7 +548,7 @@ torch.library.custom_op(
     "torchrl_llm_kl::pack_attention_backward",
     _operator_backward,
     mutates_args=(),
-    schema=f"(Tensor gradient, {_TENSORS}, Tensor where, {_HOW}) -> Tensor[]",
+    schema="(Tensor gradient, Tensor where, SymInt[] sizes) -> Tensor[]",
 ).register_fake(_operator_backward_fake)
 
 
