@@ -175,7 +175,9 @@ def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: flo
     groups = Groups(group)
     if opmd_baseline == "mean":
         if tau != 1.0:
-            raise ValueError(f"tau={tau:g} has no effect on opmd_baseline='mean': pass opmd_baseline='logavgexp', or no tau.")
+            raise ValueError(
+                f"tau={tau:g} has no effect on opmd_baseline='mean': pass opmd_baseline='logavgexp', or no tau."
+            )
         return groups.centred(reward)
     below = reward - groups.max(reward)  # so that no exponential overflows
     return below - tau * groups.mean((below / tau).exp()).log()

@@ -76,7 +76,6 @@ class PackLayout:
 
     pieces: list[PackPiece]  # in the order of the pack, without gaps
     gradients: Gradients | None = None  # of all packs of a score, if the body has compiled parts
-    link: Tensor | None = None  # passed to the body in place of a mask, if it has compiled parts; see :func:`link`
     recorded: dict[int, Recorded] = field(default_factory=dict)  # by call, until their backward
     recomputes: bool = False  # whether this is the recomputation of a checkpoint
     number: int = field(default_factory=itertools.count().__next__)
@@ -269,7 +268,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     how = How(scaling, dropout, sliding_window, softcap)
-    by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).link is not None
+    by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).gradients is not None
     own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
     if own_mask or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")

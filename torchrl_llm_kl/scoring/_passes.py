@@ -83,10 +83,10 @@ class PackedPass:
         options = {"position_ids": positions[None], "use_cache": False}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
-            options["attention_mask"] = layout.link = link(layout, self._last, ids.device)
+            options["attention_mask"] = link(layout, self._last, ids.device)
         with pack_attention(self.setup.model, layout):
             hidden = read_output(call(body, ids[None], **options), "last_hidden_state")
-        if layout.link is not None and self.setup.grad:
+        if layout.gradients is not None and self.setup.grad:
             self._last = hidden
         return hidden
 
