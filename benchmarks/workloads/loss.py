@@ -29,12 +29,16 @@ def measure(full: ModelSize, settings: Settings) -> Outcome:
     size = settings.size(full)
     batch = grouped(2, 2, size.vocab) if settings.quick else grouped(4, 4, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype)
+    return compare(size, settings, batch, model, steps_of(model, batch, settings))
+
+
+def steps_of(model: Any, batch: Batch, settings: Settings) -> dict[str, Step]:
+    """A forward and backward of each library."""
     advantage = torch.randn(len(batch.prompts), generator=torch.Generator().manual_seed(0)).to(settings.device)
-    steps = {
+    return {
         THEIRS: _their_step(model, batch, advantage, settings.device),
         OURS: _our_step(model, batch, advantage, settings.device),
     }
-    return compare(size, settings, batch, model, steps)
 
 
 def compare(size: ModelSize, settings: Settings, batch: Batch, model: Any, steps: dict[str, Step]) -> Outcome:

@@ -131,13 +131,19 @@ def assert_gradients(got: list[Tensor | None], want: list[Tensor | None]) -> Non
 
 @pytest.mark.parametrize("tokens_per_batch", [9, 8192])  # keys from earlier packs, and one pack
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("checkpointed", [enable, wrap, enable_and_wrap])
-def test_packs_under_checkpointing(checkpointed: Any, family: str, tokens_per_batch: int) -> None:
+@pytest.mark.parametrize(
+    ("checkpointed", "reentrant"),
+    [(enable, False), (wrap, False), (enable_and_wrap, False), (enable, True), (wrap, True), (enable_and_wrap, True)],
+)
+def test_packs_under_checkpointing(checkpointed: Any, reentrant: bool, family: str, tokens_per_batch: int) -> None:
     """The recomputation attends as the forward did: same tokens through the body, same gradient to the last bit."""
+    if reentrant and family not in ("llama", "gemma2", "gpt2"):
+        pytest.skip("as the others")
     model = tiny_model(family).train()
-    checkpointed(model, False)
+    checkpointed(model, reentrant)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="None of the inputs")  # torch, where the check needs no gradient
         got, runs = backward(model, tokens_per_batch=tokens_per_batch)
         scorer = LogProbScorer(model)
         assert body_tokens(model, lambda: scorer.score(Ragged.from_list(ROWS), grad=True)) == SHARED
@@ -151,9 +157,6 @@ def test_packs_under_checkpointing(checkpointed: Any, family: str, tokens_per_ba
 @pytest.mark.parametrize(
     ("checkpointed", "reentrant"),
     [
-        (enable, True),
-        (wrap, True),
-        (enable_and_wrap, True),
         (in_own_code, True),
         (in_own_code, False),
         (enable_in_own_code, False),

@@ -2,23 +2,32 @@
 
 transformers' models look up their attention by a name in their configuration. While a pack is scored, that name is the
 one registered here; and again while checkpointed layers of the pack are recomputed in the backward.
+
+In a body with compiled parts, the attention of a layer is one operator, which finds its pack when it runs: one graph
+serves all packs.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import widen
-from torchrl_llm_kl.scoring._model import body_and_head, locked, send
+from torchrl_llm_kl.scoring._model import body_and_head, compiled_call, locked, send
 
 varlen_attn: Any
 try:  # torch 2.10 and later
@@ -49,29 +58,63 @@ class PackPiece:
     kept: KeysValues | None = None  # an empty list that the forward fills; None if no later pack needs them
 
 
+#: Gradients of keys and values from the backwards of later packs: by list of keys and values, and attention call.
+Gradients = dict[tuple[int, int], tuple[int, Tensor, Tensor]]
+
+
+class Recorded(NamedTuple):
+    """An attention call of a body with compiled parts, with its own graph."""
+
+    out: Tensor
+    own: list[Tensor]  # query, key, value and, where there are some, sinks
+    past: list[Tensor]  # key and value of each of :meth:`PackLayout.outside`
+
+
 @dataclass(eq=False)
 class PackLayout:
     """The pieces of a pack, and the state of its forward."""
 
     pieces: list[PackPiece]  # in the order of the pack, without gaps
+    gradients: Gradients | None = None  # of all packs of a score, if the body has compiled parts
+    recorded: dict[int, Recorded] = field(default_factory=dict)  # by call, until their backward
+    recomputes: bool = False  # whether this is the recomputation of a checkpoint
+    number: int = field(default_factory=itertools.count().__next__)
     calls: int = 0  # attention calls so far
     has_window: bool = False  # whether any layer passed a sliding window
     shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
-    attend: Callable[..., Tensor] | None = None  # replaces the attention of this file
+    attend: Callable[..., Tensor] | None = None  # in place of :func:`_attend`, with its arguments
     saving: tuple[bool, Any] = (False, None)  # of :func:`_saving`, where the forward or its checkpoint began
 
     def again(self, call: int) -> PackLayout:
         """The layout for a recomputation that begins with an attention call of the forward."""
         pieces = [replace(piece, kept=None) for piece in self.pieces]
-        return PackLayout(pieces, call, shared=self.shared, attend=self.attend)
+        return replace(self, pieces=pieces, calls=call, recomputes=True)
+
+    def outside(self) -> list[KeysValues]:
+        """The keys and values of other packs, each once."""
+        return list({id(kept): kept for piece in self.pieces for kept in piece.outside}.values())
+
+    def begin(self, key: Tensor, value: Tensor, window: int | None) -> int:
+        """The number of an attention call; keeps the keys and values that later packs need."""
+        call, self.calls = self.calls, self.calls + 1
+        self.has_window |= window is not None
+        for piece in self.pieces:
+            if piece.kept is not None:
+                k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
+                # Copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
+                piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
+        return call
 
     def check_saving(self) -> None:
         """Raise a :class:`CheckpointError` inside a checkpoint whose recomputation would not find this layout."""
         if _saving() != self.saving:
-            raise CheckpointError(
-                "Layers run in a checkpoint that is reentrant or not transformers' or torch's checkpoint_wrapper: use one of "
-                "these, with use_reentrant=False."
-            )
+            raise CheckpointError(_REFUSED)
+
+
+_REFUSED = (
+    "Layers run in a checkpoint in their own code or of another library: use transformers' checkpointing or torch's "
+    "checkpoint_wrapper."
+)
 
 
 class CheckpointError(Exception):
@@ -103,20 +146,45 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-    names = [(config, "_attn_implementation_internal", config._attn_implementation_internal) for config in configs]
-    checkpoints = [(m, name, m.__dict__[name]) for m in body.modules() for name in _CHECKPOINTS if name in m.__dict__]
+    swaps: list[tuple[Any, str, Any, Any]] = [
+        (config, "_attn_implementation_internal", config._attn_implementation_internal, NAME) for config in configs
+    ]
+    for module, inside in _walk(body):
+        if (found_call := compiled_call(module)) is not None and not inside:
+            swaps.append((module, *found_call, partial(_call_compiled, found_call[1], layout)))
+        for name in _CHECKPOINTS:
+            if name in module.__dict__:
+                function = module.__dict__[name]
+                bound = _in_graph(function) if inside or found_call else partial(_checkpoint, function, model, layout)
+                swaps.append((module, name, function, bound))
     layout.saving = _saving()
     try:
-        for config, name, _ in names:
-            setattr(config, name, NAME)
-        for module, name, function in checkpoints:
-            setattr(module, name, partial(_checkpoint, function, model, layout))
+        for owner, name, _, value in swaps:
+            _put(owner, name, value)
         _ACTIVE.layout = layout
         yield
     finally:
         _ACTIVE.layout = None
-        for owner, name, value in (*names, *checkpoints):
-            setattr(owner, name, value)
+        for owner, name, value, _ in swaps:
+            _put(owner, name, value)
+
+
+def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, bool]]:
+    """All modules, and whether each is inside a compiled one."""
+    yield module, inside
+    inside = inside or compiled_call(module) is not None
+    for child in module.children():
+        yield from _walk(child, inside)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, nn.Module):
+        owner.__dict__[name] = value  # a compiled module passes attributes on to the one inside
+    else:
+        setattr(owner, name, value)
+
+
+# ---------------------------------------------------------------------- activation checkpointing
 
 
 def _checkpoint(
@@ -144,7 +212,45 @@ def _checkpoint(
             layout.saving = before
 
     layout.check_saving()
+    settings = _settings(function)
+    if settings is not None:  # reentrant or not: the values are the same, but only one finds keys of other packs
+        function = partial(checkpoint, **{**settings, "use_reentrant": False})
     return function(bound, *args, **options)
+
+
+def _settings(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """The settings of torch's checkpoint function; None if ``function`` is another."""
+    if isinstance(function, partial) and not function.args:
+        inner = _settings(function.func)
+        return None if inner is None else inner | function.keywords
+    return {} if function is checkpoint else None
+
+
+def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The checkpoint function inside a compiled module: all but the attention is recomputed."""
+    settings = _settings(function)
+    if settings is None or settings.keys() - {"use_reentrant", "preserve_rng_state"}:
+        return _refuse
+    return _saving_attention(settings.get("preserve_rng_state", True))
+
+
+@cache  # one function, for which graphs are compiled once
+def _saving_attention(preserve_rng_state: bool) -> Callable[..., Any]:
+    options: Any = {"use_reentrant": False, "context_fn": _attention_saved}
+    return partial(checkpoint, preserve_rng_state=preserve_rng_state, **options)
+
+
+def _attention_saved() -> Any:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    return create_selective_checkpoint_contexts([torch.ops.torchrl_llm_kl.pack_attention.default])
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise CheckpointError(_REFUSED)
+
+
+# ---------------------------------------------------------------------- attention
 
 
 def _attention(
@@ -162,45 +268,82 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
-    layout: PackLayout | None = getattr(_ACTIVE, "layout", None)
-    if layout is None:
-        raise RuntimeError(
-            f"{type(module).__name__} was called while a LogProbScorer was scoring its model in another thread: run one "
-            "after the other, or give the scorer a copy of the model."
-        )
-    if attention_mask is not None or not getattr(module, "is_causal", True):
+    how = How(scaling, dropout, sliding_window, softcap)
+    by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).gradients is not None
+    own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
+    if own_mask or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
+    if by_operator:
+        assert attention_mask is not None
+        return _attend_by_operator(query, key, value, s_aux, attention_mask, how), None
+    layout = _active(type(module).__name__)
     layout.check_saving()
-    call, layout.calls = layout.calls, layout.calls + 1
-    layout.has_window |= sliding_window is not None
-    for piece in layout.pieces:
-        if piece.kept is not None:
-            k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-            # Copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
-            piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
+    call = layout.begin(key, value, sliding_window)
+    past = [kept[call] for kept in layout.outside()]
+    return _attend(layout, past, query, key, value, s_aux, how), None
+
+
+def _active(who: str) -> PackLayout:
+    """The layout of the pack that this thread forwards."""
+    layout: PackLayout | None = getattr(_ACTIVE, "layout", None)
+    if layout is not None:
+        return layout
+    if torch._C._current_graph_task_id() >= 0:
+        raise RuntimeError(
+            f"{who} was recomputed in the backward, by a checkpoint in the model's own code or of another library inside a "
+            "compiled module: the recomputation does not know its pack. Use transformers' checkpointing or torch's "
+            "checkpoint_wrapper, or pass share_prefixes=False."
+        )
+    raise RuntimeError(
+        f"{who} was called while a LogProbScorer was scoring its model in another thread: run one after the other, or give "
+        "the scorer a copy of the model."
+    )
+
+
+class How(NamedTuple):
+    """The settings of an attention call."""
+
+    scale: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+
+def _attend(
+    layout: PackLayout,
+    past: list[tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    how: How,
+) -> Tensor:
+    """``[1, heads, N, size]`` to ``[1, N, heads, size]``; ``past`` are keys and values of ``layout.outside()``."""
     if layout.attend is not None:
-        return layout.attend(layout, call, query, key, value, scaling, dropout, sliding_window, softcap, s_aux), None
-    if softcap is None and s_aux is None and dropout == 0.0 and takes_varlen(query):
-        return _attend_varlen(layout, call, query, key, value, scaling, sliding_window), None
+        return layout.attend(layout, past, query, key, value, sinks, how)
+    plain = how.softcap is not None or sinks is not None
+    if not plain and how.dropout == 0.0 and takes_varlen(query):
+        return _attend_varlen(layout, past, query, key, value, how)
+    before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)}
     followed = {piece.past for piece in layout.pieces}
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others follow
     out = []
     for i, piece in enumerate(layout.pieces):
         k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
-        past = [seen[piece.past]] if piece.past >= 0 else [kept[call] for kept in piece.outside]
-        if past:
-            k, v = torch.cat([*(p[0] for p in past), k], 2), torch.cat([*(p[1] for p in past), v], 2)
+        pairs = [seen[piece.past]] if piece.past >= 0 else [before[id(kept)] for kept in piece.outside]
+        if pairs:
+            k, v = torch.cat([*(p[0] for p in pairs), k], 2), torch.cat([*(p[1] for p in pairs), v], 2)
         if i in followed:
             seen[i] = k, v
         q = query[:, :, piece.first : piece.last]
-        for rows, cols, mask in _blocks(layout, q, k, sliding_window):
+        for rows, cols, mask in _blocks(layout, q, k, how.window):
             block = q[:, :, rows], k[:, :, cols], v[:, :, cols]
-            if softcap is None and s_aux is None:
-                options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-                out.append(F.scaled_dot_product_attention(*block, mask, dropout, is_causal=mask is None, **options))
+            if plain:
+                out.append(plain_attention(*block, mask, sinks, how))
             else:
-                out.append(plain_attention(*block, mask, scaling, dropout, softcap, s_aux))
-    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+                options: dict[str, Any] = {"scale": how.scale, "enable_gqa": query.shape[1] != key.shape[1]}
+                out.append(F.scaled_dot_product_attention(*block, mask, how.dropout, is_causal=mask is None, **options))
+    return torch.cat(out, 2).transpose(1, 2).contiguous()
 
 
 def _blocks(
@@ -233,16 +376,10 @@ def block_mask(
 
 
 def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, how: How
 ) -> Tensor:
     """Attention with soft-capped scores or sinks, which torch's own does not support."""
+    scale, dropout, _, softcap = how
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -257,6 +394,168 @@ def plain_attention(
     if sinks is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, dropout) @ value
+
+
+# ---------------------------------------------------------------------- one operator, for compiled layers
+
+# A graph records an attention call as an operator, which finds the pack of its thread when it runs, and as the operator's
+# backward, which finds the call by number and goes back through the graph that the operator recorded for itself. Gradients
+# of keys and values of earlier packs cannot flow from graph to graph: they are added up in `PackLayout.gradients`, where
+# the backward of the earlier pack fetches them. It cannot come too early: its last hidden state depends, through the link,
+# on all attention calls of the later pack.
+
+_LAYOUTS: weakref.WeakValueDictionary[int, PackLayout] = weakref.WeakValueDictionary()
+# The dispatcher's default state, in which autograd records a graph: it is switched off inside an operator.
+_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def link(layout: PackLayout, before: Tensor | None, device: torch.device) -> Tensor:
+    """A tensor ``[1, 1, 1, 1]`` to pass to a body with compiled parts as its mask.
+
+    The backward of ``before``, the last hidden state of the pack before this one, waits for the backward of every layer that
+    gets it. Models pass a mask of four dimensions on to their attention unchanged.
+    """
+    start = torch.zeros(1, 1, 1, 1, device=device, requires_grad=torch.is_grad_enabled())
+    return _Link.apply(layout, start if before is None else before, start)
+
+
+class _Link(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: PackLayout, before: Tensor, start: Tensor) -> Tensor:
+        ctx.layout = layout  # lives as long as the graph that needs it
+        ctx.shape, ctx.dtype = before.shape, before.dtype
+        _LAYOUTS[layout.number] = layout
+        return torch.zeros_like(start)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        return None, gradient.new_zeros((), dtype=ctx.dtype).expand(ctx.shape), None
+
+
+def _call_compiled(function: Callable[..., Any], layout: PackLayout, *args: Any, **options: Any) -> Any:
+    """Call a compiled module so that one graph serves packs of any number of tokens."""
+    layout.check_saving()
+    tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor) and x.ndim > 1]
+    for tensor in tensors:  # the first one is token ids or hidden states
+        if tensor.shape[:2] == tensors[0].shape[:2]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    return function(*args, **options)
+
+
+def _attend_by_operator(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, how: How
+) -> Tensor:
+    """As :func:`_attend`, in a graph or beside graphs."""
+    if link.requires_grad and not torch.is_grad_enabled():
+        raise CheckpointError(_REFUSED)
+    if torch.is_autocast_enabled(query.device.type):  # graphs do not pass it on to their operators
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+    # Frozen layers before the first adapter have no backward, despite the link.
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    link = link if grad else link.detach()
+    out: Tensor = torch.ops.torchrl_llm_kl.pack_attention(query, key, value, sinks, link, grad, *how)[0]
+    return out
+
+
+def _operator(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, grad: bool, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    layout, how = _active("a compiled attention"), How(*settings)
+    if _saving()[1] is not layout.saving[1]:
+        raise CheckpointError(_REFUSED)
+    own = [t for t in (query, key, value, sinks) if t is not None]
+    if not grad or (
+        layout.saving[1] is not None and not layout.recomputes
+    ):  # no backward, or only of the recomputation
+        call = layout.begin(key, value, how.window)
+        out = _attend(layout, [kept[call] for kept in layout.outside()], query, key, value, sinks, how)
+    else:
+        # Copies: a graph may write into the memory of its own tensors after their last use.
+        own = [t.detach().clone().requires_grad_() for t in own]
+        call = layout.begin(own[1].detach(), own[2].detach(), how.window)
+        past = [t.detach().requires_grad_() for kept in layout.outside() for t in kept[call]]
+        pairs = list(zip(past[::2], past[1::2], strict=True))
+        held = (
+            saved_tensors_hooks(_same, _same) if layout.recomputes else nullcontext()
+        )  # not of the checkpoint's graph
+        with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.enable_grad(), held:
+            recorded = _attend(layout, pairs, own[0], own[1], own[2], own[3] if sinks is not None else None, how)
+        _LAYOUTS[layout.number].recorded[call] = Recorded(recorded, own, past)
+        out = recorded.detach().clone()
+    return out, torch.tensor([layout.number, call])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _operator_fake(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, grad: bool, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    return out, torch.empty(2, dtype=torch.long, device="cpu")
+
+
+def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
+    """The gradients of query, key, value and sinks."""
+    number, call = where.tolist()
+    layout, task = _LAYOUTS[number], torch._C._current_graph_task_id()
+    kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)
+    with torch._C._ForceDispatchKeyGuard(*_DISPATCH):
+        found = torch.autograd.grad(out, [*own, *past], gradient, retain_graph=kept_graph)
+    gradients, others = layout.gradients, found[len(own) :]
+    assert gradients is not None, "the operator is for bodies with compiled parts"
+    for kept, k, v in zip(layout.outside(), others[::2], others[1::2], strict=True):
+        before = gradients.get((id(kept), call))
+        if before is not None and before[0] == task:  # not left over from a backward that failed
+            k, v = before[1].add_(k), before[2].add_(v)
+        gradients[id(kept), call] = task, k, v
+    mine = [t.contiguous() for t in found[: len(own)]]
+    for piece in layout.pieces:
+        if piece.kept is not None and (later := gradients.pop((id(piece.kept), call), None)) and later[0] == task:
+            mine[1][:, :, piece.first : piece.last] += later[1]
+            mine[2][:, :, piece.first : piece.last] += later[2]
+    return mine
+
+
+def _operator_backward_fake(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
+    _, length, heads, value_size = gradient.shape
+    key_heads, size, *sinks = sizes
+    shapes = [(1, heads, length, size), (1, key_heads, length, size), (1, key_heads, length, value_size)]
+    return [gradient.new_empty(shape) for shape in [*shapes, *((n,) for n in sinks)]]
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, key, _, sinks, link, *_ = inputs
+    ctx.save_for_backward(output[1])
+    ctx.sizes = [key.shape[1], key.shape[3], *(() if sinks is None else sinks.shape)]
+    ctx.dtypes = link.dtype, None if sinks is None else sinks.dtype
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    found = torch.ops.torchrl_llm_kl.pack_attention_backward(gradient, *ctx.saved_tensors, ctx.sizes)
+    sinks = found[3].to(ctx.dtypes[1]) if len(found) > 3 else None
+    return *found[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.dtypes[0]), None, None, None, None, None
+
+
+_forward_operator = torch.library.custom_op(
+    "torchrl_llm_kl::pack_attention",
+    _operator,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor link, bool grad, float? scale, float dropout, "
+    "SymInt? window, float? softcap) -> (Tensor, Tensor)",
+)
+_forward_operator.register_fake(_operator_fake)
+_forward_operator.register_autograd(_gradients, setup_context=_set_up)
+torch.library.custom_op(
+    "torchrl_llm_kl::pack_attention_backward",
+    _operator_backward,
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor where, SymInt[] sizes) -> Tensor[]",
+).register_fake(_operator_backward_fake)
 
 
 # ---------------------------------------------------------------------- one flash-attention call for all pieces
@@ -275,13 +574,12 @@ def takes_varlen(query: Tensor) -> bool:
 
 
 def _attend_varlen(
-    layout: PackLayout, call: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    layout: PackLayout, past: list[tuple[Tensor, Tensor]], query: Tensor, key: Tensor, value: Tensor, how: How
 ) -> Tensor:
     """``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     if "varlen" not in layout.shared:
         layout.shared["varlen"] = _varlen_index(layout, query.device)
-    outside, index, spans = layout.shared["varlen"]
-    past = [kept[call] for kept in outside]
+    index, spans = layout.shared["varlen"]
     keys = torch.cat([*(k for k, _ in past), key], 2)[0].transpose(0, 1)[index]
     values = torch.cat([*(v for _, v in past), value], 2)[0].transpose(0, 1)[index]
     out: Tensor = varlen_attn(
@@ -289,39 +587,35 @@ def _attend_varlen(
         keys,
         values,
         *spans,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=how.scale,
+        window_size=(-1 if how.window is None else how.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.unsqueeze(0)
 
 
-def _varlen_index(
-    layout: PackLayout, device: torch.device
-) -> tuple[list[KeysValues], Tensor, tuple[Tensor, Tensor, int, int]]:
+def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:
     """The keys of each piece, for every layer.
 
-    Returns the keys and values from outside the pack, each once; the index that arranges these and the pack's own piece by
-    piece; and the kernel's spans: cumulative query and key counts of the pieces (int32, from 0), and the most queries and
-    keys of a piece.
+    Returns :func:`key_index` of all pieces, end to end; and the kernel's spans: cumulative query and key counts of the
+    pieces (int32, from 0), and the most queries and keys of a piece.
     """
-    outside, keys = key_index(layout)
+    seen = key_index(layout)
     lengths = [piece.last - piece.first for piece in layout.pieces]
-    key_lengths = [len(each) for each in keys]
+    key_lengths = [len(keys) for keys in seen]
     ends = [send(torch.tensor([0, *some]).cumsum(0).int(), device) for some in (lengths, key_lengths)]
-    return outside, send(torch.cat(keys), device), (ends[0], ends[1], max(lengths), max(key_lengths))
+    return send(torch.cat(seen), device), (ends[0], ends[1], max(lengths), max(key_lengths))
 
 
-def key_index(layout: PackLayout) -> tuple[list[KeysValues], list[Tensor]]:
-    """The keys and values from outside the pack, each once; and where each piece's keys are in these and the pack's own."""
-    outside = {id(kept): kept for piece in layout.pieces for kept in piece.outside}
-    span: dict[int, Tensor] = {}  # the places of each in the row of all keys
+def key_index(layout: PackLayout) -> list[Tensor]:
+    """The places of each piece's keys in the row of all keys: those of ``layout.outside()``, then the pack's own."""
+    span: dict[int, Tensor] = {}
     width = 0
-    for name, kept in outside.items():
-        span[name] = torch.arange(width, width + kept[0][0].shape[2])
-        width += len(span[name])
+    for kept in layout.outside():
+        span[id(kept)] = torch.arange(width, width + kept[0][0].shape[2])
+        width += len(span[id(kept)])
     seen: list[list[Tensor]] = []
     for piece in layout.pieces:
         before = seen[piece.past] if piece.past >= 0 else [span[id(kept)] for kept in piece.outside]
         seen.append([*before, torch.arange(width + piece.first, width + piece.last)])
-    return list(outside.values()), [torch.cat(parts) for parts in seen]
+    return [torch.cat(parts) for parts in seen]

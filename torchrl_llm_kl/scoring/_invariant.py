@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, block_mask, key_index, plain_attention
+from torchrl_llm_kl.scoring._attention import How, PackLayout, block_mask, key_index, plain_attention
 from torchrl_llm_kl.scoring._model import Setup, frequency_switches, send
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
@@ -89,15 +89,12 @@ class _Blocks(NamedTuple):
 
 def attend(
     layout: PackLayout,
-    call: int,
+    past: list[tuple[Tensor, Tensor]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
+    sinks: Tensor | None,
+    how: How,
 ) -> Tensor:
     """Attention whose shapes depend on positions alone: ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
@@ -105,26 +102,25 @@ def attend(
     start of the sequence, or of its window, to the end of the block. Missing queries and keys are 0. In a pack, blocks with
     the same place in their sequences are one batch.
     """
-    if dropout:
+    if how.dropout:
         raise ValueError("the attention's dropout is on: no score is the same twice. Call model.eval().")
-    at = ("blocks", sliding_window)
+    at = ("blocks", how.window)
     if at not in layout.shared:
-        layout.shared[at] = _plan(layout, query.shape[2], sliding_window, query.device)
-    outside, groups, order = layout.shared[at]
+        layout.shared[at] = _plan(layout, query.shape[2], how.window, query.device)
+    groups, order = layout.shared[at]
     queries = _rows([query])
-    keys = _rows([*(kept[call][0] for kept in outside), key])
-    values = _rows([*(kept[call][1] for kept in outside), value])
+    keys, values = _rows([*(k for k, _ in past), key]), _rows([*(v for _, v in past), value])
     out = []
     for group in groups:
         q, k, v = queries[group.queries], keys[group.keys], values[group.keys]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask = _mask_of(layout, group, sliding_window, query)
-        if softcap is None and s_aux is None:
+        mask = _mask_of(layout, group, how.window, query)
+        if how.softcap is None and sinks is None:
             grouped = query.shape[1] != key.shape[1]
-            found = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped)
+            found = F.scaled_dot_product_attention(q, k, v, mask, scale=how.scale, enable_gqa=grouped)
         else:  # one by one: these run elementwise functions
             parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
-            found = torch.cat([plain_attention(*each, mask, scaling, 0.0, softcap, s_aux) for each in parts])
+            found = torch.cat([plain_attention(*each, mask, sinks, how) for each in parts])
         out.append(found.transpose(1, 2).flatten(0, 1))
     return torch.cat([*out, torch.zeros_like(out[0][:1])])[order].unsqueeze(0)
 
@@ -145,13 +141,13 @@ def _mask_of(layout: PackLayout, group: _Blocks, window: int | None, query: Tens
 
 def _plan(
     layout: PackLayout, num_tokens: int, window: int | None, device: torch.device
-) -> tuple[list[KeysValues], list[_Blocks], Tensor]:
-    """Keys and values from outside the pack; the blocks, by position; and the place of each token's result, ``[N]``.
+) -> tuple[list[_Blocks], Tensor]:
+    """The blocks, by position; and the place of each token's result, ``[N]``.
 
     Results lie end to end, then a row of zeros, for tokens of no piece.
     """
-    outside, keys_of = key_index(layout)
-    num_keys = sum(kept[0][0].shape[2] for kept in outside) + num_tokens
+    keys_of = key_index(layout)
+    num_keys = sum(kept[0][0].shape[2] for kept in layout.outside()) + num_tokens
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for piece, keys in zip(layout.pieces, keys_of, strict=True):
         length, end = piece.last - piece.first, keys.numel()
@@ -171,7 +167,7 @@ def _plan(
         groups.append(_Blocks(send(queries, device), send(keys, device), first, first + BLOCK - keys.shape[1]))
     order[num_tokens] = done
     order = order[:num_tokens]
-    return outside, groups, send(order, device)
+    return groups, send(order, device)
 
 
 # ---------------------------------------------------------------------- the proof

@@ -86,11 +86,17 @@ def locked(*models: Any) -> Iterator[None]:
     """Hold the lock of each model's body: a call may change the model's mode, adapters and attention while it runs."""
     with ExitStack() as stack:
         # Models that share a body share its lock. A fixed order for all callers prevents deadlocks.
-        for model in sorted((find_body(m) or m if isinstance(m, nn.Module) else m for m in models), key=id):
+        for model in sorted(map(_shared, models), key=id):
             with _LOCKS_GUARD:
                 lock = _LOCKS.setdefault(model, threading.RLock())
             stack.enter_context(lock)
         yield
+
+
+def _shared(model: Any) -> Any:
+    """What two models with the same body have in common: that body, compiled or not."""
+    body = find_body(model) if isinstance(model, nn.Module) else None
+    return model if body is None else unwrapped(body)
 
 
 def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
@@ -209,8 +215,20 @@ def find_body(model: nn.Module) -> nn.Module | None:
     model = unwrapped(model)
     for candidate in (_ask(model, "get_decoder"), getattr(model, "base_model", None), getattr(model, "model", None)):
         if isinstance(candidate, nn.Module) and candidate is not model:
-            return candidate
+            return _as_compiled(model, candidate)
     return None
+
+
+def _as_compiled(model: nn.Module, body: nn.Module) -> nn.Module:
+    """``body``, or what ``torch.compile(body)`` returned if that took its place in the model."""
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop().children():
+            if child is body or getattr(child, "_orig_mod", None) is body:
+                return child
+            if not isinstance(child, nn.ModuleList):
+                waiting.append(child)
+    return body
 
 
 def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -219,6 +237,15 @@ def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     if body is None or head is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head.")
     return body, head
+
+
+def compiled_call(module: nn.Module) -> tuple[str, Any] | None:
+    """The attribute that holds a module's compiled call, and that call; None if the module is not compiled."""
+    for name in ("_compiled_call_impl", "forward"):
+        function = module.__dict__.get(name)
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            return name, function
+    return None
 
 
 def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:

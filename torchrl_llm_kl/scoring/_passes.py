@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.scoring._attention import KeysValues, PackLayout, PackPiece, pack_attention
+from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._invariant import attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
     body_and_head,
     call,
+    compiled_call,
     frequency_switches,
     read_output,
     send,
@@ -54,34 +55,43 @@ class PackedPass:
         self._last_use = self.plan.last_use()
         # For pieces that later packs attend to: keys and values of the piece and of all before it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
+        # With compiled parts: what later packs add to the gradients of these, and the last hidden state of the last pack.
+        self._gradients: Gradients = {}
+        self._last: Tensor | None = None
         self.has_window = False  # whether any layer has passed a sliding window so far
 
     def run(self, index: int) -> States:
         """States at the positions that predict ``elements[index]``. Packs must be run in order."""
         layout = self._layout(index)
         here = slice(index * self.size, (index + 1) * self.size)
-        with self.setup.active(), pack_attention(self.setup.model, layout):
-            output = call(
-                body_and_head(self.setup.model)[0],
-                self._ids[None, here],
-                position_ids=self._positions[None, here],
-                use_cache=False,
-            )
+        with self.setup.active():
+            hidden = self._forward(layout, self._ids[here], self._positions[here])
             self.has_window |= layout.has_window
             for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
                 if self.lookup is not None and forwarded.kept is not None:
                     piece = self.plan.pieces[i]
                     self.lookup.insert(piece.node, piece.first, piece.length, forwarded.kept)
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
-            return head_states(self.setup, read_output(output, "last_hidden_state")[0][self._slots[index]])
+            return head_states(self.setup, hidden[0][self._slots[index]])
 
     def run_dummy(self) -> States:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
-        layout = PackLayout([PackPiece(0, 1, -1, [])])
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.setup.device)
-        with self.setup.active(), pack_attention(self.setup.model, layout):
-            output = call(body_and_head(self.setup.model)[0], ids, position_ids=ids, use_cache=False)
-            return head_states(self.setup, read_output(output, "last_hidden_state")[0][:0])
+        ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)
+        with self.setup.active():
+            return head_states(self.setup, self._forward(PackLayout([PackPiece(0, 1, -1, [])]), ids, ids)[0][:0])
+
+    def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor) -> Tensor:
+        """The hidden states of a pack; ``[1, N, H]``."""
+        body = body_and_head(self.setup.model)[0]
+        options = {"position_ids": positions[None], "use_cache": False}
+        if any(compiled_call(module) for module in body.modules()):
+            layout.gradients = self._gradients
+            options["attention_mask"] = link(layout, self._last, ids.device)
+        with pack_attention(self.setup.model, layout):
+            hidden = read_output(call(body, ids[None], **options), "last_hidden_state")
+        if layout.gradients is not None and self.setup.grad:
+            self._last = hidden
+        return hidden
 
     def _layout(self, number: int) -> PackLayout:
         inside = {piece: i for i, piece in enumerate(self.plan.packs[number])}

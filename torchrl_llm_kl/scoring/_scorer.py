@@ -75,7 +75,7 @@ class LogProbScorer:
             instance of an earlier stage of training); the active one is restored afterwards. Both are without gradient.
         share_prefixes: False scores every sequence separately, in padded micro-batches of similar length. Models that
             cannot attend within a pack always run so. Where a gradient is needed, so do models that drop layers at random or
-            checkpoint them in a way that a scorer cannot follow (reentrant, or in the model's own code), with a warning.
+            checkpoint them in a way that a scorer cannot follow (in the model's own code), with a warning.
         dtype: autocast dtype of the body, and of the products of a linear head; for instance ``torch.bfloat16`` on float32
             weights. All after the head's product stays float32.
         memory: the most bytes of keys and values that ``score(..., remember=True)`` may cache; the least recently used
