@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring._attention import How, PackLayout, block_mask, key_index, plain_attention
-from torchrl_llm_kl.scoring._model import Setup, frequency_switches, send
+from torchrl_llm_kl.scoring._model import Setup, compiled_call, frequency_switches, send
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 #: Tokens of each forward by default: measured, 128 take a tenth more for answers of 64 tokens, and 512 mean more padding.
@@ -60,7 +60,7 @@ def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
         return "has rotary frequencies that depend on the longest sequence"
     if Ranks([model]).groups:
         return "is wrapped or sharded over ranks"
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+    if any(compiled_call(module) for module in model.modules()):
         return "has compiled layers, whose kernels torch.compile chooses"
     return None
 
