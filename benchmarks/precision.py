@@ -185,7 +185,7 @@ def in_bfloat16(model: Any) -> Any:
 TRUTH = "float64"
 SETTINGS: dict[str, Callable[[Any], LogProbScorer]] = {
     "float32": LogProbScorer,
-    "bf16 body": lambda model: LogProbScorer(model, dtype=torch.bfloat16),
+    "bf16 products": lambda model: LogProbScorer(model, dtype=torch.bfloat16),
     "bf16 model": lambda model: LogProbScorer(in_bfloat16(model)),
     ".bfloat16()": lambda model: LogProbScorer(copy.deepcopy(model).bfloat16()),
 }
@@ -411,13 +411,13 @@ def write_page(found: Measured, page: Path) -> None:
     page.write_text(f"{before}{START}\n\n{markdown(found)}\n\n{END}{after}", encoding="utf-8")
 
 
-_COLORS = {"float32": "tab:gray", "bf16 body": "tab:blue", "bf16 model": "tab:orange", ".bfloat16()": "tab:red"}
+_COLORS = {"float32": "tab:gray", "bf16 products": "tab:blue", "bf16 model": "tab:orange", ".bfloat16()": "tab:red"}
 
 
 def save_plot(found: Measured, path: Path) -> None:
     """Plot the errors of log-probs, of the KL of each answer, and of the mean KL by distance from the reference."""
     figure, (errors, answers, means) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    truth, kinds = found.last[TRUTH], ("bf16 body", "bf16 model")
+    truth, kinds = found.last[TRUTH], ("bf16 products", "bf16 model")
     off = {name: (found.last[name].log_prob - truth.log_prob).numpy() for name in kinds}
     colors = [_COLORS[name] for name in kinds]
     errors.hist(list(off.values()), bins=80, histtype="step", log=True, color=colors, label=list(kinds))

@@ -43,15 +43,15 @@ def test_float32_is_near_the_truth(measured):
         assert_close(measured.last["float32"].kl[kind], value, rtol=1e-4, atol=5e-6)
 
 
-@pytest.mark.parametrize(("setting", "bound"), [("bf16 body", 0.02), ("bf16 model", 0.1), (".bfloat16()", 0.1)])
+@pytest.mark.parametrize(("setting", "bound"), [("bf16 products", 0.02), ("bf16 model", 0.1), (".bfloat16()", 0.1)])
 def test_bfloat16_errs_a_little(measured, setting, bound):
     found = errors(measured, setting)
     assert 100 * errors(measured, "float32").mean() < found.mean()
     assert found.max() < bound
 
 
-def test_a_narrow_head_errs_more_than_a_wide_one(measured):
-    assert errors(measured, "bf16 model").mean() > 2 * errors(measured, "bf16 body").mean()
+def test_weights_in_float32_err_no_more_than_a_narrow_model(measured):
+    assert errors(measured, "bf16 products").mean() < 1.1 * errors(measured, "bf16 model").mean()
 
 
 def test_the_policy_leaves_the_reference(measured):
@@ -64,7 +64,7 @@ def test_the_policy_leaves_the_reference(measured):
 def test_the_same_model_in_two_dtypes_is_two_policies(measured):
     against = measured.against_float32
     assert against["float32"].kl["exact"].abs().max() == 0
-    for setting in ("bf16 body", "bf16 model", ".bfloat16()"):
+    for setting in ("bf16 products", "bf16 model", ".bfloat16()"):
         assert 0 < against[setting].kl["exact"].mean() < 1e-4
         assert_close(against[setting].ref_log_prob, measured.last["float32"].log_prob, rtol=0, atol=5e-6)
 

@@ -130,7 +130,9 @@ def test_packs_are_shared() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    ("first", "then"), [(compile_layers, wrap), (enable, compile_layers), (wrap, compile_body)], ids=str
+    ("first", "then"),
+    [(compile_layers, wrap), (enable, compile_layers), (wrap, compile_body)],
+    ids=["wrapped after", "enabled before", "wrapped before"],
 )
 def test_checkpointed_layers(first: Any, then: Any, reentrant: bool) -> None:
     """A checkpoint around compiled layers, and within compiled layers and bodies."""
