@@ -113,19 +113,27 @@ def alternate(
     *,
     repeats: int,
     warm_up: int = 0,
+    memory_apart: bool = False,
     on_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Measured]:
-    """Interleave ``repeats`` runs of all contenders, so that other load on the machine affects all of them alike."""
+    """Interleave ``repeats`` runs of all contenders, so that other load on the machine affects all of them alike.
+
+    A peak is measured from an empty heap, whose pages the run then asks the system for: milliseconds. ``memory_apart`` times
+    other runs than those that measure peaks, for functions that take no longer than that.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, list[float]] = {name: [] for name in contenders}
     with _everything_old():
         for i in range(warm_up + repeats):
             for name, contender in contenders.items():
                 on_run(name)
-                took, peak = _once(contender, meter)
+                took, peak = _once(contender, None if memory_apart else meter)
                 if i >= warm_up:
                     seconds[name].append(took)
                     peaks[name] += [] if peak is None else [peak]
+        for name, contender in contenders.items() if memory_apart else ():
+            peak = _once(contender, meter)[1]
+            peaks[name] += [] if peak is None else [peak]
     return {name: Measured(seconds[name], peaks[name]) for name in contenders}
 
 
@@ -140,14 +148,16 @@ def _everything_old() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _once(contender: Contender, meter: Meter) -> tuple[float, float | None]:
+def _once(contender: Contender, meter: Meter | None) -> tuple[float, float | None]:
     given = contender.prepare()
-    meter.reset()
+    if meter is not None:
+        meter.reset()
     start = time.perf_counter()
     result = contender.run(given)
-    meter.wait()
+    if meter is not None:
+        meter.wait()
     seconds = time.perf_counter() - start
-    peak = meter.peak_mib()
+    peak = None if meter is None else meter.peak_mib()
     del result
     return seconds, peak
 

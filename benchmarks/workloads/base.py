@@ -42,7 +42,12 @@ class Settings:
         return self.repeats if self.quick else max(self.repeats, repeats)
 
     def alternate(
-        self, contenders: Mapping[str, Contender], *, repeats: int | None = None, warm_up: int = 0
+        self,
+        contenders: Mapping[str, Contender],
+        *,
+        repeats: int | None = None,
+        warm_up: int = 0,
+        memory_apart: bool = False,
     ) -> dict[str, Measured]:
         """Measure all contenders, interleaved."""
         return alternate(
@@ -50,6 +55,7 @@ class Settings:
             meter_of(self.device),
             repeats=self.repeats if repeats is None else repeats,
             warm_up=warm_up,
+            memory_apart=memory_apart,
             on_run=self.on_run,
         )
 
