@@ -103,10 +103,12 @@ def join(shares: Sequence[TensorDictBase]) -> TensorDictBase:
 
 def _widen(share: TensorDictBase, prompt: int, answer: int) -> TensorDictBase:
     left = prompt - share[PROMPTS].shape[1]
-    right = prompt + answer - left - share["tokens", "full"].shape[1]
+    width = share["tokens", "full"].shape[1]
+    right = prompt + answer - left - width
     share = share.copy()
     share[PROMPTS] = pad(share[PROMPTS], (left, 0))
     for key in (*ANSWERED, *(key for key in EXTRA if key in share.keys(True))):
-        features = (0, 0) * (share[key].dim() - 2)
-        share[key] = pad(share[key], (*features, left, right))
+        if share[key].shape[1] == width:  # a reward without a penalty is one number per answer
+            features = (0, 0) * (share[key].dim() - 2)
+            share[key] = pad(share[key], (*features, left, right))
     return share
