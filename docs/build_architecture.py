@@ -76,6 +76,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                     yield str(argument.value), True
 
 
+@cache
 def edges() -> dict[str, set[str]]:
     """Layer -> the layers it imports."""
     out: dict[str, set[str]] = defaultdict(set)

@@ -92,7 +92,7 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
     out = outcome(actor, reference=LogProbScorer(tiny_model(seed=1), dtype=dtype), **settings)
     assert float(out["ratio_max"]) == pytest.approx(1, abs=1e-3)
     plain = outcome(model, reference=tiny_model(seed=1))
-    assert (out["loss_kl_to_ref"] - plain["loss_kl_to_ref"]).abs() > 1e-3  # and it is that one
+    assert (out["loss_kl_to_ref"] - plain["loss_kl_to_ref"]).abs() > 1e-4  # and it is that one
 
 
 @pytest.mark.parametrize(

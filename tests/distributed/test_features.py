@@ -8,9 +8,14 @@ import torch
 TRAIN = "distributed.cases:train"
 #: One of each kind.
 KINDS = ["DDP(loss)", "loss(DDP)", "fsdp2", "fsdp2, own groups", "fsdp1, flat parameters"]
+FSDP1 = ["fsdp1, flat parameters", "fsdp1, original parameters"]
+_SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("wrap", [*KINDS, "fsdp2(loss)", "fsdp1, original parameters"])
+@pytest.mark.parametrize(
+    "wrap",
+    [*KINDS[1:4], *(pytest.param(wrap, marks=_SLOW) for wrap in ("DDP(loss)", "fsdp2(loss)", *FSDP1))],
+)
 def test_accumulation(pool, wrap):
     """``no_sync``, or ``set_requires_gradient_sync``, for all micro-batches but the last; some are empty."""
     assert max(pool.run(TRAIN, ranks=4, wrap=wrap, micro_batches=3)) < 1e-12
@@ -36,7 +41,7 @@ def test_mixed_precision(pool, by_layer):
         assert found < 1.25 * one
 
 
-@pytest.mark.parametrize("checkpoint", ["transformers", "torch"])
+@pytest.mark.parametrize("checkpoint", ["transformers", pytest.param("torch", marks=_SLOW)])
 @pytest.mark.parametrize("wrap", [*KINDS[:3], "fsdp1, flat parameters"])
 def test_checkpointed_layers(pool, wrap, checkpoint):
     assert max(pool.run(TRAIN, wrap=wrap, checkpoint=checkpoint)) < 1e-12
@@ -103,7 +108,6 @@ def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
     assert max(difference for _, _, difference in found) < 1e-12
 
 
-_SLOW = pytest.mark.slow
 #: Where the memory ends; the other two are between these.
 PLACES = [pytest.param("embedding", marks=_SLOW), "layer", pytest.param("norm", marks=_SLOW), "head"]
 

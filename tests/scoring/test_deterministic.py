@@ -260,17 +260,12 @@ def test_a_model_on_another_device_or_over_ranks_is_refused(monkeypatch: pytest.
         scorer.score([[1, 2, 3]])
 
 
-def _in_pieces(layout: PackLayout, call: int, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+def _in_pieces(layout: PackLayout, past: Any, query: Tensor, *rest: Any) -> Tensor:
     """The normal attention, cut by the places of pieces in the pack; the padding is a piece of its own."""
-    names = ("scaling", "dropout", "sliding_window", "softcap", "s_aux")
     pieces, end = [replace(piece, kept=None) for piece in layout.pieces], layout.pieces[-1].last
     if end < query.shape[2]:
         pieces.append(PackPiece(end, query.shape[2], -1, []))
-    _attention._ACTIVE.layout = replace(layout, pieces=pieces, calls=call, shared={}, attend=None)
-    try:
-        return _attention._attention(nn.Module(), query, key, value, **dict(zip(names, settings, strict=True)))[0]
-    finally:
-        _attention._ACTIVE.layout = layout
+    return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, query, *rest)
 
 
 @pytest.mark.parametrize("broken", ["packs", "attention", "head"])

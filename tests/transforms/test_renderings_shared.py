@@ -32,7 +32,7 @@ def test_each_conversation_is_rendered_once_for_both_models(
     assistant_only: bool,
     renderings: int,
 ) -> None:
-    """Once as it is, and once more to see who spoke where."""
+    """Once as it is, and once more to see who spoke where; more for the first with such turns, which is checked."""
     options = {"tokenizer": tokenizer, "pad_output": False, "input_mode": "history"}
     transform = RetrieveKL(
         make_scoring_wrapper(policy_model, log_probs_key="log_probs", **options),
@@ -41,6 +41,7 @@ def test_each_conversation_is_rendered_once_for_both_models(
         add_to_reward=False,
     )
     data = TensorDict({"history": TensorDict({"full": History.from_chats(CHATS)}, [3])}, [3])
+    transform(data.clone())
     seen = []
     render = jinja2.Template.render
     monkeypatch.setattr(jinja2.Template, "render", lambda self, *a, **k: seen.append(1) or render(self, *a, **k))

@@ -142,8 +142,8 @@ class Plan:
 class Kept:
     """The logits of the first tiles of a forward, of each head, for its backward: as many as a budget in bytes allows."""
 
-    def __init__(self, heads: Sequence[Head], tensors: Iterable[Tensor] = (), budget: int = _KEPT_BYTES) -> None:
-        self._count, self._budget = len(heads), budget
+    def __init__(self, heads: Sequence[Head], tensors: Iterable[Tensor] = ()) -> None:
+        self._count, self._budget = len(heads), _KEPT_BYTES
         self.tensors = list(tensors)  # those of all heads for a tile, then those for the next
 
     def add(self, logits: list[Tensor]) -> None:

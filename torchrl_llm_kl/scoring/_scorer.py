@@ -297,11 +297,6 @@ class LogProbScorer:
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
-        if reference is not None and reference._rounding != self._rounding:
-            raise ValueError(
-                f"the model is scored with {self._rounding} and the reference with {reference._rounding}: their difference "
-                "in rounding would count as KL. Give both the same."
-            )
         if grad and self.deterministic and drops(self.model):
             raise ValueError(
                 f"deterministic=True, but {type(self.model).__name__} drops activations at random: call its eval()."
@@ -312,6 +307,11 @@ class LogProbScorer:
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k, moments and an exact KL need the "
                     "transformers model itself."
                 )
+        if reference is not None and reference._rounding != self._rounding:
+            raise ValueError(
+                f"the model is scored with {self._rounding} and the reference with {reference._rounding}: their difference "
+                "in rounding would count as KL. Give both the same."
+            )
         if grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
             raise ValueError(
                 f"grad=True, but {type(self.model).__name__} is offloaded: its layers leave the device before a backward. It "
