@@ -34,7 +34,7 @@ def score(make: Make, full: ModelSize, settings: Settings) -> Outcome:
     """All compute the log-probs of the responses, without gradient."""
     size = settings.size(full)
     batch, model = make(settings, size.vocab), qwen2(size, device=settings.device, dtype=settings.dtype)
-    trainer, inputs = _trainer(model), _inputs(batch, settings)
+    trainer, inputs = _trainer(copy.deepcopy(model)), _inputs(batch, settings)
     scorer, (sequences, response) = LogProbScorer(model), batch.ragged(settings.device)
     mask = inputs["completion_mask"].bool()
 

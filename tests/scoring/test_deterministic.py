@@ -297,6 +297,34 @@ def test_a_change_of_threads_is_checked_again(monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("config", [{"dropout": 0.3}, {"dropout": 0.0, "layerdrop": 0.5}])
+def test_dropout_without_a_module_with_gradient(config: dict[str, Any]) -> None:
+    """OPT drops by functions, and whole layers."""
+    model = tiny_model("opt", **config)
+    scorer = LogProbScorer(model, deterministic=True)
+    model.train()
+    with pytest.raises(ValueError, match="drops activations at random"):
+        scorer.score([[3, 4, 5]], grad=True)
+    scorer.score([[3, 4, 5]])
+
+
+def test_autocast_around_a_call_is_refused() -> None:
+    scorer = LogProbScorer(tiny_model(), deterministic=True)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
+        scorer.score([[3, 4, 5]])
+
+
+def test_the_default_size_of_a_pack_may_be_named() -> None:
+    model = tiny_model()
+    scorer, reference = (
+        LogProbScorer(model, deterministic=True),
+        LogProbScorer(model, deterministic=True, tokens_per_batch=256),
+    )
+    kl = scorer.evaluate([[3, 4, 5]], reference=reference).kl
+    assert kl is not None
+    assert not kl.values.any()
+
+
 def test_dropout_with_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gpt2", resid_pdrop=0.1)
     scorer = LogProbScorer(model.train(), deterministic=True)
@@ -305,7 +333,7 @@ def test_dropout_with_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         scorer.score([[1, 2, 3]], grad=True)
     attention = tiny_model(attention_dropout=0.1).train()
     scorer = LogProbScorer(attention, deterministic=True)
-    with pytest.raises(ValueError, match=r"attention's dropout is on"):
+    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
         scorer.score([[1, 2, 3]], grad=True)
 
 

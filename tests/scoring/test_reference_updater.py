@@ -246,3 +246,13 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
             ReferenceUpdater(LogProbScorer(policy, adapters=adapters), policy, decay=0.5)
     with pytest.raises(ValueError, match=r"no counterpart of .* of the"):
         ReferenceUpdater(tiny_model("qwen2"), policy, decay=0.5)
+
+
+def test_adapters_with_another_factor_are_refused() -> None:
+    """The same weights times another factor are another model."""
+    peft = pytest.importorskip("peft")
+    own = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(lora_alpha=4, **own))
+    model.add_adapter("ref", peft.LoraConfig(lora_alpha=32, **own))
+    with pytest.raises(ValueError, match=r"'ref' scales its weights by 16\.0, the policy's 'default' by 2\.0"):
+        ReferenceUpdater(LogProbScorer(model, adapters="ref"), model, reset_every=2)

@@ -274,3 +274,22 @@ def test_threads_share_one_cache() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_other_settings_of_the_surroundings_clear_the_cache() -> None:
+    """Autocast around a call, and the factor of an adapter."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(), config).eval()
+    scorer, rows = LogProbScorer(model), Ragged.from_list([torch.arange(3, 30)])
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = scorer.score(rows, remember=True).values
+    wide = scorer.score(rows, remember=True).values
+    assert not torch.equal(narrow, wide)
+    assert_close(wide, scorer.score(rows).values, atol=1e-6, rtol=0)
+    for layer in model.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("default", 5.0)
+    scaled = scorer.score(rows, remember=True).values
+    assert (scaled - wide).abs().max() > 1e-3
+    assert_close(scaled, scorer.score(rows).values, atol=1e-6, rtol=0)

@@ -501,7 +501,12 @@ def _operator_fake(
 def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
     """The gradients of query, key, value and sinks."""
     number, call = where.tolist()
-    layout, task = _LAYOUTS[number], torch._C._current_graph_task_id()
+    layout, task = _LAYOUTS.get(number), torch._C._current_graph_task_id()
+    if layout is None or call not in layout.recorded:
+        raise RuntimeError(
+            "the backward of a compiled model found no record of its forward. If a score runs inside a checkpoint, leave that "
+            "out or pass it use_reentrant=True. If backward ran before, pass retain_graph=True to the first."
+        )
     kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)
     with torch._C._ForceDispatchKeyGuard(*_DISPATCH):

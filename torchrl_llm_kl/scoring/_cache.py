@@ -289,7 +289,12 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     # One synchronisation per device.
     values = tuple(torch.cat(some).cpu().numpy().tobytes() for some in samples.values())
     adapters = tuple(
-        (layer.disable_adapters, tuple(getattr(layer, "active_adapters", ())), getattr(layer, "merged", False))
+        (
+            layer.disable_adapters,
+            tuple(getattr(layer, "active_adapters", ())),
+            getattr(layer, "merged", False),
+            tuple(getattr(layer, "scaling", {}).items()),
+        )
         for layer in adapter_layers(model)
     )
     return where, values, adapters

@@ -66,8 +66,13 @@ def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
 
 
 def drops(model: nn.Module) -> bool:
-    """Whether activations are dropped at random."""
-    return any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules())
+    """Whether activations or layers are dropped at random: by a module, or by a function with a module's probability."""
+    training = [module for module in model.modules() if module.training]
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+        for module in training
+    )
 
 
 # ---------------------------------------------------------------------- packs

@@ -339,7 +339,7 @@ class LogProbScorer:
     @property
     def _rounding(self) -> str:
         """The settings that decide whether scores are invariant."""
-        size = f", tokens_per_batch={self.tokens_per_batch}" if self.deterministic else ""
+        size = f", tokens_per_batch={self.tokens_per_batch or PACK}" if self.deterministic else ""
         return f"deterministic={self.deterministic}{size}"
 
     def _setup(self, default: torch.device, grad: bool) -> Setup:
@@ -350,7 +350,9 @@ class LogProbScorer:
         packed = self.shares_prefixes and not frequency_switches(model)
         device = model_device(model, default)
         route = replace(self._route, packed=packed)
-        setup = Setup(model, route, device, self.temperature, self.adapters, self.dtype, grad, self.deterministic)
+        outer = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        dtype = self.dtype or outer
+        setup = Setup(model, route, device, self.temperature, self.adapters, dtype, grad, self.deterministic)
         if self.deterministic:
             self._prove(setup)
         return setup

@@ -203,6 +203,8 @@ class ReferenceUpdater:
                     f"{name} has dtype {own.dtype}, which cannot follow the policy: keep the reference in bfloat16 or wider."
                 )
             found.append((name, own, new))
+        if self._adapter is not None:
+            self._check_scaling(self._active(), self._adapter)
         if sources:
             raise ValueError(
                 f"the reference has no counterpart of {next(iter(sources))!r} of the policy: build both from one "
@@ -230,6 +232,16 @@ class ReferenceUpdater:
                 f"{', '.join(map(repr, sorted(active))) or 'none'}: activate the one that is trained."
             )
         return active.pop()
+
+    def _check_scaling(self, active: str, adapter: str) -> None:
+        """Raise a ValueError if equal weights of two adapters would not compute the same."""
+        for layer in adapter_layers(self._policy):
+            factors = getattr(layer, "scaling", {})
+            if factors.get(active) != factors.get(adapter):
+                raise ValueError(
+                    f"the adapter {adapter!r} scales its weights by {factors.get(adapter)}, the policy's {active!r} by "
+                    f"{factors.get(active)}: give both the same lora_alpha, r and use_rslora."
+                )
 
     def _check(self, adapter: bool | str) -> None:
         if adapter is False:
