@@ -54,7 +54,7 @@ def compile_last_layer(model: Any, backend: str) -> None:
     model.get_decoder().layers[-1].compile(backend=backend)
 
 
-WAYS = [compile_layers, replace_layers, compile_body, replace_body, compile_last_layer]
+OTHER_WAYS = [replace_layers, replace_body, compile_last_layer]
 
 
 def pair(
@@ -98,7 +98,9 @@ def assert_one_graph_each(plain: Any, compiled: Any, number: int = 1, **settings
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [compile_layers, compile_body, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHER_WAYS)]
+)
 def test_one_graph_for_all_packs(way: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*LogProbScorer")
@@ -128,7 +130,7 @@ def test_packs_are_shared() -> None:
     assert sum(each.numel() for each in seen) == SHARED
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("first", "then"),
     [(compile_layers, wrap), (enable, compile_layers), (wrap, compile_body)],
