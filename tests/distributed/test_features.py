@@ -60,7 +60,11 @@ def test_clipped_gradient(pool, wrap):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "first"), [("loss(DDP)", 0), ("fsdp2", 25), ("fsdp2, own groups", 50), ("fsdp1, flat parameters", 75)]
+    ("wrap", "first"),
+    [
+        ("fsdp2", 25),
+        *(pytest.param(*case, marks=_SLOW) for case in (("loss(DDP)", 0), ("fsdp2, own groups", 50), (KINDS[-1], 75))),
+    ],
 )
 def test_random_splits(pool, wrap, first):
     """Each row on a random rank: a hundred splits in all, some with an empty rank."""
@@ -108,8 +112,8 @@ def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
     assert max(difference for _, _, difference in found) < 1e-12
 
 
-#: Where the memory ends; the other two are between these.
-PLACES = [pytest.param("embedding", marks=_SLOW), "layer", pytest.param("norm", marks=_SLOW), "head"]
+#: Where the memory ends.
+PLACES = ["layer", *(pytest.param(place, marks=_SLOW) for place in ("embedding", "norm", "head"))]
 
 
 @pytest.mark.parametrize("where", PLACES)
