@@ -18,6 +18,7 @@ from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _sco
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Scores, read
 from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._engine import TransformersEngine
 from torchrl_llm_kl.service._wire import Request, Settings
 from toy_models import VOCAB_SIZE, tiny_model
 
@@ -427,7 +428,7 @@ def test_settings_reach_every_scorer() -> None:
 
 
 def test_a_service_scores_requests_that_arrive_together_with_the_same_bits(model: nn.Module) -> None:
-    core = ScoringCore(model)
+    core = ScoringCore(TransformersEngine(model))
     rows = rows_of(150, 20, 90)
 
     def request(row: Tensor) -> Request:

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchrl_llm_kl.service import WeightVersionError
 from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._engine import TransformersEngine
 from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
 
 
@@ -25,21 +26,21 @@ def test_weights_in_every_form() -> None:
     inner = model(seed=3)
     expected = inner.state_dict()
     wrapper = Wrapper(inner)
-    core = ScoringCore(model())
+    core = ScoringCore(TransformersEngine(model()))
     for version, weights in enumerate(
         [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected], start=1
     ):
         core.update_weights({name: torch.zeros_like(value) for name, value in expected.items()}, version)
         core.update_weights(state_dict_of(weights), version)
-        found = core.model.state_dict()
+        found = core.engine.model.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping"):
         state_dict_of([1])
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:
-    core = ScoringCore(model())
-    before = {name: value.clone() for name, value in core.model.state_dict().items()}
+    core = ScoringCore(TransformersEngine(model()))
+    before = {name: value.clone() for name, value in core.engine.model.state_dict().items()}
     good = {name: value + 1 for name, value in before.items()}
     name = "lm_head.weight"
     bad = {
@@ -57,14 +58,14 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(WeightVersionError, match="version 2 of the weights was pushed after version 3"):
         core.update_weights(good, 2)
     assert core.version == 3
-    assert all(torch.equal(core.model.state_dict()[key], value) for key, value in before.items())
+    assert all(torch.equal(core.engine.model.state_dict()[key], value) for key, value in before.items())
 
 
 def test_nan_scores_fail_only_their_request() -> None:
     made = model()
     with torch.no_grad():
         made.model.embed_tokens.weight[13] = torch.nan
-    core = ScoringCore(made)
+    core = ScoringCore(TransformersEngine(made))
 
     def request(*tokens: int) -> Request:
         return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, Settings(), version=None, caller="")

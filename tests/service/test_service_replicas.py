@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import ray
 
-from torchrl_llm_kl.service._replicas import Router, _lost_arguments, _was_shut_down, failures
+from torchrl_llm_kl.service._replicas import _lost_arguments, _was_shut_down, failures
+from torchrl_llm_kl.service._router import Router
 
 
 def rows(count: int, *, prefix: int = 0, length: int = 40, seed: int = 0) -> list[np.ndarray]:

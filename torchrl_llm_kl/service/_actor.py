@@ -19,6 +19,7 @@ import ray
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._engine import engine_of
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, WeightVersionError, portable
 from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
@@ -48,8 +49,8 @@ class ScoringActor:
         self._lost: Exception | None = None  # why the model lacks the required weights
         try:  # a dead actor could not report the error to the client
             assert spec.make_model is not None
-            core = {key: spec.settings[key] for key in ("tokens_per_batch", "memory")}
-            self._core = ScoringCore(spec.make_model(), **core)
+            made = {key: spec.settings[key] for key in ("tokens_per_batch", "memory")}
+            self._core = ScoringCore(engine_of(spec.make_model(), **made))
         except Exception as error:
             self._failure = portable(error)
         except BaseException as error:
@@ -99,7 +100,7 @@ class ScoringActor:
 
     def _record(self, record: BatchRecord) -> None:
         self._stats.add(record)
-        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.cached_tokens()[1])
+        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
 
     def _check_model(self) -> None:
         if self._failure is not None:
@@ -109,7 +110,7 @@ class ScoringActor:
 
     async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
         """The error if the weights do not fit, else None; changes nothing."""
-        return await self._call_core(lambda: self._core.check_weights(weights))
+        return await self._call_core(lambda: self._core.engine.check_weights(weights))
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
         """Copy weights into the model between two batches; returns the error if they do not fit, else None."""
@@ -182,12 +183,12 @@ class ScoringActor:
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
         self._check_model()
-        return ModelInterface.of(self._core.model), hasattr(self._core.model, "input_mode")
+        return self._core.engine.interface()
 
     async def stats(self) -> dict[str, Any]:
         """Counters, queue length, version of the weights, clients."""
         self._check_model()
-        seen, recalled = self._core.cached_tokens()
+        seen, recalled = self._core.engine.cached_tokens()
         return {
             "name": self._name,
             "pid": os.getpid(),

@@ -17,7 +17,8 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
-from torchrl_llm_kl.service._replicas import Patience, Replicas, Router, client_name, failures
+from torchrl_llm_kl.service._replicas import Patience, Replicas, client_name, failures
+from torchrl_llm_kl.service._router import Router
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
