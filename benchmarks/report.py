@@ -59,6 +59,11 @@ def markdown(run: Run) -> str:
             [f"**{r.name}**", r.title, *map(_measured, r.outcome.others.values()), *_figures(r)] for r in beside_trl
         ]
         parts.append(_table(["", "work", *others, "TRL", *header], rows))
+    alone = [r for r in run.results if r.peer not in ("torchrl", "TRL")]
+    if alone:
+        parts.append("## Beside a plain forward, and beside itself\n")
+        rows = [[f"**{r.name}**", r.title, r.peer, *_figures(r)] for r in alone]
+        parts.append(_table(["", "work", "compared with", "that", *header], rows))
     parts.append("## Targets\n")
     goals = [[f"**{r.name}**", g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for r in run.results for g in r.goals]
     parts.append(_table(["", "figure", "found", "target", ""], goals))

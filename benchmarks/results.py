@@ -44,31 +44,6 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The measurements of a workload.
-
-    Args:
-        work: its size in words.
-        theirs: measured for the peer.
-        ours: measured for this library.
-        difference: the largest between the numbers of the two; None if the workload computes none.
-        roofline: of this library.
-        turns: of a conversation.
-        notes: remarks for the reader.
-        others: measured for further contenders that do the same work.
-    """
-
-    work: str
-    theirs: Measured
-    ours: Measured
-    difference: float | None = None
-    roofline: Roofline | None = None
-    turns: Turns | None = None
-    notes: tuple[str, ...] = ()
-    others: dict[str, Measured] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Goal:
     """A figure and its target; ``short`` is its name where space is limited."""
 
@@ -82,6 +57,33 @@ class Goal:
     def met(self) -> bool:
         """Whether the target is reached."""
         return self.found >= self.target if self.at_least else self.found <= self.target
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The measurements of a workload.
+
+    Args:
+        work: its size in words.
+        theirs: measured for the peer.
+        ours: measured for this library.
+        difference: the largest between the numbers of the two; None if the workload computes none.
+        roofline: of this library.
+        turns: of a conversation.
+        notes: remarks for the reader.
+        others: measured for further contenders that do the same work.
+        further: figures of this library alone, with their targets; on a CPU.
+    """
+
+    work: str
+    theirs: Measured
+    ours: Measured
+    difference: float | None = None
+    roofline: Roofline | None = None
+    turns: Turns | None = None
+    notes: tuple[str, ...] = ()
+    others: dict[str, Measured] = field(default_factory=dict)
+    further: tuple[Goal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Result:
     def goals(self) -> list[Goal]:
         """The figures that have a target."""
         targets, roofline, turns = self.targets, self.outcome.roofline, self.outcome.turns
-        goals = []
+        goals = list(self.outcome.further)
         if targets.faster is not None:
             goals.append(Goal("times faster", "faster", self.faster, targets.faster))
         if targets.smaller is not None and self.smaller is not None:
@@ -170,6 +172,7 @@ def _result(data: dict[str, Any]) -> Result:
             turns=outcome["turns"] and Turns(**outcome["turns"]),
             notes=tuple(outcome["notes"]),
             others={name: Measured(**other) for name, other in outcome.get("others", {}).items()},
+            further=tuple(Goal(**goal) for goal in outcome.get("further", ())),
         ),
         data.get("peer", "torchrl"),
     )

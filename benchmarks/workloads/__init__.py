@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.workloads import (
+    alone,
     checkpoint,
     conversation,
     imports,
@@ -18,6 +19,6 @@ __all__ = ["WORKLOADS", "Settings", "Workload"]
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
-    for module in (retrieve_kl, conversation, loss, policy_loss, checkpoint, kl_computation, imports, trl)
+    for module in (retrieve_kl, conversation, loss, policy_loss, checkpoint, kl_computation, imports, alone, trl)
     for workload in module.WORKLOADS
 }
