@@ -78,9 +78,20 @@ def needed_multiply_adds(sequences: Sequence[Sequence[int]], scored: Sequence[Se
         shape: widths of the model.
     """
     depths, heads = _distinct_prefixes(sequences, scored)
+    return _multiply_adds(len(depths), sum(depths), heads, shape)
+
+
+def padded_multiply_adds(rows: int, width: int, scored: int, shape: BodyShape) -> int:
+    """Multiply-adds of a padded forward of ``rows`` of ``width`` tokens, with the head at ``scored`` positions.
+
+    Under a mask of the padding every token attends to all of its row.
+    """
+    return _multiply_adds(rows * width, rows * width * width, scored, shape)
+
+
+def _multiply_adds(tokens: int, attended: int, heads: int, shape: BodyShape) -> int:
     linear = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
-    body = shape.layers * (len(depths) * linear + sum(depths) * 2 * shape.queries)
-    return body + heads * shape.hidden * shape.vocab
+    return shape.layers * (tokens * linear + attended * 2 * shape.queries) + heads * shape.hidden * shape.vocab
 
 
 def _distinct_prefixes(sequences: Sequence[Sequence[int]], scored: Sequence[Sequence[bool]]) -> tuple[list[int], int]:

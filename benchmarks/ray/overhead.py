@@ -57,14 +57,17 @@ class _Bare:
         return found
 
 
-class _NoMemory:
+class NoMemory:
     """Measures time only: reading the memory would distort such short calls."""
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """Nothing to start."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Nothing to wait for."""
 
     def peak_mib(self) -> float | None:
+        """Not measured."""
         return None
 
 
@@ -83,7 +86,7 @@ def overhead(model: Any, size: ModelSize, length: int, *, repeats: int) -> Overh
         "bare": Contender(lambda _: ray.get(bare.score.remote(tokens, lengths))),
         "remote": Contender(lambda _: remote.score(sequences)),
     }
-    times = alternate(contenders, _NoMemory(), repeats=repeats, warm_up=5)
+    times = alternate(contenders, NoMemory(), repeats=repeats, warm_up=5)
     stages = _stages(lambda: remote.score(sequences), lambda: model.call(0, "stats"), repeats=repeats)
     ray.kill(bare)
     return Overhead(length, times["local"].seconds, times["remote"].seconds, stages, times["bare"].seconds)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("rich")
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.roofline import BodyShape, Roofline, needed_multiply_adds
+from benchmarks.roofline import BodyShape, Roofline, needed_multiply_adds, padded_multiply_adds
 
 # Every width another, so that none can stand for its neighbour. A token takes in one layer 2 x (2x3 + 2x5) for queries,
 # output and keys, values, and 3 x 2x7 in the MLP: 74.
@@ -74,3 +74,8 @@ def test_shape_of_a_configuration():
 def test_fraction():
     """500 multiply-adds are 1,000 operations: 10 s at 100 a second, half of the 20 s that it took."""
     assert Roofline(multiply_adds=500, product_flops=100.0, seconds=20.0).fraction == 0.5
+
+
+def test_padded_multiply_adds() -> None:
+    # Two rows of 3 tokens, each attending to 3; 4 positions in the head.
+    assert padded_multiply_adds(2, 3, 4, SHAPE) == 6 * TOKEN + attention(*[3] * 6) + 4 * HEAD
