@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_BLOCK = 2**18  # logits, 1 MiB in float32
+
 
 class Truncation(NamedTuple):
     """What a sampler leaves of a distribution: first top-k, then top-p, then min-p, each of what the one before left.
@@ -56,9 +58,18 @@ class Support:
         if self.kept is not None:
             logits.masked_fill_(~_recorded(self.kept, logits, rows, cols), -math.inf)
             return
-        if self.find:
-            self.floor[rows] = floor_of(logits, self.truncation)
-        logits.masked_fill_(logits < self.floor[rows].unsqueeze(-1), -math.inf)
+        for block in _blocks(logits):
+            part, floor = logits[block], self.floor[rows][block]
+            if self.find:
+                floor.copy_(floor_of(part, self.truncation))
+            part.masked_fill_(part < floor.unsqueeze(-1), -math.inf)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Rows that a CPU's cache holds, since they are read several times."""
+    rows, vocab = logits.shape
+    step = max(1, _BLOCK // vocab) if logits.device.type == "cpu" else max(rows, 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def support_of(plan: Any, kept: Kept | None, floor: Tensor, *, find: bool) -> Support | None:
@@ -84,48 +95,45 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
     Between them, so that logits that another sweep computes with other rounding fall on the same side.
     """
     top_k, top_p, min_p = truncation
-    vocab = logits.shape[1]
     floor = logits.new_full(logits.shape[:1], -math.inf)
-    if 0 < top_k < vocab:
+    left = logits  # by the steps so far
+    if 0 < top_k < logits.shape[1]:
         best = logits.topk(top_k + 1, -1).values
         floor = _between(best[:, -2], best[:, -1])
+        tied = bool((best[:, -2] == best[:, -1]).any())  # top-k leaves all that are equal to its last
+        left = logits.masked_fill(logits < floor.unsqueeze(-1), -math.inf) if tied else best[:, :-1]
     if top_p < 1:
-        floor = torch.maximum(floor, _nucleus_floor(logits, floor, top_p))
+        floor = torch.maximum(floor, _nucleus_floor(left, top_p))
     if min_p > 0:
-        least = logits.amax(-1) + math.log(min_p)
-        kept = logits >= least.unsqueeze(-1)
-        lowest, highest = logits.masked_fill(~kept, math.inf).amin(-1), logits.masked_fill(kept, -math.inf).amax(-1)
-        floor = torch.maximum(floor, _between(lowest, highest))
+        floor = torch.maximum(floor, logits.amax(-1) + math.log(min_p))
     return floor
 
 
-def _nucleus_floor(logits: Tensor, floor: Tensor, top_p: float) -> Tensor:
-    """The floor of top-p among the logits of at least ``floor``."""
-    top = logits.amax(-1, keepdim=True)
-    weights = (logits - top).exp_().masked_fill_(logits < floor.unsqueeze(-1), 0.0)
-    total = weights.sum(-1)
+def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
+    """The floor of top-p alone; ``[n]``."""
+    probs = logits.softmax(-1)
     # Tokens less probable than this add up to less than 1 - p, whatever their number: top-p keeps none of them.
-    least = (1 - top_p) / logits.shape[1] * total
-    row, token = (weights > least.unsqueeze(-1)).nonzero(as_tuple=True)
-    values = logits[row, token]
-    # By row, then from the largest: a stable sort by value, then one by row.
+    least = (1 - top_p) / logits.shape[1]
+    row, token = (probs > least).nonzero(as_tuple=True)
+    values, probs = logits[row, token], probs[row, token]
+    # By row, then from the largest: a sort by value, then a stable one by row.
     order = values.argsort(descending=True)
     order = order[row[order].argsort(stable=True)]
-    row, values = row[order], values[order]
-    counts = torch.bincount(row, minlength=len(top))
-    width = int(counts.max())
+    row, values, probs = row[order], values[order], probs[order]
+    counts = torch.bincount(row, minlength=len(logits))
     place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    ordered = logits.new_full((len(top), width + 1), -math.inf)
-    ordered[row, place] = values
-    share = (ordered - top).exp_().cumsum(-1) / total.unsqueeze(-1)
-    # A token stays while those before it have less than p; rounding must not drop the first.
-    last = torch.minimum((share < top_p).sum(-1), counts - 1)
+    shape = len(logits), int(counts.max()) + 1
+    ordered, share = logits.new_full(shape, -math.inf), logits.new_zeros(shape)
+    ordered[row, place], share[row, place] = values, probs
+    # A token stays while those before it have less than p; rounding must not add one.
+    last = torch.minimum((share.cumsum(-1) < top_p).sum(-1), counts - 1)
     lowest, highest = (ordered.gather(1, at.unsqueeze(1)).squeeze(1) for at in (last, last + 1))
     # Without another candidate the largest that is left out is below what makes one.
-    return _between(lowest, torch.where(last + 1 < counts, highest, least.log() + top.squeeze(1)))
+    border = logits.logsumexp(-1) + math.log(least)
+    return _between(lowest, torch.where(last + 1 < counts, highest, border))
 
 
 def _between(kept: Tensor, left_out: Tensor) -> Tensor:
-    """The middle of both; ``kept`` where they are equal, or where nothing is left out."""
+    """The middle of both; ``kept`` where they are equal, below it where nothing is left out."""
     middle = kept + 0.5 * (left_out - kept)
     return torch.where(left_out.isneginf(), kept - 1.0, middle)
