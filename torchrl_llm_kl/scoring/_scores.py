@@ -34,6 +34,7 @@ class Scores(NamedTuple):
         tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
         collision: ``sum p ** 2`` over the vocabulary, the probability that two draws are the same token; ``[N]``.
         discriminator: ``sum p ** 2 (H + log p)``, the mean entropy discriminator ``p (H + log p)`` of a draw; ``[N]``.
+        version: of a service's weights; None for a model in this process.
     """
 
     log_prob: Ragged
@@ -45,6 +46,7 @@ class Scores(NamedTuple):
     tail_log_prob: Ragged | None = None
     collision: Ragged | None = None
     discriminator: Ragged | None = None
+    version: int | None = None
 
     @classmethod
     def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:
@@ -62,7 +64,8 @@ class Scores(NamedTuple):
                 out = out.index_copy(0, elements.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
-        return cls(place(log_prob), **{name: place(x) for name, x in others.items() if x is not None})
+        placed: dict[str, Any] = {name: place(x) for name, x in others.items() if x is not None}
+        return cls(place(log_prob), **placed)
 
 
 @dataclass(frozen=True)

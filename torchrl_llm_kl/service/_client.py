@@ -121,6 +121,19 @@ class RemoteModel:
         )
         return RemoteScorer(self, settings)
 
+    def fingerprint(self) -> tuple[int, str] | None:
+        """Version and fingerprint of the weights that a replica holds; None if calls require others.
+
+        See :func:`~torchrl_llm_kl.scoring.fingerprint_of`. The replica reads all weights at the first call, and at the first
+        one after each push.
+        """
+        found = self.call(self.replicas.choose(range(self.spec.num_replicas)), "fingerprint")
+        if isinstance(found, Exception):
+            raise found
+        version: int = found[0]
+        old = version < self.replicas.newest or self._version not in (None, version)
+        return None if old else (version, str(found[1]))
+
     @property
     def retries(self) -> int:
         """Number of calls through this object that were retried after their replica failed."""
@@ -227,7 +240,8 @@ class RemoteScorer:
                 name: torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
                 for name, arrays in columns.items()
             }
-            return Scores.spread(tokens, elements, **joined)
+            version = replies[0].version if replies else None
+            return Scores.spread(tokens, elements, **joined)._replace(version=version)
 
         return finish
 
