@@ -292,7 +292,7 @@ def test_a_file_that_is_damaged_while_it_is_open(tmp_path: Path) -> None:
     damaged(tmp_path, lambda data: data[: len(data) // 2])
     with pytest.warns(UserWarning, match="is damaged"):
         assert not has(store, 1)
-        assert not has(store, 2)
+    assert not has(store, 2)
 
 
 def test_a_file_that_vanishes_is_a_miss(tmp_path: Path) -> None:

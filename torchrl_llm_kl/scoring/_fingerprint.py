@@ -163,7 +163,7 @@ def _lasting(value: Any) -> Any:
     """Without the entries that say where a model came from and how it is run."""
     if not isinstance(value, dict):
         return value
-    drop = ("transformers_version", "dtype", "torch_dtype", "use_cache")
+    drop = ("architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
     return {str(key): _lasting(item) for key, item in value.items() if str(key)[0] != "_" and key not in drop}
 
 
