@@ -1,11 +1,11 @@
 """The log-prob engine: token ids in, per-token log-probs out, with or without gradient."""
 
 from torchrl_llm_kl.scoring._critic import TokenCritic
-from torchrl_llm_kl.scoring._fingerprint import WeightWatch as WeightWatch, fingerprint_of
+from torchrl_llm_kl.scoring._fingerprint import fingerprint_of
 from torchrl_llm_kl.scoring._model import evaluating as evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._reference import prepare_reference
-from torchrl_llm_kl.scoring._remembered import RememberedModel, RememberedScorer
+from torchrl_llm_kl.scoring._remembered import RememberedModel
 from torchrl_llm_kl.scoring._request import (
     Sequences as Sequences,
     TokenMask as TokenMask,
@@ -27,7 +27,6 @@ __all__ = [
     "LogProbScorer",
     "ReferenceUpdater",
     "RememberedModel",
-    "RememberedScorer",
     "ScoreStore",
     "Scores",
     "TokenCritic",
