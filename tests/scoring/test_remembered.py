@@ -334,6 +334,19 @@ def test_nan_is_never_stored(tmp_path: Path) -> None:
     assert scorer.model.store.num_bytes == 0
 
 
+@pytest.mark.parametrize("stated", [None, "step 100"])
+def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | None) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        reference = RememberedModel(nn.parallel.DistributedDataParallel(tiny_model()), tmp_path, fingerprint=stated)
+        with pytest.raises(ValueError, match="wrapped or sharded over ranks, which would wait for one"):
+            reference.make_scorer().score(SEQUENCES)
+        with pytest.raises(ValueError, match="take the fingerprint of the model before"):
+            fingerprint_of(reference.model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_gradients_and_other_scores_come_from_the_model(tmp_path: Path) -> None:
     model = tiny_model()
     scorer = RememberedModel(model, tmp_path).make_scorer()

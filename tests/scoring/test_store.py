@@ -322,7 +322,9 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
 
 def _work(folder: str, seed: int, rounds: int) -> None:
     """Write and read random sequences, also those of others; an AssertionError for a wrong score."""
-    store = ScoreStore(folder, max_bytes=60_000, shard_bytes=3000)
+    from filelock import FileLock
+
+    store = ScoreStore(folder, max_bytes=20_000, shard_bytes=3000)
     rng, hits = np.random.default_rng(seed), 0
     for _ in range(rounds):
         number = int(rng.integers(200))
@@ -330,7 +332,8 @@ def _work(folder: str, seed: int, rounds: int) -> None:
             hits += 1
         else:
             put(store, number)
-        assert store.num_bytes <= 60_000
+        with FileLock(Path(folder) / "lock"):
+            assert store.num_bytes <= 20_000
     store.flush()
     assert hits > rounds // 10
 
@@ -360,7 +363,7 @@ def test_four_processes_write_and_read_at_once(tmp_path: Path) -> None:
     reader = ScoreStore(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sum(has(reader, number) for number in range(200)) > 100
+        assert sum(has(reader, number) for number in range(200)) > 50
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -50,7 +50,7 @@ def fingerprint_of(model: Any) -> str:
     module = module_of(model)
     if is_on_meta(module):
         raise ValueError(f"{type(module).__name__} has weights on the meta device: load them first.")
-    if Ranks([module]).groups:
+    if Ranks([model, module]).groups:
         raise ValueError(
             f"{type(module).__name__} is wrapped or sharded over ranks, each of which holds a part: take the fingerprint of "
             "the model before, or serve it from one process."
