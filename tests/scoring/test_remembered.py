@@ -23,6 +23,7 @@ from torchrl_llm_kl.scoring import (
     RememberedModel,
     Scores,
     ScoreStore,
+    VersionedScores,
     fingerprint_of,
     prepare_reference,
 )
@@ -384,7 +385,9 @@ class Service:
             self.version |= self.push_before_reply
             version = self.version
             self.version |= self.push_after_reply
-            return LogProbScorer(self.models[version]).evaluate(tokens, mask, **options)._replace(version=version)
+            found = VersionedScores(*LogProbScorer(self.models[version]).evaluate(tokens, mask, **options))
+            found.version = version
+            return found
 
         return finish
 

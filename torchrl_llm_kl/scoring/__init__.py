@@ -12,7 +12,7 @@ from torchrl_llm_kl.scoring._request import (
     read_sequences as read_sequences,
 )
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
-from torchrl_llm_kl.scoring._scores import Scores
+from torchrl_llm_kl.scoring._scores import Scores, VersionedScores as VersionedScores
 from torchrl_llm_kl.scoring._store import ScoreStore
 from torchrl_llm_kl.scoring._updater import ReferenceUpdater
 from torchrl_llm_kl.scoring._wrapper import (

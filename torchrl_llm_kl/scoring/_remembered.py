@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
-from torchrl_llm_kl.scoring._scores import Scores
+from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
 from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
@@ -216,7 +216,9 @@ class RememberedScorer:
             except ValueError:  # it names a sequence among those that were sent: let it name the caller's
                 found = inner.evaluate(tokens, mask, **options)
                 return found
-            if version is not None and found.version != version:  # other weights were pushed meanwhile
+            if (
+                version is not None and getattr(found, "version", None) != version
+            ):  # other weights were pushed meanwhile
                 found = inner.evaluate(tokens, mask, **options)
                 return found
             lookup.take(found)
@@ -297,4 +299,6 @@ class _Lookup:
         """All scores, in the layout of ``tokens``."""
         elements = self._request.mask.nonzero().squeeze(-1)
         columns: dict[str, Any] = {name: torch.from_numpy(x[self._mask]) for name, x in self._values.items()}
-        return Scores.spread(tokens, elements, **columns)._replace(version=version)
+        found = cast(VersionedScores, VersionedScores.spread(tokens, elements, **columns))
+        found.version = version
+        return found

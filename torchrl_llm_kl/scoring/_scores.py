@@ -34,7 +34,6 @@ class Scores(NamedTuple):
         tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
         collision: ``sum p ** 2`` over the vocabulary, the probability that two draws are the same token; ``[N]``.
         discriminator: ``sum p ** 2 (H + log p)``, the mean entropy discriminator ``p (H + log p)`` of a draw; ``[N]``.
-        version: of a service's weights; None for a model in this process.
     """
 
     log_prob: Ragged
@@ -46,7 +45,6 @@ class Scores(NamedTuple):
     tail_log_prob: Ragged | None = None
     collision: Ragged | None = None
     discriminator: Ragged | None = None
-    version: int | None = None
 
     @classmethod
     def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:
@@ -66,6 +64,16 @@ class Scores(NamedTuple):
 
         placed: dict[str, Any] = {name: place(x) for name, x in others.items() if x is not None}
         return cls(place(log_prob), **placed)
+
+
+class VersionedScores(Scores):
+    """Scores with the version of the weights of a service.
+
+    Attributes:
+        version: None for a model in this process.
+    """
+
+    version: int | None = None
 
 
 @dataclass(frozen=True)

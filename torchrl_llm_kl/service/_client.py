@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, VersionedScores, read_sequences
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Patience, Replicas, client_name, failures
@@ -240,8 +240,9 @@ class RemoteScorer:
                 name: torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
                 for name, arrays in columns.items()
             }
-            version = replies[0].version if replies else None
-            return Scores.spread(tokens, elements, **joined)._replace(version=version)
+            found = cast(VersionedScores, VersionedScores.spread(tokens, elements, **joined))
+            found.version = replies[0].version if replies else None
+            return found
 
         return finish
 
