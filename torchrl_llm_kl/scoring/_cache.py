@@ -288,7 +288,12 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
         samples.setdefault(tensor.device, []).append(some)
     # One synchronisation per device.
     values = tuple(torch.cat(some).cpu().numpy().tobytes() for some in samples.values())
-    adapters = tuple(
+    return where, values, adapter_state(model)
+
+
+def adapter_state(model: nn.Module) -> tuple[Any, ...]:
+    """Which PEFT adapters are active in each layer, and their factors."""
+    return tuple(
         (
             layer.disable_adapters,
             tuple(getattr(layer, "active_adapters", ())),
@@ -297,4 +302,3 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
         )
         for layer in adapter_layers(model)
     )
-    return where, values, adapters

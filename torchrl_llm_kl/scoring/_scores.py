@@ -62,7 +62,18 @@ class Scores(NamedTuple):
                 out = out.index_copy(0, elements.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
-        return cls(place(log_prob), **{name: place(x) for name, x in others.items() if x is not None})
+        placed: dict[str, Any] = {name: place(x) for name, x in others.items() if x is not None}
+        return cls(place(log_prob), **placed)
+
+
+class VersionedScores(Scores):
+    """Scores with the version of the weights of a service.
+
+    Attributes:
+        version: None for a model in this process.
+    """
+
+    version: int | None = None
 
 
 @dataclass(frozen=True)

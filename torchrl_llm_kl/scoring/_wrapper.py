@@ -38,7 +38,7 @@ def log_probs_only(model: Any) -> bool:
 def check_distributions(*models: Any, what: str = "an exact KL") -> None:
     """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
     for model in filter(log_probs_only, models):
-        place = "of another backend" if is_wrapper(model) else "behind a service"
+        place = "of another backend" if is_wrapper(model) else getattr(model, "place", "behind a service")
         raise ValueError(
             f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: pass the "
             "transformers model in this process, or use an estimator of log-probs: 'k2' in a loss (kl_loss=), 'k1' in a reward."

@@ -174,6 +174,18 @@ class ScoringActor:
             if version <= self._core.version and not arrived.done():
                 arrived.set_result(None)
 
+    async def fingerprint(self) -> tuple[int, str] | Exception:
+        """Version and fingerprint of the weights, or the error; reads all weights once after each update."""
+        try:
+            self._check_model()
+            if self._lost is not None:
+                return self._lost
+            while (found := self._core.fingerprint) is None:
+                await self._batcher.in_thread(self._core.read_fingerprint)
+            return found
+        except Exception as error:
+            return portable(error)
+
     # ------------------------------------------------------------------ state
 
     async def describe(self) -> tuple[Exception | None, dict[str, Any]]:

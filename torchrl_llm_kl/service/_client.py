@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, VersionedScores, read_sequences
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Patience, Replicas, client_name, failures
@@ -120,6 +120,19 @@ class RemoteModel:
             deterministic=deterministic,
         )
         return RemoteScorer(self, settings)
+
+    def fingerprint(self) -> tuple[int, str] | None:
+        """Version and fingerprint of the weights that a replica holds; None if calls require others.
+
+        See :func:`~torchrl_llm_kl.scoring.fingerprint_of`. The replica reads all weights at the first call, and at the first
+        one after each push.
+        """
+        found = self.call(self.replicas.choose(range(self.spec.num_replicas)), "fingerprint")
+        if isinstance(found, Exception):
+            raise found
+        version: int = found[0]
+        old = version < self.replicas.newest or self._version not in (None, version)
+        return None if old else (version, str(found[1]))
 
     @property
     def retries(self) -> int:
@@ -227,7 +240,9 @@ class RemoteScorer:
                 name: torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
                 for name, arrays in columns.items()
             }
-            return Scores.spread(tokens, elements, **joined)
+            found = cast(VersionedScores, VersionedScores.spread(tokens, elements, **joined))
+            found.version = replies[0].version if replies else None
+            return found
 
         return finish
 

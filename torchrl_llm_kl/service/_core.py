@@ -19,10 +19,12 @@ class ScoringCore:
 
     Attributes:
         version: of the engine's weights; 0 before the first update.
+        updates: number of updates so far.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.version = engine, 0
+        self.engine, self.version, self.updates = engine, 0, 0
+        self._fingerprint = (-1, "")  # after how many updates
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
@@ -68,8 +70,27 @@ class ScoringCore:
             raise WeightVersionError(
                 f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
+        self.updates += 1
         self.engine.update_weights(weights)
         self.version = int(version)
+
+    @property
+    def fingerprint(self) -> tuple[int, str] | None:
+        """Version and fingerprint of the weights; None until :meth:`read_fingerprint` after each update."""
+        updates, found = self._fingerprint
+        return (self.version, found) if updates == self.updates else None
+
+    def read_fingerprint(self) -> None:
+        """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""
+        if self.fingerprint is not None:
+            return
+        read = getattr(self.engine, "fingerprint", None)
+        if read is None:
+            raise TypeError(
+                f"{type(self.engine).__name__} reports no fingerprint of its weights: state it, RememberedModel(model, store, "
+                "fingerprint=), as a text that changes with them."
+            )
+        self._fingerprint = (self.updates, read())
 
 
 def _masked_in(values: Tensor, mask: Tensor) -> np.ndarray:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores, fingerprint_of
 from torchrl_llm_kl.service._wire import Settings, state_dict_of
 
 
@@ -135,6 +135,10 @@ class TransformersEngine:
                 own[name].copy_(value)
         for scorer in self._scorers.values():
             scorer.forget()
+
+    def fingerprint(self) -> str:
+        """A digest of all weights; see :func:`~torchrl_llm_kl.scoring.fingerprint_of`."""
+        return fingerprint_of(self.model)
 
     def _module(self) -> nn.Module:
         inner = next(iter(self._scorers.values())).model
