@@ -37,6 +37,7 @@ FIXED = {
     "old": False,  # vLLM before `return_token_ids`
     "max_logprobs": 20,
     "key": None,
+    "odd": False,  # JSON of another form
 }
 
 
@@ -231,7 +232,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(400, {"error": {"message": str(error)}})
         except FileNotFoundError as error:
             return self.reply(404, {"error": {"message": str(error)}})
-        self.reply(200, answer)
+        self.reply(200, {"detail": "ok"} if toy.switches["odd"] else answer)
 
     def reply(self, status: int, content: Any, data: bytes = b"") -> None:
         data = data or json.dumps(content).encode()

@@ -16,8 +16,11 @@ from load import assert_same, callers, sequences, until
 
 from distributed.pool import RankPool
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.service import GangEngine, ScoringService
+from torchrl_llm_kl.service import EngineLost, GangEngine, ScoringService
+from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service._engine import TransformersEngine
 from torchrl_llm_kl.service._gang import split
+from torchrl_llm_kl.service._wire import Request, Settings
 
 CPUS = {"num_cpus": 0.1}
 
@@ -89,6 +92,22 @@ def test_sequences_are_split_by_tokens() -> None:
     assert [*one.mask, *other.mask] == mask.tolist()
     alone = split(Ragged.from_list([torch.tensor([7, 8])]), torch.tensor([False, True]), 3)
     assert [None if share is None else share.tokens.tolist() for share in alone] == [None, [7, 8], None]
+
+
+def test_a_lost_engine_is_no_answer() -> None:
+    """It ends the replica instead, without scoring the requests of the batch one by one."""
+    engine = TransformersEngine(build())
+    calls = []
+
+    def lose(*args: object) -> None:
+        calls.append(args)
+        raise EngineLost("gone")
+
+    engine.evaluate = lose  # type: ignore[method-assign, assignment]
+    one = Request.of(torch.tensor([1, 2]), torch.tensor([2]), None, Settings(), version=None, caller="")
+    with pytest.raises(EngineLost, match="gone"):
+        ScoringCore(engine).score([one, one])
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

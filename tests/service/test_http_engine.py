@@ -290,6 +290,12 @@ def test_a_key(server: PromptServer, monkeypatch: pytest.MonkeyPatch) -> None:
         engine(server, api_key_env="TOY_KEY")
 
 
+def test_replies_of_another_server(server: PromptServer) -> None:
+    found = engine(server)
+    with server.set(odd=True), pytest.raises(ServiceError, match="answers in another form than this dialect"):
+        scored(found)
+
+
 @pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", "http://user:hush@host/", "http://host/?x=1", 3])
 def test_urls(url: Any) -> None:
     with pytest.raises(ValueError, match="url must be http") as caught:
@@ -310,15 +316,15 @@ def test_settings_and_weights_that_the_server_owns(server: PromptServer) -> None
     for name, answer in zip(("entropy", "dtype", "adapters", "deterministic"), answers[1:5], strict=True):
         assert f"{name}=" in str(answer)
         assert "is not possible with the server at" in str(answer)
-    assert core.engine.evaluate(*_one(), PLAIN).log_prob.values.isfinite().all()
+    rows = sequences(0, 2)
+    with pytest.raises(ValueError, match="the mask selects the first token of sequence 0"):
+        core.engine.evaluate(rows, rows.positions >= 0, PLAIN)
+    for temperature in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            core.engine.evaluate(rows, rows.positions > 0, Settings(temperature=temperature))
     for call in (core.engine.check_weights, core.engine.update_weights):
         with pytest.raises(TypeError, match="update them at the server"):
             call({"lm_head.weight": torch.zeros(2)})
-
-
-def _one() -> tuple[Ragged, torch.Tensor]:
-    rows = sequences(0, 1)
-    return rows, rows.positions > 0
 
 
 def test_refused_requests_leave_their_neighbours(server: PromptServer) -> None:

@@ -127,6 +127,8 @@ class HTTPEngine:
         self._timeout, self._interface = timeout, interface or ModelInterface()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="http")
         self._probe = [int(token) for token in probe]
+        if len(self._probe) < 2:
+            raise ValueError(f"probe must have at least two token ids, got {self._probe}.")
         if dialect == "sglang" and model is not None:
             self._check_model(model)
         self._measure()
@@ -147,6 +149,10 @@ class HTTPEngine:
         jobs = []
         for i, (row, chosen) in enumerate(zip(sequences.to_list(), masks, strict=True)):
             where = chosen.nonzero().squeeze(-1).tolist()
+            if where and where[0] == 0:
+                raise ValueError(
+                    f"the mask selects the first token of sequence {i}, which has no prefix: set it to False."
+                )
             if where:
                 job = _Job(f"sequence {i}", row.tolist()[: where[-1] + 1], where, temperature, top_k, deadline)
                 jobs.append((self._threads.submit(self._positions, job), job))
@@ -175,6 +181,8 @@ class HTTPEngine:
         return Scores.spread(sequences, elements, log_prob, **top)
 
     def _check_settings(self, settings: Settings) -> None:
+        if not (settings.temperature > 0 and math.isfinite(settings.temperature)):
+            raise ValueError(f"temperature must be a positive number, got {settings.temperature}.")
         if settings.temperature != 1.0 and self.temperatures == "raw":
             raise ValueError(
                 f"temperature={settings.temperature:g}, but the server's log-probs are at temperature 1 whatever is "
