@@ -93,9 +93,9 @@ def refusal(shard: str, **config: Any) -> str:
 # ------------------------------------------------------------------ factories
 
 
-def recorded(folder: str, pause: float = 0.0, **config: Any) -> nn.Module:
-    """:func:`build` in float32, with a slower forward; leaves a file named after rank and process in ``folder``."""
-    made = build(0, "float32", **config)
+def recorded(folder: str, pause: float = 0.0, dtype: str = "float32") -> nn.Module:
+    """:func:`build` with a slower forward; leaves a file named after rank and process in ``folder``."""
+    made = build(0, dtype)
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=pause))
     (Path(folder) / f"{dist.get_rank()}-{os.getpid()}").touch()
     return made

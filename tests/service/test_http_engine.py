@@ -75,6 +75,7 @@ def test_only_what_is_needed_is_requested(server: PromptServer, dialect: str) ->
     rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 5)])
     mask = torch.zeros(12, dtype=torch.bool)
     mask[[3, 5]] = True
+    scored(found, rows, mask)  # connects
     server.change()
     scored(found, rows, mask)
     (body,) = server.requests()  # a sequence without a scored token is not sent
@@ -265,10 +266,11 @@ def test_failures_that_stay(server: PromptServer) -> None:
 
 
 def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> None:
-    found = engine(server)
-    with server.set(fails=[0], seed=1), pytest.raises(ServiceError, match="it came back with another model, by"):
-        scored(found)
-    assert scored(found).isfinite().all()
+    for fails in ([0], [503], []):  # the last: between two calls, noticed by a new connection alone
+        found = engine(server)
+        with server.set(fails=fails, seed=1), pytest.raises(ServiceError, match="it came back with another model, by"):
+            scored(found)
+        assert scored(found).isfinite().all()
 
 
 def test_a_name_that_the_server_does_not_have(server: PromptServer) -> None:

@@ -66,8 +66,9 @@ class HTTPEngine:
     back, never text.
 
     The first scores are of a short probe: twice at temperature 1 and once at 2. They show whether the server applies the
-    temperature, how it rounds, and whether its numbers are stable. After every lost connection the probe is scored again,
-    so that a server that came back with another model is an error.
+    temperature, how it rounds, and whether its numbers are stable. After a call that opened a connection or repeated a
+    request, the probe is scored again: a server that came back with another model is an error. (A proxy that keeps its
+    own connections hides that.)
 
     Args:
         url: of the server, such as ``"http://10.0.0.7:8000"``.
@@ -144,7 +145,7 @@ class HTTPEngine:
         self._check_settings(settings)
         top_k = int(getattr(settings, "top_k", 0))
         temperature = settings.temperature if self.temperatures == "tempered" else 1.0
-        deadline, lost = time.monotonic() + self._timeout, self._http.lost
+        deadline, renewed = time.monotonic() + self._timeout, self._http.renewed
         masks = mask.cpu().split(sequences.lengths.tolist())
         jobs = []
         for i, (row, chosen) in enumerate(zip(sequences.to_list(), masks, strict=True)):
@@ -165,8 +166,8 @@ class HTTPEngine:
             for answer, _ in jobs:
                 answer.cancel()
             raise
-        if self._http.lost != lost:
-            self._check_same_model(deadline)
+        if self._http.renewed != renewed:
+            self._compare(self._score_probe(1.0, deadline), "it came back with another model")
         elements = mask.cpu().nonzero().squeeze(-1)
         log_prob = torch.tensor([found[token] for token, found in positions])
 
@@ -257,12 +258,6 @@ class HTTPEngine:
         job = _Job("the probe", self._probe, [*range(1, len(self._probe))], temperature, 2, until)
         found = self._threads.submit(self._positions, job).result()
         return [position or {} for position in found[1:]]
-
-    def _check_same_model(self, deadline: float) -> None:
-        lost = self._http.lost
-        self._compare(self._score_probe(1.0, deadline), "it came back with another model")
-        if self._http.lost != lost:
-            raise ServiceError(f"{self._http} was lost again while its model was checked.")
 
     def _compare(self, found: list[dict[int, float]], what: str) -> None:
         """Compare the probe's log-probs with those at the start."""
@@ -447,7 +442,7 @@ class _Http:
     """A server, over connections that stay open, one for each thread.
 
     Attributes:
-        lost: number of requests that had no proper answer and were repeated.
+        renewed: number of new connections and repeated requests: after one, the server may be another process.
         replies: number of proper answers.
     """
 
@@ -462,7 +457,7 @@ class _Http:
         self._url = f"{parts.scheme}://{parts.netloc}{self._base}"
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._local, self._lock = threading.local(), threading.Lock()
-        self.lost = self.replies = 0
+        self.renewed = self.replies = 0
 
     def __str__(self) -> str:
         return f"the server at {self._url}"
@@ -490,8 +485,7 @@ class _Http:
                     raise ValueError(f"{self} refuses {job.name}: {why}")
                 if failures >= _TRIES_AFTER_500 or (status < 500 and status not in (408, 425, 429)):
                     raise ServiceError(f"{self} answers with {why}")
-            with self._lock:
-                self.lost += 1
+            self._renew()
             if time.monotonic() + pause >= job.deadline:
                 raise ServiceTimeout(f"{self} did not answer in time: {why}. Raise timeout=, or look at its log.")
             time.sleep(pause)
@@ -511,6 +505,7 @@ class _Http:
         if connection is None:
             kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
             connection = self._local.connection = kind(self._host, self._port, timeout=left)
+            self._renew()
         try:
             connection.timeout = left
             if connection.sock is not None:
@@ -522,6 +517,10 @@ class _Http:
             self._local.connection = None
             connection.close()
             raise
+
+    def _renew(self) -> None:
+        with self._lock:
+            self.renewed += 1
 
     def _parsed(self, text: bytes) -> Any:
         with self._lock:
