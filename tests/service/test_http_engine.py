@@ -265,6 +265,18 @@ def test_failures_that_stay(server: PromptServer) -> None:
         HTTPEngine("http://127.0.0.1:9", model=MODEL, timeout=0.3)
 
 
+def test_a_batch_waits_once_for_a_server_that_is_down(server: PromptServer) -> None:
+    found = engine(server, timeout=0.5)
+    one = Request.of(torch.tensor([1, 2]), torch.tensor([2]), None, PLAIN, version=None, caller="")
+    with server.set(fails=[503] * 1000):
+        first = found.progress()
+        answers = ScoringCore(found).score([one] * 20)
+        tries = len(server.requests())
+    assert [type(answer) for answer in answers] == [ServiceTimeout] * 20
+    assert found.progress() == first
+    assert tries <= 20 * 4  # pauses of 0.05, 0.1, 0.2 s
+
+
 def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> None:
     for fails in ([0], [503], []):  # the last: between two calls, noticed by a new connection alone
         found = engine(server)

@@ -78,7 +78,8 @@ class HTTPEngine:
         dialect: ``"vllm"`` (``/v1/completions`` with ``prompt_logprobs``) or ``"sglang"`` (``/generate``).
         api_key_env: environment variable of the replica with the key. (An argument would be visible to all clients of the
             service, which compare factories.)
-        timeout: seconds for all requests of a call, retries included.
+        timeout: seconds for all requests of a batch, retries included; less than the service's, whose callers then see the
+            reason.
         concurrency: the most requests at a time.
         probe: token ids that every model of interest has.
         interface: keys and tokenizer for clients that tokenise.
@@ -110,7 +111,7 @@ class HTTPEngine:
         model: str | None = None,
         dialect: Literal["vllm", "sglang"] = "vllm",
         api_key_env: str | None = None,
-        timeout: float = 120.0,
+        timeout: float = 60.0,
         concurrency: int = 16,
         probe: Sequence[int] = range(1, 13),
         interface: ModelInterface | None = None,
