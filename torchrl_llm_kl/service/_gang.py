@@ -244,7 +244,7 @@ class GangEngine:
                 try:
                     answer = ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    rank = waiting.get(reference, self._lives.index(reference) if reference in self._lives else -1)
+                    rank = waiting[reference] if reference in waiting else self._lives.index(reference)
                     raise self._lose(f"rank {rank} died: {error}") from error
                 if limit is not None and isinstance(answer, Exception):
                     return [answer]  # a rank that cannot start: the others would wait for it
@@ -272,17 +272,17 @@ class GangEngine:
         return self.progress() != before
 
     def when_lost(self, end: Callable[[EngineLost], None]) -> None:
-        """Call ``end`` in a thread if a rank dies while no call waits for it."""
+        """Call ``end`` in a thread when a rank dies, also while no call waits for it."""
 
         def watch() -> None:
             import ray
 
             lives = list(self._lives)
-            ray.wait(lives, num_returns=1)
+            ended, _ = ray.wait(lives, num_returns=1)
             with self._lock:
                 closed = not self._ranks
             if not closed:
-                end(self._lose("a rank died."))
+                end(self._lose(f"rank {lives.index(ended[0])} died."))
 
         threading.Thread(target=watch, name="gang", daemon=True).start()
 
