@@ -92,9 +92,9 @@ def refusal(shard: str, **config: Any) -> str:
 # ------------------------------------------------------------------ factories
 
 
-def recorded(folder: str, pause: float = 0.0, dtype: str = "float32") -> nn.Module:
+def recorded(folder: str, pause: float = 0.0) -> nn.Module:
     """:func:`build` with a slower forward; leaves a file named after rank and process in ``folder``."""
-    made = build(0, dtype)
+    made = build()
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=pause))
     (Path(folder) / f"{dist.get_rank()}-{os.getpid()}").touch()
     return made

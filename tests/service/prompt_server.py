@@ -44,12 +44,13 @@ FIXED = {
 class PromptServer:
     """The server's process, and its switches."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         root = Path(__file__).parents[1]
-        command = [sys.executable, __file__, str(root)]
+        command = [sys.executable, __file__, str(root), str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        self.port = int(self._process.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
 
     @contextlib.contextmanager
     def set(self, **switches: Any) -> Iterator[None]:
@@ -96,7 +97,7 @@ class Toy:
         from toy_models import tiny_model
 
         torch.set_num_threads(1)
-        self.models = [tiny_model(seed=seed) for seed in (0, 1)]
+        self.models = [tiny_model(seed=seed).double() for seed in (0, 1)]
         self.switches: dict[str, Any] = dict(FIXED)
         self.requests: list[dict[str, Any]] = []
         self.cached: set[tuple[Any, ...]] = set()
@@ -248,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     Handler.toy = Toy()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler)
     server.daemon_threads = True
     print(server.server_address[1], flush=True)
     server.serve_forever()

@@ -34,7 +34,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def local() -> LogProbScorer:
-    return LogProbScorer(build(0, "float32"))
+    return LogProbScorer(build())
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-def gang(folder: Path, dtype: str = "float32", **options: object) -> partial[GangEngine]:
-    """Two ranks with a slow forward, so that a kill hits a batch."""
-    return partial(GangEngine, partial(recorded, str(folder), 0.03, dtype), ranks=2, **CPUS, **options)
+def gang(folder: Path, **options: object) -> partial[GangEngine]:
+    """Two ranks with a slow forward, so that a kill hits a batch, in float64: tensor parallel sums are rounded differently."""
+    return partial(GangEngine, partial(recorded, str(folder), 0.03), ranks=2, **CPUS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -152,21 +152,21 @@ def test_an_error_names_the_sequence_of_the_caller(service: ScoringService) -> N
 
 
 def test_weights_reach_every_rank(service: ScoringService, local: LogProbScorer) -> None:
-    new = build(1, "float32").state_dict()
+    new = build(1).state_dict()
     with pytest.raises(ValueError, match="the model has shape"):
         service.update_weights({**new, "lm_head.weight": torch.zeros(2)}, version=1)
     rows = sequences(5)
     assert_same(service.model.make_scorer().score(rows).values, local.score(rows).values)
     service.update_weights(new, version=1)
-    want = LogProbScorer(build(1, "float32")).score(rows).values
+    want = LogProbScorer(build(1)).score(rows).values
     assert_same(service.model.make_scorer().score(rows).values, want)
-    service.update_weights(build(0, "float32").state_dict(), version=2)
+    service.update_weights(build().state_dict(), version=2)
     assert_same(service.model.make_scorer().score(rows).values, local.score(rows).values)
 
 
 def test_a_rank_killed_mid_batch(service: ScoringService, local: LogProbScorer, folder: Path) -> None:
     """The gang is started again with all its ranks and takes the pushed weights; no answer is lost or wrong."""
-    service.update_weights(build(0, "float32").state_dict(), version=3)
+    service.update_weights(build().state_dict(), version=3)
     before = [pids(folder, rank)[-1] for rank in (0, 1)]
     with callers(service.model, calls=10) as load:
         until(lambda: len(load.answers) >= 8)
@@ -202,15 +202,15 @@ def test_the_replica_killed(service: ScoringService, local: LogProbScorer, folde
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp"])
-def test_a_rank_that_hangs(tmp_path: Path, shard: str) -> None:
-    factory = gang(tmp_path, "float64", shard=shard, timeout=4.0)  # in float32, sums over ranks are rounded differently
+def test_a_rank_that_hangs(tmp_path: Path, local: LogProbScorer, shard: str) -> None:
+    factory = gang(tmp_path, shard=shard, timeout=4.0)
     with ScoringService(factory=factory, timeout=300.0, **CPUS) as service:
         try:
             with callers(service.model, calls=6) as load:
                 until(lambda: len(load.answers) >= 4)
                 before = pids(tmp_path, 1)[-1]
                 os.kill(before, signal.SIGSTOP)
-            load.assert_all_right(LogProbScorer(build()))
+            load.assert_all_right(local)
             assert pids(tmp_path, 1)[-1] != before
             until(lambda: not alive(before))
         finally:

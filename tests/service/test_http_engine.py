@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from load import assert_same, callers, sequences
+from load import assert_same, callers, sequences, until
 from prompt_server import MODEL, PromptServer
 from remote_models import model
 
 from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import HTTPEngine, ScoringService, ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._engine import Engine
@@ -32,9 +34,20 @@ def server() -> Iterator[PromptServer]:
     found.close()
 
 
+class Exact(LogProbScorer):
+    """In float64, as the server computes; the scores are rounded to float32, as an engine's are."""
+
+    def evaluate(self, *args: Any, **options: Any) -> Scores:
+        found = super().evaluate(*args, **options)
+        kinds = {torch.float64: torch.float32}
+        return Scores(
+            *(None if x is None else x.like(x.values.to(kinds.get(x.values.dtype, x.values.dtype))) for x in found)
+        )
+
+
 @cache
-def scorer(temperature: float = 1.0, seed: int = 0) -> LogProbScorer:
-    return LogProbScorer(model(seed), temperature=temperature)
+def scorer(temperature: float = 1.0) -> Exact:
+    return Exact(model().double(), temperature=temperature)
 
 
 def engine(server: PromptServer, dialect: str = "vllm", **options: Any) -> HTTPEngine:
@@ -285,6 +298,30 @@ def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> No
         assert scored(found).isfinite().all()
 
 
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again() -> None:
+    """While a caller waits: no answer is lost or wrong."""
+    first = PromptServer()
+    found = engine(first, timeout=120.0)
+    answers: dict[int, torch.Tensor] = {}
+
+    def call() -> None:
+        for seed in range(200):
+            answers[seed] = scored(found, sequences(seed))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    until(lambda: len(answers) >= 20)
+    first.close()
+    second = PromptServer(first.port)
+    caller.join()
+    second.close()
+    assert len(answers) == 200
+    for seed, answer in answers.items():
+        assert_same(answer, scorer().score(sequences(seed)).values)
+    assert found.progress() >= 1000
+
+
 def test_a_name_that_the_server_does_not_have(server: PromptServer) -> None:
     with pytest.raises(ServiceError, match="HTTP 404: The model `other` does not exist"):
         engine(server, model="other")
@@ -365,7 +402,7 @@ def test_a_service_of_a_server(server: PromptServer) -> None:
     with server.set(), ScoringService(factory=factory, num_cpus=0.1) as service:
         with callers(service.model, calls=6) as load:
             server.change(fails=[503, 0, 500, 429, 0], delay=0.01)
-        load.assert_all_right(LogProbScorer(model()))
+        load.assert_all_right(scorer())
         assert load.asked == 24
         with pytest.raises(ValueError, match="entropy=True is not possible"):
             service.model.make_scorer().evaluate(sequences(), entropy=True)
