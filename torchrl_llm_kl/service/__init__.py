@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
 from torchrl_llm_kl.service._errors import (
+    EngineLost,
     ServiceClosedError,
     ServiceConfigError,
     ServiceError,
@@ -14,6 +15,8 @@ from torchrl_llm_kl.service._errors import (
     ServiceTimeout,
     WeightVersionError,
 )
+from torchrl_llm_kl.service._gang import GangEngine
+from torchrl_llm_kl.service._http import HTTPEngine
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
 
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme, ServiceWeightUpdater
 
 __all__ = [
+    "EngineLost",
+    "GangEngine",
+    "HTTPEngine",
     "RayKLRewardTransform",
     "RayRetrieveKL",
     "RayRetrieveLogProb",

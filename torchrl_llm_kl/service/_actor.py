@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
@@ -20,7 +20,14 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._engine import engine_of
-from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, WeightVersionError, portable
+from torchrl_llm_kl.service._errors import (
+    EngineLost,
+    ReplicaGone,
+    ServiceBusy,
+    ServiceError,
+    WeightVersionError,
+    portable,
+)
 from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
 from torchrl_llm_kl.service._weights import end_keeper, kept_weights
@@ -67,6 +74,8 @@ class ScoringActor:
         self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
         again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._metrics = RayMetrics(self._name, again=again)
+        if hasattr(self._core.engine, "when_lost"):
+            self._core.engine.when_lost(self._end)
         self._restore()
         _LOG.info("replica %s %s, pid %d", self._name, "restarted" if again else "started", os.getpid())
 
@@ -94,13 +103,22 @@ class ScoringActor:
     def _answer(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         if self._lost is not None:
             return [self._lost] * len(requests)
-        answers = self._core.score(requests)
+        try:
+            answers = self._core.score(requests)
+        except EngineLost as error:
+            self._end(error)
         self._stats.failures += sum(isinstance(answer, Exception) for answer in answers)
         return answers
 
     def _record(self, record: BatchRecord) -> None:
         self._stats.add(record)
         self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
+
+    def _end(self, error: EngineLost) -> NoReturn:
+        """Exit without an engine, so that Ray starts the replica again and clients send their requests again."""
+        _LOG.error("replica %s ends: %s", self._name, error)
+        logging.shutdown()
+        os._exit(1)
 
     def _check_model(self) -> None:
         if self._failure is not None:
@@ -125,6 +143,8 @@ class ScoringActor:
         self._check_model()
         try:
             await self._batcher.in_thread(call)
+        except EngineLost as error:
+            self._end(error)
         except Exception as error:
             return portable(error)
         return None
@@ -138,6 +158,8 @@ class ScoringActor:
                     self._core.update_weights(weights, kept[0])
                 self._lost = None
                 _LOG.info("replica %s took version %d of the weights again", self._name, kept[0])
+        except EngineLost as error:
+            self._end(error)
         except Exception as error:  # better an error than scores from wrong weights
             self._lost = portable(error)
             _LOG.warning("replica %s answers no request: %s", self._name, error)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.service._engine import Engine
-from torchrl_llm_kl.service._errors import WeightVersionError
+from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, WeightVersionError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 
@@ -46,6 +46,10 @@ class ScoringCore:
     def _score_alike(self, requests: Sequence[Request], settings: Settings) -> list[Reply | Exception]:
         try:
             return [*self._score_together(requests, settings)]
+        except EngineLost:
+            raise
+        except ServiceTimeout as error:  # the engine's server does not answer: do not wait again for each request
+            return [error] * len(requests)
         except Exception as error:
             if len(requests) == 1:
                 return [error]

@@ -33,6 +33,13 @@ class WeightVersionError(ServiceError):
     """The replica does not hold the requested version of the weights and did not receive it in time."""
 
 
+class EngineLost(ServiceError):
+    """The engine of a replica cannot go on: the replica exits, and is started again with a new engine.
+
+    Raised by an engine; callers see it only from an engine outside a service.
+    """
+
+
 class ReplicaGone(Exception):
     """This replica cannot be used, but a replacement may be started."""
 
