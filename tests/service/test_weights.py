@@ -21,7 +21,7 @@ from torchrl_llm_kl.service import (
     ServiceWeightUpdater,
     WeightVersionError,
 )
-from torchrl_llm_kl.service._weights import keeper_of
+from torchrl_llm_kl.service._weights import chunks_of, keeper_of
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +119,13 @@ def test_through_the_weight_updater_of_a_collector(service: ScoringService) -> N
 def test_a_replica_catches_up_after_an_interrupted_push(service: ScoringService) -> None:
     """The keeper stores weights first: a replica without them takes them once a client has seen the new version."""
     spec, new, version = service.model.spec, model(seed=9), service.version + 1
-    weights = ray.put(new.state_dict())
     keeper = keeper_of(spec)
-    assert ray.get(keeper.put.remote(version, weights)) is None
-    assert service.model.call(1, "update_weights", weights, version) is None
+    for chunk in chunks_of(new.state_dict().items(), size=20_000):
+        ray.get(keeper.stage.remote("interrupted", chunk))
+    chunks = len(list(chunks_of(new.state_dict().items(), size=20_000)))
+    assert chunks > 2
+    assert ray.get(keeper.commit.remote("interrupted", chunks, version)) == version
+    assert service.model.call(1, "refresh_weights") is None
     assert sorted(stats["version"] for stats in service.stats()) == [version - 1, version]
     assert_holds(service, new, version)
 
