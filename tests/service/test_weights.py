@@ -140,10 +140,11 @@ def test_two_updaters_at_once(service: ScoringService) -> None:
     start, versions = service.update_weights(model()), []
     other = ScoringService(factory=model, name=service.name, num_replicas=2, num_cpus=0.1)
 
-    def update(updater: ScoringService, seed: int) -> None:
-        versions.extend(updater.update_weights(model(seed=seed)) for _ in range(3))
+    def update(updater: ScoringService, new: nn.Module) -> None:
+        versions.extend(updater.update_weights(new) for _ in range(3))
 
-    threads = [threading.Thread(target=update, args=pair) for pair in ((service, 1), (other, 2))]
+    pairs = [(service, model(seed=1)), (other, model(seed=2))]
+    threads = [threading.Thread(target=update, args=pair) for pair in pairs]
     with callers(service.model, count=2) as load:
         for thread in threads:
             thread.start()

@@ -14,6 +14,7 @@ from torchrl_llm_kl.service._errors import (
     ServiceTimeout,
     WeightVersionError,
 )
+from torchrl_llm_kl.service._push import PushedVersion
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme, ServiceWeightUpdater
 
 __all__ = [
+    "PushedVersion",
     "RayKLRewardTransform",
     "RayRetrieveKL",
     "RayRetrieveLogProb",

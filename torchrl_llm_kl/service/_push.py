@@ -20,11 +20,16 @@ _LOG = logging.getLogger("torchrl_llm_kl.service")
 
 
 class PushedVersion(int):
-    """The version of a push, an ``int``.
+    """The version of pushed weights: an ``int`` that :meth:`ScoringService.update_weights` returns.
 
     Attributes:
         missed: names of the replicas that did not take the weights in time. They load them before they answer a client that
             has seen this version.
+
+    Example:
+        >>> version = service.update_weights(policy)  # doctest: +SKIP
+        >>> version, version.missed  # doctest: +SKIP
+        (7, ('reference:1',))
     """
 
     missed: tuple[str, ...] = ()

@@ -58,7 +58,8 @@ def tensors_of(chunk: Chunk) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         for name, (dtype, shape, data) in chunk.items():
-            found[name] = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+            flat = torch.from_numpy(data) if data.nbytes else torch.zeros(0, dtype=torch.uint8)
+            found[name] = flat.view(getattr(torch, dtype)).reshape(shape)
     return found
 
 
