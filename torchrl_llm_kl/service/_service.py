@@ -142,8 +142,8 @@ class ScoringService:
             version: a whole number, at least the last one; by default the next one, which no other push gets.
 
         Keyword Args:
-            wait: seconds to wait for other replicas once one has answered. The rest load the weights when they are back, before
-                they answer a client that has seen this version.
+            wait: seconds to wait for other replicas once one has answered: more than they need to fetch the weights. The rest
+                load them when they are back, before they answer a client that has seen this version.
 
         Returns:
             The version, an ``int`` whose attribute ``missed`` names the replicas that did not take the weights in time.
@@ -151,7 +151,7 @@ class ScoringService:
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
             WeightVersionError: if a later version was pushed before.
-            ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored; nothing is changed.
+            ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored by then: push them again.
         """
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
             raise ValueError(f"wait must be a number of seconds, got {wait!r}.")

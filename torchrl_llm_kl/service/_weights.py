@@ -26,7 +26,7 @@ from torchrl_llm_kl.service._lifecycle import ServiceSpec, any_alive
 CHUNK = 256 * 2**20
 _LOOK = 15.0  # seconds between two checks of the keeper for replicas
 _ALONE = 120.0  # seconds without any replica until the keeper exits
-_ABANDONED = 600.0  # seconds after which a push that was not committed is dropped
+_ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
 _FETCH = 300.0  # seconds to fetch weights
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
