@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -115,24 +115,22 @@ class ScoringActor:
 
     async def stage_weights(self, token: str) -> Exception | None:
         """Fetch and check a push, for a later :meth:`refresh_weights`; returns the error if the weights do not fit."""
-        return await self._reported(self._off_loop(lambda: self._pushes.stage(token)))
+        return await self._reported(lambda: self._off_loop(lambda: self._pushes.stage(token)))
 
     async def drop_weights(self) -> None:
         """Free a staged push that was given up."""
-        await self._reported(self._off_loop(self._pushes.drop))
+        await self._reported(lambda: self._off_loop(self._pushes.drop))
 
     async def refresh_weights(self) -> Exception | None:
         """Load the pushes that this replica lacks; returns the error if it cannot."""
-        return await self._reported(self._refresh())
+        return await self._reported(self._refresh)
 
-    async def _reported(self, work: Coroutine[Any, Any, object]) -> Exception | None:
+    async def _reported(self, work: Callable[[], Awaitable[object]]) -> Exception | None:
+        self._check_model()
         try:
-            self._check_model()
-            await work
+            await work()
         except Exception as error:
             return portable(error)
-        finally:
-            work.close()
         return None
 
     async def _off_loop(self, call: Callable[[], _T]) -> _T:

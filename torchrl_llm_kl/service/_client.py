@@ -325,9 +325,9 @@ class Exchange:
     def _send(self) -> None:
         """Request all missing replies at once."""
         self._error, self._sent = None, []
-        missing = (i for i in range(len(self.parts)) if i not in self._replies)
         usable = self._replicas.usable()
-        for i in [i for i in missing if self.parts[i].replica not in usable]:
+        stranded = [i for i, part in enumerate(self.parts) if i not in self._replies and part.replica not in usable]
+        for i in stranded:
             self.parts[i], *others = self.parts[i].divided(self._router, usable)
             self.parts += others
         for i, part in enumerate(self.parts):
