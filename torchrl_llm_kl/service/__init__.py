@@ -17,6 +17,7 @@ from torchrl_llm_kl.service._errors import (
 )
 from torchrl_llm_kl.service._gang import GangEngine
 from torchrl_llm_kl.service._http import HTTPEngine
+from torchrl_llm_kl.service._push import PushedVersion
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
 
@@ -27,6 +28,7 @@ __all__ = [
     "EngineLost",
     "GangEngine",
     "HTTPEngine",
+    "PushedVersion",
     "RayKLRewardTransform",
     "RayRetrieveKL",
     "RayRetrieveLogProb",

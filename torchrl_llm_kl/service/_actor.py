@@ -11,8 +11,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
@@ -30,7 +31,7 @@ from torchrl_llm_kl.service._errors import (
 )
 from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
-from torchrl_llm_kl.service._weights import end_keeper, kept_weights
+from torchrl_llm_kl.service._weights import Pushes, end_keeper
 from torchrl_llm_kl.service._wire import Reply, Request
 
 #: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
@@ -39,6 +40,7 @@ _MAX_REQUESTS = 800
 _CREATOR = "creator"  # placeholder client until the first one arrives
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
+_T = TypeVar("_T")
 
 
 class ScoringActor:
@@ -76,6 +78,9 @@ class ScoringActor:
         self._metrics = RayMetrics(self._name, again=again)
         if hasattr(self._core.engine, "when_lost"):
             self._core.engine.when_lost(self._end)
+        self._pushes = Pushes(self._spec, self._core.engine.check_weights)
+        self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._refreshing = asyncio.Lock()
         self._restore()
         _LOG.info("replica %s %s, pid %d", self._name, "restarted" if again else "started", os.getpid())
 
@@ -126,38 +131,58 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ weights
 
-    async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
-        """The error if the weights do not fit, else None; changes nothing."""
-        return await self._call_core(lambda: self._core.engine.check_weights(weights))
+    async def stage_weights(self, token: str) -> Exception | None:
+        """Fetch and check a push, for a later :meth:`refresh_weights`; returns the error if the weights do not fit."""
+        return await self._reported(lambda: self._off_loop(lambda: self._pushes.stage(token)))
 
-    async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
-        """Copy weights into the model between two batches; returns the error if they do not fit, else None."""
-        error = await self._call_core(lambda: self._core.update_weights(weights, version))
-        if error is None:
-            self._lost = None
-            self._wake()
-            _LOG.info("replica %s holds version %d of the weights", self._name, version)
-        return error
+    async def drop_weights(self) -> None:
+        """Free a staged push that was given up."""
+        await self._reported(lambda: self._off_loop(self._pushes.drop))
 
-    async def _call_core(self, call: Callable[[], object]) -> Exception | None:
+    async def refresh_weights(self) -> Exception | None:
+        """Load the pushes that this replica lacks; returns the error if it cannot."""
+        return await self._reported(self._refresh)
+
+    async def _reported(self, work: Callable[[], Awaitable[object]]) -> Exception | None:
         self._check_model()
         try:
-            await self._batcher.in_thread(call)
+            await work()
         except EngineLost as error:
             self._end(error)
         except Exception as error:
             return portable(error)
         return None
 
+    async def _off_loop(self, call: Callable[[], _T]) -> _T:
+        """Run ``call`` in the thread of the weights: the keeper may let it wait, and requests go on."""
+        return await asyncio.get_running_loop().run_in_executor(self._weights_thread, call)
+
+    async def _refresh(self, version: int | None = None) -> None:
+        """Load the pushes that this replica lacks, unless it has ``version`` by then."""
+        async with self._refreshing:
+            if version is None or version > self._core.version or self._lost is not None:
+                await asyncio.shield(self._load())
+
+    async def _load(self) -> None:
+        found = await self._off_loop(self._pushes.missing)
+        if found is None:
+            return
+        version, token, weights = found
+        await self._batcher.in_thread(lambda: self._core.update_weights(weights, version, checked=True))
+        await self._off_loop(lambda: self._pushes.take(token))
+        self._lost = None
+        self._wake()
+        _LOG.info("replica %s holds version %d of the weights", self._name, version)
+
     def _restore(self) -> None:
-        """Load the weights of missed pushes from the keeper."""
+        """Load all pushes before the first request."""
         try:
-            kept = kept_weights(self._spec)
-            if kept is not None and (kept[0] > self._core.version or self._lost is not None):
-                for weights in kept[1]:
-                    self._core.update_weights(weights, kept[0])
-                self._lost = None
-                _LOG.info("replica %s took version %d of the weights again", self._name, kept[0])
+            found = self._pushes.missing()
+            if found is not None:
+                version, token, weights = found
+                self._core.update_weights(weights, version, checked=True)
+                self._pushes.take(token)
+                _LOG.info("replica %s took version %d of the weights again", self._name, version)
         except EngineLost as error:
             self._end(error)
         except Exception as error:  # better an error than scores from wrong weights
@@ -166,23 +191,28 @@ class ScoringActor:
 
     async def _catch_up(self, request: Request, timeout: float) -> None:
         """Load the weights that a request needs from the keeper, or wait for their push."""
-        wanted = request.version or 0
-        if max(wanted, request.newest) > self._core.version:
-            await self._batcher.in_thread(self._restore)
-            self._wake()
+        wanted, failed = request.version or 0, None
+        end = time.monotonic() + timeout
+        if max(wanted, request.newest) > self._core.version or self._lost is not None:
+            try:
+                await asyncio.wait_for(self._refresh(max(wanted, request.newest)), timeout)
+            except asyncio.TimeoutError:
+                failed = "they were not there in time"
+            except Exception as error:
+                failed = str(error)
         if self._lost is not None:  # each request of the batch reports it
             return
         if request.newest > self._core.version:
             raise WeightVersionError(
                 f"version {request.newest} of the weights was seen before, replica {self._name} holds {self._core.version} and "
-                "finds no newer one: it is lost, push it again."
+                f"finds no newer one: {failed or 'it is lost, push it again.'}"
             )
         if wanted <= self._core.version:
             return
         waiting = (wanted, asyncio.get_running_loop().create_future())
         self._awaited.append(waiting)
         try:
-            await asyncio.wait_for(waiting[1], timeout)
+            await asyncio.wait_for(waiting[1], max(end - time.monotonic(), 0.0))
         except asyncio.TimeoutError:
             raise WeightVersionError(
                 f"version {wanted} of the weights was requested, replica {self._name} holds {self._core.version} and got "

@@ -22,6 +22,8 @@ from torchrl_llm_kl.service._router import Router
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
+_MOST_TOKENS = 2**21  # of a request, about: 8 MiB
+
 
 class RemoteModel:
     """Proxy of a service's model, accepted wherever a transform takes a model.
@@ -46,7 +48,7 @@ class RemoteModel:
         self._connect(spec)
 
     def _connect(self, spec: ServiceSpec) -> None:
-        self.replicas, self.router = Replicas(spec), Router(spec.num_replicas)
+        self.replicas, self.router = Replicas(spec), Router()
 
     @property
     def version(self) -> int | None:
@@ -227,12 +229,12 @@ class RemoteScorer:
             raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
         settings = replace(self.settings, entropy=entropy, remember=remember and self.settings.remember)
         tokens, mask = read_sequences(sequences, mask, attention_mask)
-        parts = self._parts(tokens, tokens.positions > 0 if mask is None else mask, settings)
-        exchange = Exchange(self.model.replicas, parts, timeout=self.model.timeout)
+        whole = self._whole(tokens, tokens.positions > 0 if mask is None else mask, settings)
+        exchange = Exchange(self.model.replicas, self.model.router, whole, timeout=self.model.timeout)
 
         def finish() -> Scores:
-            elements = torch.cat([torch.zeros(0, dtype=torch.long), *(part.elements for part in parts)])
             replies = exchange.replies()
+            elements = torch.cat([part.elements for part in exchange.parts])
             columns = {"log_prob": [reply.log_prob for reply in replies]}
             if entropy:
                 columns["entropy"] = [reply.entropy for reply in replies if reply.entropy is not None]
@@ -246,41 +248,15 @@ class RemoteScorer:
 
         return finish
 
-    def _parts(self, sequences: Ragged, mask: Tensor, settings: Settings) -> list[Part]:
-        """Requests of at most ``max_tokens`` for each replica, so that large calls leave room for other callers."""
+    def _whole(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Part:
+        """A call as one request."""
         if mask.shape != sequences.values.shape:
             raise ValueError(
                 f"the mask must have one element for each token, {tuple(sequences.values.shape)}, got {tuple(mask.shape)}."
             )
-        router, limit = self.model.router, int(self.model.spec.settings["max_tokens"])
-        tokens, chosen, lengths = sequences.values.detach().cpu(), mask.detach().cpu(), sequences.lengths.cpu()
-        version, caller = self.model.version, f"{client_name()}/{threading.get_ident()}"
-        if router.num_replicas == 1 and tokens.shape[0] <= limit:
-            return [Part((0,), Request.of(tokens, lengths, chosen, settings, version=version, caller=caller), chosen)]
-
-        rows, scored = tokens.numpy(), chosen.numpy()
-        starts, counts = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
-        shares: dict[tuple[int, ...], list[list[int]]] = {}
-        room: dict[tuple[int, ...], int] = {}
-        for i, (start, n) in enumerate(zip(starts, counts, strict=True)):
-            selected = scored[start : start + n]
-            first = int(selected.argmax()) if n and selected.any() else n
-            order = router.order(rows[start : start + n], first, goes_on=settings.remember)
-            pieces = shares.setdefault(order, [])
-            if not pieces or n > room[order]:
-                pieces.append([])
-                room[order] = limit
-            pieces[-1].append(i)
-            room[order] -= n
-
-        positions = torch.arange(tokens.shape[0]).split(counts)
-        parts = []
-        for order, pieces in shares.items():
-            for piece in pieces:
-                where = torch.cat([positions[i] for i in piece])
-                own = (tokens[where], lengths[piece], chosen[where])
-                parts.append(Part(order, Request.of(*own, settings, version=version, caller=caller), own[2], where))
-        return parts
+        chosen, caller = mask.detach().cpu(), f"{client_name()}/{threading.get_ident()}"
+        data = (sequences.values, sequences.lengths, chosen, settings)
+        return Part(Request.of(*data, version=self.model.version, caller=caller), chosen)
 
     def forget(self) -> None:
         """Does nothing: the service clears its cache when its weights change."""
@@ -293,26 +269,54 @@ class RemoteScorer:
 class Part:
     """One request of a call, and the place of its answer."""
 
-    order: tuple[int, ...]  # replicas, the one in charge first
     request: Request
     mask: Tensor  # of its tokens, [n]
     where: Tensor | None = None  # positions of its tokens among those of the call, int64 [n]; None for all
+    replica: int | None = None  # that scores it; None before one was chosen
 
     @property
     def elements(self) -> Tensor:
         """Positions of the scored tokens in the flat tokens of the call; int64 ``[K]``."""
         return self.mask.nonzero().squeeze(-1) if self.where is None else self.where[self.mask]
 
+    def divided(self, router: Router, replicas: Sequence[int]) -> list[Part]:
+        """One part for each of ``replicas`` that gets some of the sequences; more only beyond ``_MOST_TOKENS``."""
+        request, scored = self.request, self.mask.numpy()
+        lengths = request.lengths
+        starts = lengths.cumsum() - lengths
+        places = np.append(np.flatnonzero(scored), len(scored))
+        first = np.minimum(places[places.searchsorted(starts)] - starts, lengths)
+        chosen = router.assign(request.tokens, lengths, first, replicas, goes_on=request.settings.remember)
+        parts = []
+        for replica in np.unique(chosen).tolist():
+            own = np.where(chosen == replica, lengths, 0)
+            pieces = (own.cumsum() - own) // _MOST_TOKENS
+            for piece in np.unique(pieces[chosen == replica]):
+                rows = (chosen == replica) & (pieces == piece)
+                if rows.all():
+                    return [replace(self, replica=replica)]
+                where = np.flatnonzero(np.repeat(rows, lengths))
+                mask = scored[where]
+                mine = replace(request, tokens=request.tokens[where], lengths=lengths[rows], mask=np.packbits(mask))
+                inside = torch.from_numpy(where)
+                inside = inside if self.where is None else self.where[inside]
+                parts.append(Part(mine, torch.from_numpy(mask), inside, replica))
+        return parts or [replace(self, replica=replicas[0])]
+
 
 class Exchange:
-    """Sends all parts of a call at once; :meth:`replies` waits for them.
+    """Sends a call to the replicas, one request to each; :meth:`replies` waits for them.
 
-    If a replica dies, its requests are sent again, to it or to another one. During a weight update, requests are repeated to
-    replicas that do not hold the new weights yet. The timeout starts with the call of :meth:`replies`.
+    If a replica dies, its sequences are divided among the others. During a weight update, requests are repeated to replicas
+    that do not hold the new weights yet. The timeout starts with the call of :meth:`replies`.
+
+    Attributes:
+        parts: the requests so far; one of a replica that died is replaced by several.
     """
 
-    def __init__(self, replicas: Replicas, parts: Sequence[Part], *, timeout: float) -> None:
-        self._replicas, self._parts, self._timeout = replicas, parts, timeout
+    def __init__(self, replicas: Replicas, router: Router, whole: Part, *, timeout: float) -> None:
+        self.parts = [whole]
+        self._replicas, self._router, self._timeout = replicas, router, timeout
         self._replies: dict[int, Reply] = {}
         self._error: Exception | None = None
         self._sent: list[tuple[int, int, Any]] = []  # part, replica, reference to the answer
@@ -329,17 +333,22 @@ class Exchange:
             self._collect()
             if self._error is not None:
                 self._patience.rest(self._error)
-            if len(self._replies) == len(self._parts) and not self._drop_stale():
-                return [self._replies[i] for i in range(len(self._parts))]
+            if len(self._replies) == len(self.parts) and not self._drop_stale():
+                return [self._replies[i] for i in range(len(self.parts))]
             self._send()
 
     def _send(self) -> None:
         """Request all missing replies at once."""
         self._error, self._sent = None, []
-        for i, part in enumerate(self._parts):
-            if i in self._replies:
+        usable = self._replicas.usable()
+        stranded = [i for i, part in enumerate(self.parts) if i not in self._replies and part.replica not in usable]
+        for i in stranded:
+            self.parts[i], *others = self.parts[i].divided(self._router, usable)
+            self.parts += others
+        for i, part in enumerate(self.parts):
+            replica = part.replica
+            if i in self._replies or replica is None:
                 continue
-            replica = self._replicas.choose(part.order)
             try:
                 handle = self._replicas.handle(replica, timeout=self._patience.left)
                 packed = replace(part.request, newest=self._replicas.newest).pack()

@@ -68,14 +68,17 @@ class ScoringCore:
             for log_prob, entropy, mask in zip(log_probs, entropies, masks, strict=True)
         ]
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Pass ``weights`` to the engine under a new version. An error leaves the old ones."""
+    def update_weights(self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False) -> None:
+        """Pass ``weights`` to the engine under a new version. An error leaves the old ones.
+
+        ``checked`` weights are the engine's own result of ``check_weights``.
+        """
         if version < self.version:
             raise WeightVersionError(
                 f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
         self.updates += 1
-        self.engine.update_weights(weights)
+        self.engine.update_weights(weights, checked=checked)
         self.version = int(version)
 
     @property

@@ -17,7 +17,7 @@ from torchrl_llm_kl.service._wire import Settings, state_dict_of
 
 @runtime_checkable
 class Engine(Protocol):
-    """Scores sequences for a replica, which calls it from one thread; :meth:`progress` from another."""
+    """Scores sequences for a replica. It calls ``progress`` and ``check_weights`` from any thread, the rest from one."""
 
     def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
@@ -28,8 +28,8 @@ class Engine(Protocol):
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights under the model's own names; an error if one does not fit. Changes nothing."""
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the weights; an error leaves the old ones."""
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        """Take the weights; an error leaves the old ones. ``checked`` ones come from :meth:`check_weights`."""
 
     def progress(self) -> int:
         """A number that grows while a call does its work: one that stands still during a call hangs."""
@@ -127,11 +127,14 @@ class TransformersEngine:
                 raise ValueError(f"{name} holds values that are not finite: scores would be NaN.")
         return weights
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights`` into the model, in place. An error leaves the model unchanged."""
-        own, checked = self._module().state_dict(keep_vars=True), self.check_weights(weights)
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        """Copy ``weights`` into the model, in place. An error leaves the model unchanged.
+
+        ``checked`` weights are the result of :meth:`check_weights`, which is then not repeated.
+        """
+        own, fitting = self._module().state_dict(keep_vars=True), weights if checked else self.check_weights(weights)
         with torch.no_grad():
-            for name, value in checked.items():
+            for name, value in fitting.items():
                 own[name].copy_(value)
         for scorer in self._scorers.values():
             scorer.forget()

@@ -94,7 +94,7 @@ class GangEngine:
         self._lives: list[Any] = []
         self._group: Any = None
         self._lost: EngineLost | None = None
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         try:
             self._create(ranks, num_cpus, num_gpus, resources, strategy, start_timeout)
             import ray
@@ -203,8 +203,11 @@ class GangEngine:
         self._ask("check_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
         return dict(weights)
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy whole weights into the shards: one copy in the object store, of which each rank takes its own."""
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        """Copy whole weights into the shards: one copy in the object store, of which each rank takes its own.
+
+        The ranks check them again, since their names in the shards are found there.
+        """
         import ray
 
         self._ask("update_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
@@ -217,14 +220,17 @@ class GangEngine:
         Raises :class:`EngineLost` if a rank dies, if no rank makes progress for ``timeout`` seconds (or the call takes
         ``limit``), or if the ranks are out of step after an error.
         """
-        answers = self._wait_for(method, arguments, limit)
-        errors = [answer for answer in answers if isinstance(answer, Exception)]
-        if not errors:
-            return answers
-        if method != "start":
-            apart = [x for x in self._wait_for("in_step", [()] * len(self._ranks), None) if x is not None]
-            if apart or (method == "update_weights" and len(errors) < len(answers)):
-                raise self._lose(f"its ranks are out of step after {errors[0]!r}: {(apart or ['weights differ'])[0]}")
+        with self._turn:  # two calls at once would reach the ranks in different orders
+            answers = self._wait_for(method, arguments, limit)
+            errors = [answer for answer in answers if isinstance(answer, Exception)]
+            if not errors:
+                return answers
+            if method != "start":
+                apart = [x for x in self._wait_for("in_step", [()] * len(self._ranks), None) if x is not None]
+                if apart or (method == "update_weights" and len(errors) < len(answers)):
+                    raise self._lose(
+                        f"its ranks are out of step after {errors[0]!r}: {(apart or ['weights differ'])[0]}"
+                    )
         # Another rank's error is on all ranks: raise that of the rank that has it.
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 

@@ -291,7 +291,7 @@ class HTTPEngine:
         """Raises a TypeError: the weights are the server's."""
         raise TypeError(f"the weights of {self._http} are not in this process: update them at the server.")
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
         """Raises a TypeError: the weights are the server's."""
         self.check_weights(weights)
 

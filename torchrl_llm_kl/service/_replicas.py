@@ -83,6 +83,12 @@ class Replicas:
         """The first replica of ``order`` that is not down; the very first if all are."""
         return next((replica for replica in order if replica not in self._lost or self._is_back(replica)), order[0])
 
+    def usable(self) -> list[int]:
+        """Replicas that are not down; all of them if all are."""
+        everyone = range(self.spec.num_replicas)
+        found = [replica for replica in everyone if replica not in self._lost or self._is_back(replica)]
+        return found or list(everyone)
+
     def call(self, replica: int, method: str, *args: Any, timeout: float) -> Any:
         """Call a method of one replica, with retries until the timeout."""
         import ray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -10,10 +11,9 @@ from typing import Any, Literal
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
-from torchrl_llm_kl.service._errors import ServiceTimeout
 from torchrl_llm_kl.service._lifecycle import NAMESPACE, HeldModel, ServiceSpec, describe_source
-from torchrl_llm_kl.service._weights import check_version, end_keeper, keeper_of
-from torchrl_llm_kl.service._wire import state_dict_of
+from torchrl_llm_kl.service._push import PushedVersion, push_weights
+from torchrl_llm_kl.service._weights import check_version, end_keeper
 
 
 class ScoringService:
@@ -36,11 +36,13 @@ class ScoringService:
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica caches for continued conversations, per requested combination
             of temperature, dtype, adapters and ``deterministic``.
-        max_tokens: per batch of requests; a call with more is sent as several requests.
+        max_tokens: per batch of requests; a larger request gets a batch of its own.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
         max_queue: the most requests that may wait at one replica.
         timeout: seconds per call of a client, retries included.
         namespace: Ray namespace of the actors.
+        weights_dir: folder for pushed weights, as safetensors files, that every node sees. A later service of this name and
+            model takes them up, with their version.
 
     Raises:
         ServiceConfigError: if the name is in use with another configuration.
@@ -72,6 +74,7 @@ class ScoringService:
         max_queue: int = 256,
         timeout: float = 120.0,
         namespace: str = NAMESPACE,
+        weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         # Check arguments here rather than in the actor, whose errors arrive late and wrapped.
         if (model is None) == (factory is None):
@@ -92,6 +95,10 @@ class ScoringService:
             raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
         settings: dict[str, Any] = {"tokens_per_batch": tokens_per_batch, "memory": memory}
         settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue}
+        if weights_dir is not None:
+            if name is None:
+                raise ValueError("weights_dir= keeps weights for a later service of the same name: pass name=.")
+            settings["weights_dir"] = os.path.abspath(os.path.expanduser(weights_dir))
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
@@ -124,37 +131,32 @@ class ScoringService:
         """Counters of each replica."""
         return [self.model.call(replica, "stats") for replica in range(self.model.spec.num_replicas)]
 
-    def update_weights(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int | None = None, *, wait: float = 30.0) -> PushedVersion:
         """Copy weights into every replica, in place. Restarted replicas load them again.
 
+        All replicas fetch and check the weights at once, while they score. Then they are stored, which makes them the latest
+        ones, and each replica copies them between two batches: all of them or none.
+
         Args:
-            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them (which is sent
-                once for all replicas). Some weights or all.
-            version: a whole number, at least the last one.
+            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them.
+            version: a whole number, at least the last one; by default the next one, which no other push gets.
+
+        Keyword Args:
+            wait: seconds to wait for other replicas once one has answered: more than they need to fetch the weights. The rest
+                load them when they are back, before they answer a client that has seen this version.
+
+        Returns:
+            The version, an ``int`` whose attribute ``missed`` names the replicas that did not take the weights in time.
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
             WeightVersionError: if a later version was pushed before.
-            ServiceTimeout: if a step takes longer than ``timeout``. A replica that does not answer loads them when it is back.
+            ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored by then: push them again.
         """
-        import ray
-
-        version, timeout, replicas = check_version(version), self.model.timeout, self.model.replicas
-        replicas.start()  # joins the cluster
-        spec = replicas.spec
-        if not isinstance(weights, ray.ObjectRef):
-            weights = ray.put({name: value.detach().cpu() for name, value in state_dict_of(weights).items()})
-        # One replica checks them, the keeper stores them for restarted replicas, then all replicas load them.
-        _raise(self.model.call(replicas.choose(range(spec.num_replicas)), "check_weights", weights))
-        try:
-            _raise(ray.get(keeper_of(spec).put.remote(version, weights), timeout=timeout))
-        except ray.exceptions.GetTimeoutError:
-            raise ServiceTimeout(
-                f"the weights of {spec.name!r} were not stored within {timeout:g} s: check that the object store has room."
-            ) from None
-        for replica in range(spec.num_replicas):
-            _raise(self.model.call(replica, "update_weights", weights, version))
-        replicas.newest = max(replicas.newest, version)
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
+            raise ValueError(f"wait must be a number of seconds, got {wait!r}.")
+        version = None if version is None else check_version(version)
+        return push_weights(self.model.replicas, weights, version, timeout=self.model.timeout, wait=wait)
 
     def close(self) -> None:
         """Stop using the service through this object; the service ends with its last client."""
@@ -182,8 +184,3 @@ class ScoringService:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
