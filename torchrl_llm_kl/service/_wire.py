@@ -61,7 +61,9 @@ class Settings:
             return None
         found = _FLOAT_TYPES.get(self.dtype) if isinstance(self.dtype, str) else None
         if found is None:
-            raise ValueError(f"dtype must be the name of a floating-point type such as 'bfloat16', got {self.dtype!r}.")
+            raise ValueError(
+                f"dtype must be the name of a floating-point type such as 'bfloat16', got {_short(self.dtype)}."
+            )
         return found
 
     def checked(self) -> Settings:
