@@ -459,9 +459,13 @@ class Exchange:
         waiting = [asyncio.wrap_future(answer.future()) for _, _, answer in self._sent]
         for each in waiting:
             each.add_done_callback(_seen)
-        if waiting and (await asyncio.wait(waiting, timeout=self._patience.left))[1]:
-            self.cancel()
-            raise self._patience.up()
+        try:
+            if waiting and (await asyncio.wait(waiting, timeout=self._patience.left))[1]:
+                self.cancel()
+                raise self._patience.up()
+        finally:
+            for each in waiting:  # an answer may arrive after the loop was closed
+                each.cancel()
 
     def cancel(self) -> None:
         """Withdraw the requests that have no reply; :meth:`replies` raises :class:`ServiceError` then."""
