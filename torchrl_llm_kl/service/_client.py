@@ -225,7 +225,13 @@ class RemoteScorer:
         return (await self.aevaluate(sequences, mask, **options)).log_prob
 
     async def aevaluate(
-        self, sequences: Sequences, mask: TokenMask | None = None, *, reference: Any = None, **options: Any
+        self,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        reference: Any = None,
+        direction: str = "reverse",
+        **options: Any,
     ) -> Scores:
         """:meth:`evaluate` for an event loop, which goes on meanwhile. Cancelling it withdraws the requests.
 
