@@ -162,5 +162,6 @@ def test_operators_keep_the_contract_of_torch(shares, with_targets):
     torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
     alone = ([None, *tensors[:3]], 5, SETTINGS[0], False, [1.0, 0.0], torch.float64, None, SETTINGS[-1][:3])
     torch.library.opcheck(ops.head_top_k, alone)
+    torch.library.opcheck(ops.head_top_k, ([targets, *tensors[:3]], *alone[1:]))
     assert tensors[0].shape == (N, H)
     assert tensors[1].shape == (V, H)

@@ -211,6 +211,9 @@ def _read_linear(
     own |= {"temperature": states.temperature, "chunk": tile}
     same = ref is None or ref.dtype == states.dtype
     own["product_dtype"] = states.dtype if same else torch.float32
+    if wanted.top_k and wanted == Wanted(top_k=wanted.top_k) and tile is None and not torch.is_grad_enabled():
+        *top, log_prob = linear_top_k(hidden, head.weight, wanted.top_k, targets, **own)
+        return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
     if ref is None:
         found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
     else:
@@ -231,7 +234,7 @@ def _read_linear(
         found["ref_log_prob"] = found["ref_log_prob"].detach()
     columns = {name: values for name, values in found.items() if values is not None}
     if wanted.top_k:
-        columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own))
+        columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own)[:3])
     if wanted.moments:
         columns |= _moments(hidden, head.weight, targets, **own)
     return columns

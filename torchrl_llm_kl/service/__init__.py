@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
 from torchrl_llm_kl.service._errors import (
     EngineLost,
+    ProtocolError,
     ServiceClosedError,
     ServiceConfigError,
     ServiceError,
@@ -28,6 +29,7 @@ __all__ = [
     "EngineLost",
     "GangEngine",
     "HTTPEngine",
+    "ProtocolError",
     "PushedVersion",
     "RayKLRewardTransform",
     "RayRetrieveKL",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -15,7 +19,7 @@ from torch import Tensor
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, VersionedScores, read_sequences
-from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Patience, Replicas, client_name, failures
 from torchrl_llm_kl.service._router import Router
@@ -44,6 +48,7 @@ class RemoteModel:
             raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")
         self.timeout = timeout
         self._version: int | None = None
+        self._top_k_dtype = torch.float32
         self._interface: tuple[ModelInterface, bool] | None = None
         self._connect(spec)
 
@@ -63,12 +68,27 @@ class RemoteModel:
         self._version = None if version is None else check_version(version)
 
     @property
+    def top_k_dtype(self) -> torch.dtype:
+        """How log-probs of the top k travel: float32, or float16 with 2 bytes less for each.
+
+        float16 has a relative error of at most 2^-11 (and at most 2^-25 nats below 2^-14 nats): -2.0 is exact to 0.001, -20.0
+        to 0.01. Log-probs below -65504 become -65504.
+        """
+        return self._top_k_dtype
+
+    @top_k_dtype.setter
+    def top_k_dtype(self, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.float16):
+            raise ValueError(f"top_k_dtype must be torch.float32 or torch.float16, got {dtype}.")
+        self._top_k_dtype = dtype
+
+    @property
     def spec(self) -> ServiceSpec:
         """The service."""
         return self.replicas.spec
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("timeout", "_version", "_interface")
+        kept = ("timeout", "_version", "_top_k_dtype", "_interface")
         return {"spec": self.spec.for_others(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -153,9 +173,10 @@ class RemoteModel:
         return f"{type(self).__name__}({self.spec.name!r}, num_replicas={self.spec.num_replicas})"
 
 
-def _local_only() -> ValueError:
+def _local_only(what: str) -> ValueError:
     return ValueError(
-        "an exact KL, top-k and moments need the model in this process: the service sends log-probs and entropies."
+        f"{what} needs the models in this process: a service sends log-probs, entropies and, with top_k=, the most probable "
+        "tokens and the log-prob of the rest. Ask for top_k= and compare these, or score here with a LogProbScorer."
     )
 
 
@@ -170,7 +191,7 @@ class RemoteScorer:
     path: Literal["remote"] = "remote"
 
     def __init__(self, model: RemoteModel, settings: Settings) -> None:
-        self.model, self.settings = model, settings
+        self.model, self.settings = model, settings.checked()
         self.temperature = settings.temperature
 
     def score(
@@ -199,17 +220,53 @@ class RemoteScorer:
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
-        """Log-probs and entropies, as :meth:`LogProbScorer.evaluate` returns them.
+        """Log-probs, entropies and the top k, as :meth:`LogProbScorer.evaluate` returns them.
+
+        Each of the ``top_k`` tokens takes 8 bytes of the reply, or 6 if :attr:`RemoteModel.top_k_dtype` is float16. Their
+        log-probs and the rest's are float32 for any model.
 
         Raises:
-            ValueError: for gradients, an exact KL, top-k and moments, which need the model in this process; and as the
-                scorer does.
+            ValueError: for gradients, an exact KL and moments, which need the model in this process; for a ``top_k`` of more
+                than 1024; and as the scorer does.
             ServiceError: if the service does not answer.
         """
-        if reference is not None or top_k:
-            raise _local_only()
-        options: dict[str, Any] = {"entropy": entropy, "moments": moments, "grad": grad, "remember": remember}
-        return self.begin(sequences, mask, attention_mask=attention_mask, **options)()
+        if reference is not None:
+            raise _local_only("an exact KL")
+        options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "grad": grad}
+        return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
+
+    async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
+        """:meth:`score` for an event loop, which goes on meanwhile; see :meth:`aevaluate`."""
+        return (await self.aevaluate(sequences, mask, **options)).log_prob
+
+    async def aevaluate(
+        self,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        reference: Any = None,
+        direction: str = "reverse",
+        **options: Any,
+    ) -> Scores:
+        """:meth:`evaluate` for an event loop, which goes on meanwhile. Cancelling it withdraws the requests.
+
+        Requests are made, and replies read, in a few threads that all calls of this process share; waiting takes none.
+
+        Example:
+            >>> async def both(scorer, a, b):
+            ...     return await asyncio.gather(scorer.ascore(a), scorer.aevaluate(b, top_k=64))
+        """
+        if reference is not None:
+            raise _local_only("an exact KL")
+        threads = _threads(os.getpid())
+        begun = threads.submit(self.begin, sequences, mask, **options)
+        try:
+            finish = await asyncio.wrap_future(begun)
+            await finish.arrival()
+            return await asyncio.get_running_loop().run_in_executor(threads, finish)
+        except asyncio.CancelledError:
+            begun.add_done_callback(_withdraw)
+            raise
 
     def begin(
         self,
@@ -218,35 +275,24 @@ class RemoteScorer:
         *,
         attention_mask: Tensor | None = None,
         entropy: bool = False,
+        top_k: int = 0,
         moments: bool = False,
         grad: bool = False,
         remember: bool = False,
-    ) -> Callable[[], Scores]:
-        """Send the requests; returns a function that waits for the scores of :meth:`evaluate`."""
+    ) -> Pending:
+        """Send the requests; the result is a function that waits for the scores of :meth:`evaluate`."""
         if moments:
-            raise _local_only()
+            raise _local_only("moments=True")
         if grad:
             raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
-        settings = replace(self.settings, entropy=entropy, remember=remember and self.settings.remember)
+        asked: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "remember": remember and self.settings.remember}
+        if top_k:
+            asked["top_k_dtype"] = str(self.model.top_k_dtype).removeprefix("torch.")
+        settings = replace(self.settings, **asked).checked()
         tokens, mask = read_sequences(sequences, mask, attention_mask)
         whole = self._whole(tokens, tokens.positions > 0 if mask is None else mask, settings)
         exchange = Exchange(self.model.replicas, self.model.router, whole, timeout=self.model.timeout)
-
-        def finish() -> Scores:
-            replies = exchange.replies()
-            elements = torch.cat([part.elements for part in exchange.parts])
-            columns = {"log_prob": [reply.log_prob for reply in replies]}
-            if entropy:
-                columns["entropy"] = [reply.entropy for reply in replies if reply.entropy is not None]
-            joined = {
-                name: torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)
-                for name, arrays in columns.items()
-            }
-            found = cast(VersionedScores, VersionedScores.spread(tokens, elements, **joined))
-            found.version = replies[0].version if replies else None
-            return found
-
-        return finish
+        return Pending(tokens, settings, exchange)
 
     def _whole(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Part:
         """A call as one request."""
@@ -260,6 +306,56 @@ class RemoteScorer:
 
     def forget(self) -> None:
         """Does nothing: the service clears its cache when its weights change."""
+
+
+class Pending:
+    """A call whose requests were sent; calling it waits for the scores."""
+
+    def __init__(self, tokens: Ragged, settings: Settings, exchange: Exchange) -> None:
+        self._tokens, self._settings, self._exchange = tokens, settings, exchange
+
+    def __call__(self) -> Scores:
+        replies = self._exchange.replies()
+        for part, reply in zip(self._exchange.parts, replies, strict=True):
+            reply.check_answers(int(part.mask.sum()), self._settings)
+        elements = torch.cat([torch.zeros(0, dtype=torch.long), *(part.elements for part in self._exchange.parts)])
+        k = self._settings.top_k
+        columns = {"log_prob": _join([reply.log_prob for reply in replies])}
+        if self._settings.entropy:
+            columns["entropy"] = _join([reply.entropy for reply in replies])
+        if k:
+            columns["top_indices"] = _join([reply.top_ids for reply in replies], k).long()
+            columns["top_log_probs"] = _join([reply.top_log_probs for reply in replies], k).float()
+            columns["tail_log_prob"] = _join([reply.rest_log_prob for reply in replies])
+        found = cast(VersionedScores, VersionedScores.spread(self._tokens, elements, **columns))
+        found.version = replies[0].version if replies else None
+        return found
+
+    async def arrival(self) -> None:
+        """Wait until a call of this object would hardly block: the answers, or errors, of the requests are here."""
+        await self._exchange.arrival()
+
+    def cancel(self) -> None:
+        """Withdraw the requests: no replica scores those that still wait there, and a call of this object ends."""
+        self._exchange.cancel()
+
+
+def _join(arrays: Sequence[np.ndarray | None], k: int = 0) -> Tensor:
+    """Scores of several replies, ``[K]`` or ``[K, k]``."""
+    given = [array for array in arrays if array is not None]
+    return torch.from_numpy(np.concatenate(given)) if given else torch.zeros(0, *[k] * (k > 0))
+
+
+@lru_cache(1)
+def _threads(pid: int) -> ThreadPoolExecutor:
+    """Send and read for all asynchronous calls of process ``pid``."""
+    return ThreadPoolExecutor(32, thread_name_prefix="scores")
+
+
+def _withdraw(begun: Future[Pending]) -> None:
+    """Cancel what was begun, in a thread: nobody waits for it."""
+    if not begun.cancelled() and begun.exception() is None:
+        _threads(os.getpid()).submit(begun.result().cancel)
 
 
 # ------------------------------------------------------------------ requests out, replies in
@@ -320,6 +416,7 @@ class Exchange:
         self._replies: dict[int, Reply] = {}
         self._error: Exception | None = None
         self._sent: list[tuple[int, int, Any]] = []  # part, replica, reference to the answer
+        self._arrived = self._withdrawn = False
         self._start_clock()
         self._send()
 
@@ -328,9 +425,12 @@ class Exchange:
 
     def replies(self) -> list[Reply]:
         """Wait for the replies, in the order of the parts and all from the same weights; raises the error of a request."""
-        self._start_clock()
+        if not self._arrived:
+            self._start_clock()
         while True:
             self._collect()
+            if self._withdrawn:
+                raise ServiceError("the call was cancelled.")
             if self._error is not None:
                 self._patience.rest(self._error)
             if len(self._replies) == len(self.parts) and not self._drop_stale():
@@ -380,11 +480,33 @@ class Exchange:
                 else:
                     self._replies[i] = Reply.unpack(found)
         except BaseException:  # the call fails: no caller waits for the requests that are still queued
-            with contextlib.suppress(Exception):
-                for i, _, answer in self._sent:
-                    if i not in self._replies:
-                        ray.cancel(answer)
+            self.cancel()
             raise
+
+    async def arrival(self) -> None:
+        """Wait until every request that was sent has an answer or failed; raises :class:`ServiceTimeout` after the timeout."""
+        self._start_clock()
+        self._arrived = True
+        waiting = [asyncio.wrap_future(answer.future()) for _, _, answer in self._sent]
+        for each in waiting:
+            each.add_done_callback(_seen)
+        try:
+            if waiting and (await asyncio.wait(waiting, timeout=self._patience.left))[1]:
+                self.cancel()
+                raise self._patience.up()
+        finally:
+            for each in waiting:  # an answer may arrive after the loop was closed
+                each.cancel()
+
+    def cancel(self) -> None:
+        """Withdraw the requests that have no reply; :meth:`replies` raises :class:`ServiceError` then."""
+        self._withdrawn = True
+        with contextlib.suppress(Exception):
+            import ray
+
+            for i, _, answer in self._sent:
+                if i not in self._replies:
+                    ray.cancel(answer)
 
     def _lose(self, replica: int, error: Exception) -> None:
         self._replicas.lose(replica, error)
@@ -398,3 +520,9 @@ class Exchange:
         for i in stale:
             del self._replies[i]
         return bool(stale)
+
+
+def _seen(answer: asyncio.Future[Any]) -> None:
+    """Read an error, which :meth:`Exchange.replies` meets again, so that asyncio does not report it as never retrieved."""
+    if not answer.cancelled():
+        answer.exception()

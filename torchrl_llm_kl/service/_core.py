@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,13 +60,22 @@ class ScoringCore:
     def _score_together(self, requests: Sequence[Request], settings: Settings) -> list[Reply]:
         masks = [request.flat_mask() for request in requests]
         rows = Ragged.from_list([row for request in requests for row in request.rows()])
-        scores = self.engine.evaluate(rows, torch.cat(masks), settings)
-        sizes = [request.num_tokens for request in requests]
-        log_probs = scores.log_prob.values.split(sizes)
-        entropies = [None] * len(sizes) if scores.entropy is None else scores.entropy.values.split(sizes)
+        mask = torch.cat(masks)
+        scores = self.engine.evaluate(rows, mask, settings)
+        names = ["log_prob"] + ["entropy"] * settings.entropy + [*_TOP] * (settings.top_k > 0)
+        missing = [name for name in names if getattr(scores, name) is None]
+        if missing:
+            raise ValueError(
+                f"{type(self.engine).__name__} returns no {', '.join(missing)}: leave it out of the request."
+            )
+        ends = np.cumsum([int(part.sum()) for part in masks])[:-1]
+        shares: dict[str, list[np.ndarray]] = {}
+        for name in names:
+            values = getattr(scores, name).values.detach()
+            shares[_TOP.get(name, name)] = np.split(_array(name, values[mask.to(values.device)].cpu(), settings), ends)
+        rest: dict[str, Any] = {"entropy": None, "version": self.version}
         return [
-            Reply(_masked_in(log_prob, mask), None if entropy is None else _masked_in(entropy, mask), self.version)
-            for log_prob, entropy, mask in zip(log_probs, entropies, masks, strict=True)
+            Reply(**{**rest, **dict(zip(shares, share, strict=True))}) for share in zip(*shares.values(), strict=True)
         ]
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False) -> None:
@@ -100,8 +110,19 @@ class ScoringCore:
         self._fingerprint = (self.updates, read())
 
 
-def _masked_in(values: Tensor, mask: Tensor) -> np.ndarray:
-    """The values where ``mask`` is True, in float32 or float64."""
-    chosen = values.detach()[mask.to(values.device)].cpu()
-    found: np.ndarray = (chosen if chosen.dtype == torch.float64 else chosen.float()).numpy()
+# Fields of the scores -> fields of a reply.
+_TOP = {"top_indices": "top_ids", "top_log_probs": "top_log_probs", "tail_log_prob": "rest_log_prob"}
+
+
+def _array(name: str, values: Tensor, settings: Settings) -> np.ndarray:
+    """Scores ``[K]`` or ``[K, k]`` in the type that a reply has for them."""
+    if name == "top_indices":
+        values = values.int()
+    elif name == "top_log_probs" and settings.top_k_dtype == "float16":
+        # Finite log-probs stay finite; -inf is a token that the model forbids.
+        lowest = torch.finfo(torch.float16).min
+        values = torch.where(values.isneginf(), values, values.clamp(min=lowest)).half()
+    elif values.dtype != torch.float64 or name in _TOP:
+        values = values.float()
+    found: np.ndarray = values.numpy()
     return found

@@ -59,7 +59,7 @@ class TransformersEngine:
         self._scorer(Settings())  # refuses a model that cannot be scored
 
     def _scorer(self, settings: Settings) -> LogProbScorer:
-        key = replace(settings, entropy=False, remember=False)
+        key = replace(settings, entropy=False, remember=False, top_k=0, top_k_dtype="float32")
         if key not in self._scorers:
             self._scorers[key] = LogProbScorer(
                 self.model,
@@ -76,12 +76,13 @@ class TransformersEngine:
 
     def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
-        return self.evaluate(sequences, mask, replace(settings, entropy=False)).log_prob
+        return self.evaluate(sequences, mask, replace(settings, entropy=False, top_k=0)).log_prob
 
     def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Scores:
-        """Log-probs, and entropies if the settings ask for them."""
+        """Log-probs, and entropies and the top k if the settings ask for them."""
         self._calls += 1
-        return self._scorer(settings).evaluate(sequences, mask, entropy=settings.entropy, remember=settings.remember)
+        wanted: dict[str, Any] = {name: getattr(settings, name) for name in ("entropy", "top_k", "remember")}
+        return self._scorer(settings).evaluate(sequences, mask, **wanted)
 
     def progress(self) -> int:
         """Number of calls."""

@@ -29,6 +29,10 @@ class ServiceConfigError(ServiceError, ValueError):
     """The name is in use with another configuration; the message shows the difference."""
 
 
+class ProtocolError(ServiceError, ValueError):
+    """A message cannot be read: it is damaged, or from a release with another protocol version."""
+
+
 class WeightVersionError(ServiceError):
     """The replica does not hold the requested version of the weights and did not receive it in time."""
 
