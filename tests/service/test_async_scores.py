@@ -46,8 +46,8 @@ class Service:
         self.failing = 0  # number of requests that the replica dies of
         self._lock = threading.Lock()
 
-    def choose(self, order: Any) -> int:
-        return 0
+    def usable(self) -> list[int]:
+        return [0]
 
     def handle(self, replica: int, *, timeout: float) -> Any:
         time.sleep(self.connecting)
