@@ -6,19 +6,21 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded
+from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded, ServiceTimeout
 from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 
-def request(tag: int, *, tokens: int = 3, caller: str = "a") -> Request:
+def request(tag: int, *, tokens: int = 3, caller: str = "a", deaths: int = 0) -> Request:
     ids = torch.full((tokens,), tag)
-    return Request.of(ids, torch.tensor([tokens]), None, Settings(), version=None, caller=caller)
+    made = Request.of(ids, torch.tensor([tokens]), None, Settings(), version=None, caller=caller)
+    return replace(made, deaths=deaths)
 
 
 class Recorder:
@@ -140,8 +142,87 @@ def test_a_full_queue_makes_callers_wait_until_their_timeout() -> None:
     refused = [answer for answer in first if isinstance(answer, ServiceOverloaded)]
     assert 1 <= len(refused) < 6
     assert "2 requests are waiting, as many as max_queue allows" in str(refused[0])
-    assert all(isinstance(answer, (Reply, ServiceOverloaded)) for answer in first)
+    assert all(isinstance(answer, (Reply, ServiceOverloaded, ServiceTimeout)) for answer in first)
     assert tags_of(patient) == [0, 1, 2, 3]
+
+
+def test_small_callers_beside_16_requests_of_a_large_one() -> None:
+    """They wait for the batch that runs and are in the next one, though all of the large caller's fill a batch."""
+    recorder = Recorder(seconds=0.02)
+    waited: list[int] = []
+
+    async def small(batcher: Batcher, caller: str) -> None:
+        for _ in range(3):
+            start = len(recorder.batches)
+            await batcher.submit(request(1, caller=caller), timeout=30)
+            waited.append(len(recorder.batches) - start)
+
+    async def main() -> None:
+        batcher = Batcher(recorder, max_wait=0.0, max_tokens=1000)
+        large = asyncio.gather(
+            *(batcher.submit(request(0, tokens=1000, caller="large"), timeout=30) for _ in range(16))
+        )
+        await asyncio.sleep(0.01)
+        await asyncio.gather(*(small(batcher, f"small{i}") for i in range(31)))
+        await large
+        await batcher.close()
+
+    asyncio.run(main())
+    assert len(waited) == 93
+    assert max(waited) <= 3
+
+
+def test_a_full_queue_admits_callers_with_nothing_in_it_first() -> None:
+    async def main() -> int:
+        recorder = Recorder(seconds=0.02)
+        batcher = Batcher(recorder, max_wait=0.0, max_queue=4, max_tokens=6)
+        greedy = asyncio.gather(*(batcher.submit(request(i, caller="greedy"), timeout=30) for i in range(60)))
+        await asyncio.sleep(0.01)
+        start = len(recorder.batches)
+        await batcher.submit(request(99, caller="modest"), timeout=30)
+        waited = len(recorder.batches) - start
+        await greedy
+        await batcher.close()
+        return waited
+
+    assert asyncio.run(main()) <= 3
+
+
+def test_a_request_after_a_death_is_announced_and_shares_no_batch() -> None:
+    recorder, announced = Recorder(), []
+
+    async def main() -> list[object]:
+        batcher = Batcher(recorder, on_trial=lambda r: announced.append((int(r.tokens[0]), list(recorder.batches))))
+        requests = [request(0, caller="a"), request(7, caller="b", deaths=1), request(8, caller="c", deaths=2)]
+        return await ask(batcher, *requests, request(1, caller="d"), request(2, caller="b"))
+
+    assert tags_of(asyncio.run(main())) == [0, 7, 8, 1, 2]
+    assert recorder.batches == [[0, 1, 2], [7], [8]]
+    assert announced == [(7, [[0, 1, 2]]), (8, [[0, 1, 2], [7]])]
+
+
+def test_a_model_that_wants_to_exit_is_an_error() -> None:
+    def leave(requests: Sequence[Request]) -> list[Reply | Exception]:
+        if requests[0].tokens[0] == 0:
+            raise SystemExit("enough")
+        return Recorder()(requests)
+
+    async def main() -> list[object]:
+        batcher = Batcher(leave)
+        return [*await ask(batcher, request(0)), *await ask(batcher, request(1))]
+
+    first, second = asyncio.run(main())
+    assert str(first) == "the model raised SystemExit: enough."
+    assert isinstance(second, Reply)
+
+
+def test_an_ill_formed_request_fails_alone() -> None:
+    bad = [replace(request(1), caller=["a"]), replace(request(1), deaths="2"), replace(request(1), lengths=None)]
+    recorder = Recorder()
+    answers = run(recorder, request(0), *bad, request(2))
+    assert tags_of([answers[0], answers[-1]]) == [0, 2]
+    assert all(isinstance(answer, (TypeError, AttributeError)) for answer in answers[1:-1])
+    assert [sorted(batch) for batch in recorder.batches] == [[0, 2]]
 
 
 def test_an_error_of_the_scorer_reaches_all_callers() -> None:

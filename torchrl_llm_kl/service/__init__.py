@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
 from torchrl_llm_kl.service._errors import (
+    PoisonedRequest,
     ServiceClosedError,
     ServiceConfigError,
     ServiceError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme, ServiceWeightUpdater
 
 __all__ = [
+    "PoisonedRequest",
     "RayKLRewardTransform",
     "RayRetrieveKL",
     "RayRetrieveLogProb",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,26 +23,32 @@ class ScoringCore:
 
     Attributes:
         version: of the engine's weights; 0 before the first update.
+        running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.version = engine, 0
+        self.running: int | None = None
+        self._calls = itertools.count()
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
         answers: dict[int, Reply | Exception] = {}
         groups: dict[Settings, list[int]] = {}
         for i, request in enumerate(requests):
-            if request.version is not None and request.version != self.version:
+            if (error := _error_in(request.settings)) is not None:
+                answers[i] = error
+            elif request.version is not None and request.version != self.version:
                 answers[i] = WeightVersionError(
                     f"version {request.version} of the weights was requested, this replica holds {self.version}: push it "
                     "with update_weights(), or request no version."
                 )
             else:
                 groups.setdefault(request.settings, []).append(i)
-        for settings, members in groups.items():
-            together = self._score_alike([requests[i] for i in members], settings)
-            answers.update(zip(members, together, strict=True))
+        with self._call():
+            for settings, members in groups.items():
+                together = self._score_alike([requests[i] for i in members], settings)
+                answers.update(zip(members, together, strict=True))
         return [answers[i] for i in range(len(requests))]
 
     def _score_alike(self, requests: Sequence[Request], settings: Settings) -> list[Reply | Exception]:
@@ -68,8 +78,36 @@ class ScoringCore:
             raise WeightVersionError(
                 f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
-        self.engine.update_weights(weights)
+        with self._call():
+            self.engine.update_weights(weights)
         self.version = int(version)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        self.running = next(self._calls)
+        try:
+            yield
+        finally:
+            self.running = None
+
+
+def _error_in(settings: Settings) -> Exception | None:
+    """The error of settings that no engine can take, and that could not be compared with those of other requests."""
+    temperature: Any = settings.temperature
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        return TypeError(f"temperature must be a number, got {temperature!r}.")
+    if not 0 < temperature < math.inf:
+        return ValueError(f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob.")
+    kinds: dict[str, Any] = {"adapters": (bool, str), "dtype": (str, type(None))} | dict.fromkeys(
+        ("entropy", "remember", "deterministic"), bool
+    )
+    for name, kind in kinds.items():
+        value = getattr(settings, name)
+        if not isinstance(value, kind):
+            return TypeError(
+                f"{name} is {value!r}, of type {type(value).__name__}: a request cannot be scored with that."
+            )
+    return None
 
 
 def _masked_in(values: Tensor, mask: Tensor) -> np.ndarray:

@@ -29,6 +29,10 @@ class ServiceConfigError(ServiceError, ValueError):
     """The name is in use with another configuration; the message shows the difference."""
 
 
+class PoisonedRequest(ServiceError):
+    """A request after which replicas died, so that it is not tried again. Its message names them."""
+
+
 class WeightVersionError(ServiceError):
     """The replica does not hold the requested version of the weights and did not receive it in time."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class Request:
     version: int | None = None  # required version of the weights; None for any
     caller: str = ""  # the sender; batches are fair between callers
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
+    deaths: int = 0  # replicas that died while they held it: it shares no batch with others
 
     @classmethod
     def of(
@@ -90,6 +92,13 @@ class Request:
         mask[torch.from_numpy(starts[self.lengths > 0])] = False
         return mask
 
+    def digest(self) -> str:
+        """Equal for requests of the same tokens, masks and settings."""
+        found = hashlib.blake2b(json.dumps(astuple(self.settings)).encode(), digest_size=16)
+        for array in (self.lengths.astype(np.int64), self.tokens.astype(np.int64), self.mask):
+            found.update(b"" if array is None else array.tobytes())
+        return found.hexdigest()
+
     def pack(self) -> bytes:
         masks = [] if self.mask is None else [self.mask]
         head = (
@@ -99,8 +108,9 @@ class Request:
             self.version,
             self.caller,
             self.newest,
-            # Only where set: releases without it read all other requests, and refuse these.
-            *([True] if self.settings.deterministic else []),
+            # Only where set: releases without them read all other requests, and refuse these.
+            *([self.settings.deterministic] if self.settings.deterministic or self.deaths else []),
+            *([self.deaths] if self.deaths else []),
         )
         return _join(head, self.lengths.astype(np.int64), self.tokens, *masks)
 
@@ -108,7 +118,9 @@ class Request:
     def unpack(cls, packed: bytes) -> Request:
         (width, masked, *settings), parts = _split(packed)
         *plain, version, caller, newest = settings[:_FIELDS]
-        scoring = replace(Settings(*plain), deterministic=settings[_FIELDS:] == [True])
+        flags = settings[_FIELDS:]  # those that are set: deterministic, deaths
+        deterministic, deaths = flags[:1] == [True], flags[1] if len(flags) > 1 else 0
+        scoring = replace(Settings(*plain), deterministic=deterministic)
         tokens = np.frombuffer(parts[1], np.int32 if width == 4 else np.int64)
         mask = np.frombuffer(parts[2], np.uint8) if masked else None
         return cls(
@@ -119,6 +131,7 @@ class Request:
             version,
             caller,
             newest,
+            deaths,
         )
 
 
