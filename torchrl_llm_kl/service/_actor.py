@@ -125,13 +125,15 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ poison and hangs
 
-    async def on_trial(self, digest: str, timeout: float) -> None:
-        """Return just before a request with ``deaths`` is scored, by itself: a death after that is its own doing."""
+    async def on_trial(self, digest: str, timeout: float) -> bool:
+        """Return True just before a request with ``deaths`` is scored, by itself: a death after that is its own doing.
+
+        False if it was not its turn within ``timeout`` seconds.
+        """
         future = self._trials.setdefault(digest, asyncio.get_running_loop().create_future())
-        try:
-            await asyncio.wait_for(asyncio.shield(future), timeout)
-        finally:
-            self._trials.pop(digest, None)
+        found, _ = await asyncio.wait([future], timeout=timeout)
+        self._trials.pop(digest, None)
+        return bool(found)
 
     def _announce(self, request: Request) -> None:
         waiting = self._trials.get(request.digest())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, read_sequences
-from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy
+from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceTimeout
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Patience, Replicas, client_name, failures
 from torchrl_llm_kl.service._router import Router
@@ -388,21 +388,30 @@ class Exchange:
         others = [other for other in range(self._replicas.spec.num_replicas) if other != replica]
         end = time.monotonic() + self._patience.left / 2
         while deaths == MAX_DEATHS - 1 and others and time.monotonic() < end:
-            try:
-                self._replicas.handle(others[-1], timeout=end - time.monotonic())
+            if self._is_up(others[-1], end - time.monotonic()):
                 others.pop()
-            except failures() as down:
-                self._replicas.lose(others[-1], down)
+            else:
                 time.sleep(0.2)
+
+    def _is_up(self, replica: int, timeout: float) -> bool:
+        try:
+            self._replicas.handle(replica, timeout=timeout)
+        except failures() as down:
+            self._replicas.lose(replica, down)
+            return False
+        except ServiceTimeout:
+            return False
+        return True
 
     def _count_death(self, i: int, replica: int) -> None:
         import ray
 
         deaths = self._deaths.setdefault(i, [])
         if deaths:
-            try:
-                ray.get(self._trials[i], timeout=1.0)
-            except Exception:  # it waited for its turn: another request is to blame
+            begun = False
+            with contextlib.suppress(Exception):
+                begun = ray.get(self._trials[i], timeout=1.0)
+            if not begun:  # it waited for its turn: another request is to blame
                 return
         deaths.append(self._replicas.spec.replica_name(replica))
         if len(deaths) < MAX_DEATHS:
