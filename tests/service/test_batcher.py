@@ -14,6 +14,7 @@ import torch
 
 from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded, ServiceTimeout
 from torchrl_llm_kl.service._batcher import Batcher
+from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 
@@ -214,6 +215,49 @@ def test_a_model_that_wants_to_exit_is_an_error() -> None:
     first, second = asyncio.run(main())
     assert str(first) == "the model raised SystemExit: enough."
     assert isinstance(second, Reply)
+
+
+def test_a_replica_that_hangs_passes_its_queue_on() -> None:
+    """Rejected from the watchdog's thread: what waits gets the error at once, and so do later requests; the batch goes on."""
+    hangs, enough = threading.Event(), threading.Event()
+
+    def hang(requests: Sequence[Request]) -> list[Reply | Exception]:
+        hangs.set()
+        enough.wait()
+        return Recorder()(requests)
+
+    async def main() -> list[object]:
+        batcher = Batcher(hang, max_wait=0.0, max_tokens=3, max_queue=2)
+        asked = [asyncio.ensure_future(batcher.submit(request(i), timeout=60)) for i in range(5)]
+        await asyncio.to_thread(hangs.wait)
+        await asyncio.to_thread(batcher.reject_soon, ReplicaGone("it hangs"))
+        waiting = await asyncio.gather(*asked[1:], return_exceptions=True)
+        late = await ask(batcher, request(7))
+        assert not asked[0].done()
+        enough.set()
+        return [*waiting, *late, await asked[0]]
+
+    *gone, first = asyncio.run(main())
+    assert [(type(answer), str(answer)) for answer in gone] == [(ReplicaGone, "it hangs")] * 5
+    assert isinstance(first, Reply)
+
+
+@pytest.mark.parametrize("what", ["on_trial", "on_batch", "replies"])
+def test_a_fault_of_the_batcher_ends_one_batch(what: str) -> None:
+    def fail(*_: object) -> list[Reply | Exception]:
+        raise RuntimeError("a fault")
+
+    async def main() -> list[object]:
+        options = {} if what == "replies" else {what: fail}
+        recorder = (lambda requests: Recorder()(requests)[1:]) if what == "replies" else Recorder()
+        batcher = Batcher(recorder, **options)
+        first = await ask(batcher, request(0, deaths=1))
+        batcher._score, batcher._on_trial = Recorder(), lambda request: None
+        return [*first, *await ask(batcher, request(1), request(2))]
+
+    first, *others = asyncio.run(main())
+    assert isinstance(first, Reply if what == "on_batch" else (RuntimeError, ValueError))
+    assert tags_of(others) == [1, 2]
 
 
 def test_an_ill_formed_request_fails_alone() -> None:

@@ -220,8 +220,15 @@ class Batcher:
             self._drop()
             batch = self._waiting.take(self.max_tokens)
             self._admit()
-            if batch:
-                await self._answer(batch)
+            try:
+                if batch:
+                    await self._answer(batch)
+            except Exception as error:  # the queue must go on, whatever happened
+                _LOG.exception("a batch failed.")
+                self._waiting.remove(batch.__contains__)
+                for waiting in batch:
+                    if not waiting.answer.done():
+                        waiting.answer.set_exception(error)
         self._fail(self._closed)
 
     async def _wait_for_callers(self) -> None:

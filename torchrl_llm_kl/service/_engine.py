@@ -214,7 +214,7 @@ def _check_weight(name: str, own: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} holds values beyond the range of the model's {own.dtype}.")
     elif not _all_finite(value):
         raise ValueError(f"{name} holds values that are not finite: scores would be NaN.")
-    elif value.dtype != own.dtype and not _all_finite(value.to(own.dtype)):
+    elif torch.finfo(value.dtype).max > torch.finfo(own.dtype).max and not _all_finite(value.to(own.dtype)):
         raise ValueError(
             f"{name} holds values up to {float(value.abs().max()):.3g} in {value.dtype}, beyond the range of the model's "
             f"{own.dtype}: scores would be NaN."
