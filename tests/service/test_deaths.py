@@ -13,13 +13,13 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from torchrl_llm_kl.service import PoisonedRequest
+from torchrl_llm_kl.service import PoisonedRequest, ServiceTimeout
 from torchrl_llm_kl.service._client import Exchange, Part
 from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Request, Settings
 
-#: What becomes of a request: its replica dies while it runs, or before; or says that it ends.
-RUNS, WAITS, ENDS = "runs", "waits", "ends"
+#: What becomes of a request: its replica dies while it runs, or before; says that it ends; or drops it after its timeout.
+RUNS, WAITS, ENDS, DROPS = "runs", "waits", "ends", "drops"
 
 
 class Method:
@@ -60,6 +60,8 @@ class Replicas:
         self.fate = next(self.fates, "")
         if self.fate == ENDS:
             return ReplicaGone("it ends")
+        if self.fate == DROPS:
+            return ServiceTimeout("too late")
         if self.fate:
             raise ActorDiedError
         return LookupError("answered")  # stands for an answer
@@ -80,7 +82,7 @@ def part() -> Part:
     ("fates", "deaths"),
     [
         ([], [0]),
-        ([ENDS, ENDS, ENDS, ENDS], [0, 0, 0, 0, 0]),
+        ([ENDS, ENDS, ENDS, DROPS], [0, 0, 0, 0, 0]),
         ([WAITS], [0, 1]),  # unknown the first time: it may be to blame
         ([WAITS, WAITS, WAITS, WAITS, WAITS], [0, 1, 1, 1, 1, 1]),
         ([WAITS, RUNS, WAITS, ENDS, WAITS], [0, 1, 2, 2, 2, 2]),

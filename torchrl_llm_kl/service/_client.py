@@ -364,7 +364,9 @@ class Exchange:
                     if isinstance(down, ray.exceptions.RayActorError):
                         self._count_death(i, replica)
                     continue
-                if isinstance(found, ServiceBusy):
+                if isinstance(
+                    found, (ServiceBusy, ServiceTimeout)
+                ):  # dropped: the timeout began again since it was sent
                     self._error = found
                 elif isinstance(found, ReplicaGone):
                     self._lose(replica, found)
