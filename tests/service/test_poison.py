@@ -19,6 +19,7 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import PoisonedRequest, RemoteModel, ScoringService, ServiceTimeout
 from torchrl_llm_kl.service._wire import Request, Settings
 
+pytestmark = pytest.mark.slow
 HANG_AFTER = 2.0
 
 
