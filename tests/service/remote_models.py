@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -45,6 +47,29 @@ def delayed(seconds: float, seed: int = 0) -> nn.Module:
     """:func:`model` with a slower forward."""
     made = tiny_model(seed=seed)
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds))
+    return made
+
+
+POISON, ENDLESS = [13] * 6, [17] * 6
+
+
+def _die_or_hang(module: nn.Module, args: Any) -> None:
+    ids = args[0].flatten().tolist()
+    runs = [ids[i : i + 4] for i in range(len(ids))]
+    if POISON[:4] in runs:
+        os._exit(7)
+    if ENDLESS[:4] in runs:
+        threading.Event().wait()
+
+
+def deadly(folder: str) -> nn.Module:
+    """:func:`model`; its process ends at the sequence ``POISON``, and the forward never returns at ``ENDLESS``.
+
+    Leaves a file in the folder each time.
+    """
+    made = delayed(0.01)
+    (Path(folder) / str(os.getpid())).touch()
+    made.model.embed_tokens.register_forward_pre_hook(_die_or_hang)
     return made
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
 from torchrl_llm_kl.service._errors import (
     EngineLost,
+    PoisonedRequest,
     ProtocolError,
     ServiceClosedError,
     ServiceConfigError,
@@ -29,6 +30,7 @@ __all__ = [
     "EngineLost",
     "GangEngine",
     "HTTPEngine",
+    "PoisonedRequest",
     "ProtocolError",
     "PushedVersion",
     "RayKLRewardTransform",

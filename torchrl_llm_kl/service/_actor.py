@@ -23,6 +23,7 @@ from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._engine import engine_of
 from torchrl_llm_kl.service._errors import (
     EngineLost,
+    PoisonedRequest,
     ReplicaGone,
     ServiceBusy,
     ServiceError,
@@ -31,12 +32,14 @@ from torchrl_llm_kl.service._errors import (
 )
 from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
+from torchrl_llm_kl.service._watchdog import Watchdog, stacks
 from torchrl_llm_kl.service._weights import Pushes, end_keeper
 from torchrl_llm_kl.service._wire import Reply, Request
 
 #: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
 MAX_CONCURRENCY = 1000
 _MAX_REQUESTS = 800
+_QUARANTINED = 1024  # poisoned requests that a replica remembers
 _CREATOR = "creator"  # placeholder client until the first one arrives
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
@@ -73,7 +76,11 @@ class ScoringActor:
         self._stats = ReplicaStats()
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
         queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
-        self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
+        self._batcher = Batcher(self._answer, on_batch=self._record, on_trial=self._announce, **queue)
+        self._trials: dict[str, asyncio.Future[None]] = {}  # by digest of the request
+        self._quarantine: dict[str, None] = {}
+        self._hung = False
+        threading.Thread(target=self._watch_progress, name="watchdog", daemon=True).start()
         again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._metrics = RayMetrics(self._name, again=again)
         if hasattr(self._core.engine, "when_lost"):
@@ -97,6 +104,8 @@ class ScoringActor:
                     f"{_MAX_REQUESTS} requests wait at replica {self._name}: add replicas, or send fewer at a time."
                 )
             request = Request.unpack(packed)
+            if self._quarantine and request.digest() in self._quarantine:
+                raise PoisonedRequest("replicas died of this request before: it is not tried again.")
             await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
             return reply.pack()
@@ -128,6 +137,43 @@ class ScoringActor:
     def _check_model(self) -> None:
         if self._failure is not None:
             raise ReplicaGone(f"replica {self._name} could not be created again: {self._failure}")
+        if self._hung:
+            raise ReplicaGone(f"replica {self._name} hangs and ends.")
+
+    # ------------------------------------------------------------------ poison and hangs
+
+    async def on_trial(self, digest: str, timeout: float) -> bool:
+        """Return True just before a request with ``deaths`` is scored, by itself: a death after that is its own doing.
+
+        False if it was not its turn within ``timeout`` seconds.
+        """
+        future = self._trials.setdefault(digest, asyncio.get_running_loop().create_future())
+        found, _ = await asyncio.wait([future], timeout=timeout)
+        self._trials.pop(digest, None)
+        return bool(found)
+
+    def _announce(self, request: Request) -> None:
+        waiting = self._trials.get(request.digest())
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    async def quarantine(self, digest: str) -> None:
+        """Refuse a request from now on, given by its :meth:`Request.digest`, with :class:`PoisonedRequest`."""
+        if self._failure is None:
+            self._quarantine[digest] = None
+            if len(self._quarantine) > _QUARANTINED:
+                del self._quarantine[next(iter(self._quarantine))]
+
+    def _watch_progress(self) -> None:
+        """End the process if a batch or an update makes no progress: only that ends a thread that hangs."""
+        watchdog = Watchdog(self._core, float(self._spec.settings["hang_after"]))
+        while not watchdog.hangs(time.monotonic()):
+            time.sleep(min(watchdog.hang_after / 8, 5.0))
+        self._hung = True
+        _LOG.error("replica %s made no progress for %g s and ends.\n%s", self._name, watchdog.hang_after, stacks())
+        self._batcher.reject_soon(ReplicaGone(f"replica {self._name} hangs and ends."))
+        time.sleep(0.5)  # let the errors reach their callers; those of the batch see the actor die
+        os._exit(1)
 
     # ------------------------------------------------------------------ weights
 
@@ -258,6 +304,7 @@ class ScoringActor:
             "pid": os.getpid(),
             "restarts": len(self._lives) - 1,
             "queue": len(self._batcher),
+            "queue_tokens": self._batcher.tokens,
             "version": self._core.version,
             "clients": len(self._clients.keys() - {_CREATOR}),
             "tokens_recalled": recalled,
@@ -267,7 +314,7 @@ class ScoringActor:
 
     async def health(self) -> bool:
         """Whether it can score; responds while a batch runs."""
-        return self._failure is None and self._lost is None
+        return self._failure is None and self._lost is None and not self._hung
 
     # ------------------------------------------------------------------ leases
 

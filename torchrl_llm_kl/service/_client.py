@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, VersionedScores, read_sequences
-from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError
+from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._replicas import Patience, Replicas, client_name, failures
 from torchrl_llm_kl.service._router import Router
@@ -361,6 +362,10 @@ def _withdraw(begun: Future[Pending]) -> None:
 # ------------------------------------------------------------------ requests out, replies in
 
 
+#: Replicas that may die of a request before it is refused.
+MAX_DEATHS = 3
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """One request of a call, and the place of its answer."""
@@ -406,6 +411,9 @@ class Exchange:
     If a replica dies, its sequences are divided among the others. During a weight update, requests are repeated to replicas
     that do not hold the new weights yet. The timeout starts with the call of :meth:`replies`.
 
+    A request whose replica died while it held it may be the cause: its next tries share no batch, and only deaths that come
+    while it is scored count from then on. After three it raises :class:`PoisonedRequest`.
+
     Attributes:
         parts: the requests so far; one of a replica that died is replaced by several.
     """
@@ -417,6 +425,8 @@ class Exchange:
         self._error: Exception | None = None
         self._sent: list[tuple[int, int, Any]] = []  # part, replica, reference to the answer
         self._arrived = self._withdrawn = False
+        self._deaths: dict[int, list[str]] = {}  # names of the replicas that died while they held a part
+        self._trials: dict[int, Any] = {}  # of parts with deaths: a reference that is ready once the replica scores it
         self._start_clock()
         self._send()
 
@@ -444,6 +454,8 @@ class Exchange:
         stranded = [i for i, part in enumerate(self.parts) if i not in self._replies and part.replica not in usable]
         for i in stranded:
             self.parts[i], *others = self.parts[i].divided(self._router, usable)
+            if i in self._deaths:
+                self._deaths |= {len(self.parts) + j: list(self._deaths[i]) for j in range(len(others))}
             self.parts += others
         for i, part in enumerate(self.parts):
             replica = part.replica
@@ -451,10 +463,15 @@ class Exchange:
                 continue
             try:
                 handle = self._replicas.handle(replica, timeout=self._patience.left)
-                packed = replace(part.request, newest=self._replicas.newest).pack()
+                deaths = len(self._deaths.get(i, ()))
+                request = replace(part.request, newest=self._replicas.newest, deaths=deaths)
                 # Slightly less than the remaining time: the replica must report a full queue before the client times out.
                 left = self._patience.left
-                self._sent.append((i, replica, handle.score.remote(packed, max(left - 0.5, 0.8 * left))))
+                left = max(left - 0.5, 0.8 * left)
+                if deaths:
+                    self._await_others(replica, deaths)
+                    self._trials[i] = handle.on_trial.remote(request.digest(), left)
+                self._sent.append((i, replica, handle.score.remote(request.pack(), left)))
             except failures() as down:
                 self._lose(replica, down)
 
@@ -470,8 +487,12 @@ class Exchange:
                     raise self._patience.up() from None
                 except failures() as down:
                     self._lose(replica, down)
+                    if isinstance(down, ray.exceptions.RayActorError):
+                        self._count_death(i, replica)
                     continue
-                if isinstance(found, ServiceBusy):
+                if isinstance(
+                    found, (ServiceBusy, ServiceTimeout)
+                ):  # dropped: the timeout began again since it was sent
                     self._error = found
                 elif isinstance(found, ReplicaGone):
                     self._lose(replica, found)
@@ -511,6 +532,49 @@ class Exchange:
     def _lose(self, replica: int, error: Exception) -> None:
         self._replicas.lose(replica, error)
         self._error = error
+
+    def _await_others(self, replica: int, deaths: int) -> None:
+        """Before a trial that will probably end in a death: wait until the other replicas can serve other callers."""
+        others = [other for other in range(self._replicas.spec.num_replicas) if other != replica]
+        end = time.monotonic() + self._patience.left / 2
+        while deaths == MAX_DEATHS - 1 and others and time.monotonic() < end:
+            if self._is_up(others[-1], end - time.monotonic()):
+                others.pop()
+            else:
+                time.sleep(0.2)
+
+    def _is_up(self, replica: int, timeout: float) -> bool:
+        try:
+            self._replicas.handle(replica, timeout=timeout)
+        except failures() as down:
+            self._replicas.lose(replica, down)
+            return False
+        except ServiceTimeout:
+            return False
+        return True
+
+    def _count_death(self, i: int, replica: int) -> None:
+        import ray
+
+        deaths = self._deaths.setdefault(i, [])
+        if deaths:
+            begun = False
+            with contextlib.suppress(Exception):
+                begun = ray.get(self._trials[i], timeout=1.0)
+            if not begun:  # it waited for its turn: another request is to blame
+                return
+        deaths.append(self._replicas.spec.replica_name(replica))
+        if len(deaths) < MAX_DEATHS:
+            return
+        request = self.parts[i].request
+        for other in range(self._replicas.spec.num_replicas):
+            with contextlib.suppress(Exception):  # those that are up
+                self._replicas.handle(other, timeout=0.1).quarantine.remote(request.digest())
+        raise PoisonedRequest(
+            f"{len(deaths)} replicas died while they scored a request of {len(request.lengths)} sequences and "
+            f"{request.num_tokens} tokens ({', '.join(deaths)}), the last ones while they scored nothing else: it is not tried "
+            "again. Look for the cause in their logs, and score its sequences in smaller requests to find the one at fault."
+        )
 
     def _drop_stale(self) -> bool:
         """Whether some replies came from older weights than others; drops the older ones."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,13 @@ class ScoringCore:
     Attributes:
         version: of the engine's weights; 0 before the first update.
         updates: number of updates so far.
+        running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.version, self.updates = engine, 0, 0
+        self.running: int | None = None
+        self._calls = itertools.count()
         self._fingerprint = (-1, "")  # after how many updates
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
@@ -32,16 +37,22 @@ class ScoringCore:
         answers: dict[int, Reply | Exception] = {}
         groups: dict[Settings, list[int]] = {}
         for i, request in enumerate(requests):
+            try:
+                settings = request.settings.checked()  # ill-typed ones could not be compared with those of others
+            except ValueError as error:
+                answers[i] = error
+                continue
             if request.version is not None and request.version != self.version:
                 answers[i] = WeightVersionError(
                     f"version {request.version} of the weights was requested, this replica holds {self.version}: push it "
                     "with update_weights(), or request no version."
                 )
             else:
-                groups.setdefault(request.settings, []).append(i)
-        for settings, members in groups.items():
-            together = self._score_alike([requests[i] for i in members], settings)
-            answers.update(zip(members, together, strict=True))
+                groups.setdefault(settings, []).append(i)
+        with self._call():
+            for settings, members in groups.items():
+                together = self._score_alike([requests[i] for i in members], settings)
+                answers.update(zip(members, together, strict=True))
         return [answers[i] for i in range(len(requests))]
 
     def _score_alike(self, requests: Sequence[Request], settings: Settings) -> list[Reply | Exception]:
@@ -88,8 +99,17 @@ class ScoringCore:
                 f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
         self.updates += 1
-        self.engine.update_weights(weights, checked=checked)
+        with self._call():
+            self.engine.update_weights(weights, checked=checked)
         self.version = int(version)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        self.running = next(self._calls)
+        try:
+            yield
+        finally:
+            self.running = None
 
     @property
     def fingerprint(self) -> tuple[int, str] | None:

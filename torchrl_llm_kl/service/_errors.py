@@ -33,6 +33,10 @@ class ProtocolError(ServiceError, ValueError):
     """A message cannot be read: it is damaged, or from a release with another protocol version."""
 
 
+class PoisonedRequest(ServiceError):
+    """A request after which replicas died, so that it is not tried again. Its message names them."""
+
+
 class WeightVersionError(ServiceError):
     """The replica does not hold the requested version of the weights and did not receive it in time."""
 

@@ -13,6 +13,7 @@ from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
 from torchrl_llm_kl.service._lifecycle import NAMESPACE, HeldModel, ServiceSpec, describe_source
 from torchrl_llm_kl.service._push import PushedVersion, push_weights
+from torchrl_llm_kl.service._watchdog import HANG_AFTER
 from torchrl_llm_kl.service._weights import check_version, end_keeper
 
 
@@ -34,12 +35,13 @@ class ScoringService:
             ``max_restarts`` (-1 for no limit); see ``ray.remote``.
         lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`; by default replicas end with their last client.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that each replica caches for continued conversations, per requested combination
-            of temperature, dtype, adapters and ``deterministic``.
-        max_tokens: per batch of requests; a larger request gets a batch of its own.
+        memory: bytes of keys and values that each replica caches for continued conversations, in all.
+        max_tokens: per batch of requests. Larger requests are scored in pieces, which share batches with other callers.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
         max_queue: the most requests that may wait at one replica.
         timeout: seconds per call of a client, retries included.
+        hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung: it
+            is started again, and its requests go to others. Loading the model does not count.
         namespace: Ray namespace of the actors.
         weights_dir: folder for pushed weights, as safetensors files, that every node sees. A later service of this name and
             model takes them up, with their version.
@@ -73,6 +75,7 @@ class ScoringService:
         max_wait: float = 0.003,
         max_queue: int = 256,
         timeout: float = 120.0,
+        hang_after: float = HANG_AFTER,
         namespace: str = NAMESPACE,
         weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -90,11 +93,13 @@ class ScoringService:
                 raise ValueError(f"{what} must be a number of seconds, got {seconds!r}.")
         if lifetime not in (None, "detached"):
             raise ValueError(f"lifetime must be 'detached' or None, got {lifetime!r}.")
+        if isinstance(hang_after, bool) or not isinstance(hang_after, (int, float)) or not 0 < hang_after < 1e9:
+            raise ValueError(f"hang_after must be a number of seconds greater than 0, got {hang_after!r}.")
         check_range(1, tokens_per_batch=tokens_per_batch)
         if memory < 0:
             raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
         settings: dict[str, Any] = {"tokens_per_batch": tokens_per_batch, "memory": memory}
-        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue}
+        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue, "hang_after": hang_after}
         if weights_dir is not None:
             if name is None:
                 raise ValueError("weights_dir= keeps weights for a later service of the same name: pass name=.")

@@ -7,11 +7,12 @@ reader must take no more memory than the message has bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,7 @@ class Request:
     version: int | None = None  # required version of the weights; None for any
     caller: str = ""  # the sender; batches are fair between callers
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
+    deaths: int = 0  # replicas that died while they held it: it shares no batch with others
 
     @classmethod
     def of(
@@ -144,6 +146,13 @@ class Request:
         mask[torch.from_numpy(starts[self.lengths > 0])] = False
         return mask
 
+    def digest(self) -> str:
+        """Equal for requests of the same tokens, masks and settings."""
+        found = hashlib.blake2b(json.dumps(astuple(self.settings)).encode(), digest_size=16)
+        for array in (self.lengths.astype(np.int64), self.tokens.astype(np.int64), self.mask):
+            found.update(b"" if array is None else array.tobytes())
+        return found.hexdigest()
+
     def pack(self) -> bytes:
         """The request as bytes: 4 or 8 for a token, 8 for a sequence, a bit for a token if there is a mask."""
         head = {
@@ -157,6 +166,7 @@ class Request:
             "version": self.version,
             "caller": self.caller,
             "newest": self.newest,
+            "deaths": self.deaths,
         }
         return _join(_REQUEST, head, self.lengths.astype(np.int64), self.tokens, self.mask)
 
@@ -168,6 +178,7 @@ class Request:
         width, masked = head.one_of("token_bytes", (4, 8)), head.flag("masked")
         given = head.take("settings")
         version, caller, newest = head.take("version"), head.text("caller"), head.whole("newest")
+        deaths = head.whole("deaths")
         if not isinstance(given, dict) or not given.keys() <= set(_NAMES):
             raise head.wrong("settings", given, f"an object with some of the names {', '.join(_NAMES)}")
         if version is not None and not _is_whole(version):
@@ -190,7 +201,7 @@ class Request:
             )
         if mask is not None and tokens % 8 and int(mask[-1]) & (0xFF >> tokens % 8):
             raise ProtocolError(f"the mask of a request has bits after its {tokens} tokens, expected zeros there.")
-        return cls(ids, lengths, mask, settings, version, caller, newest)
+        return cls(ids, lengths, mask, settings, version, caller, newest, deaths)
 
 
 @dataclass(frozen=True, eq=False)
