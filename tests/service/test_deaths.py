@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 from torchrl_llm_kl.service import PoisonedRequest, ServiceTimeout
 from torchrl_llm_kl.service._client import Exchange, Part
 from torchrl_llm_kl.service._errors import ReplicaGone
+from torchrl_llm_kl.service._router import Router
 from torchrl_llm_kl.service._wire import Request, Settings
 
 #: What becomes of a request: its replica dies while it runs, or before; says that it ends; or drops it after its timeout.
@@ -41,9 +42,9 @@ class Replicas:
         self.newest, self.next = 0, 0
         self.fate = ""
 
-    def choose(self, order: tuple[int, ...]) -> int:
+    def usable(self) -> list[int]:
         self.next = 1 - self.next
-        return self.next
+        return [self.next]
 
     def handle(self, replica: int, *, timeout: float) -> Any:
         return SimpleNamespace(
@@ -75,7 +76,7 @@ class Replicas:
 def part() -> Part:
     ids = torch.arange(4)
     sent = Request.of(ids, torch.tensor([4]), None, Settings(), version=None, caller="a")
-    return Part((0, 1), sent, torch.ones(4, dtype=torch.bool))
+    return Part(sent, torch.ones(4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_only_deaths_on_trial_count_after_the_first(
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
     replicas: Any = Replicas(fates)
     with pytest.raises(LookupError, match="answered"):
-        Exchange(replicas, [part()], timeout=30.0).replies()
+        Exchange(replicas, Router(), part(), timeout=30.0).replies()
     assert replicas.deaths == deaths
     assert not replicas.refused
 
@@ -105,7 +106,7 @@ def test_after_three_deaths_it_is_refused_everywhere(monkeypatch: pytest.MonkeyP
     replicas: Any = Replicas([RUNS, WAITS, RUNS, ENDS, RUNS, RUNS])
     text = r"3 replicas died while they scored a request of 1 sequences and 4 tokens \(x:1, x:1, x:1\)"
     with pytest.raises(PoisonedRequest, match=text):
-        Exchange(replicas, [part()], timeout=30.0).replies()
+        Exchange(replicas, Router(), part(), timeout=30.0).replies()
     assert replicas.deaths == [0, 1, 1, 2, 2]
     assert replicas.refused == [part().request.digest()] * 2
 

@@ -169,30 +169,31 @@ def request(*tokens: int, **settings: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("bad", "kind", "message"),
+    ("bad", "message"),
     [
-        ({"adapters": ["a"]}, TypeError, "adapters is .'a'., of type list"),
-        ({"adapters": {}}, TypeError, "adapters is {}, of type dict"),
-        ({"temperature": [1.0]}, TypeError, "temperature must be a number, got .1.0."),
-        ({"temperature": "hot"}, TypeError, "temperature must be a number, got 'hot'"),
-        ({"temperature": math.nan}, ValueError, "temperature must be a positive number, got nan"),
-        ({"temperature": math.inf}, ValueError, "temperature must be a positive number, got inf"),
-        ({"temperature": 0.0}, ValueError, "temperature must be a positive number, got 0.0"),
-        ({"temperature": None}, TypeError, "temperature must be a number, got None"),
-        ({"dtype": {"a": 1}}, TypeError, "dtype is {'a': 1}, of type dict"),
-        ({"dtype": "load"}, ValueError, "dtype must be the name of a floating-point type"),
-        ({"entropy": []}, TypeError, "entropy is .., of type list"),
-        ({"remember": "yes"}, TypeError, "remember is 'yes', of type str"),
-        ({"deterministic": 1}, TypeError, "deterministic is 1, of type int"),
-        ({"adapters": "nobody"}, ValueError, "adapters"),
+        ({"adapters": ["a"]}, "adapters must be True, False or a name .* got .'a'."),
+        ({"adapters": {}}, "adapters must be True, False or a name .* got {}"),
+        ({"temperature": [1.0]}, "temperature must be a positive number, got .1.0."),
+        ({"temperature": "hot"}, "temperature must be a positive number, got 'hot'"),
+        ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
+        ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
+        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
+        ({"temperature": None}, "temperature must be a positive number, got None"),
+        ({"dtype": {"a": 1}}, "dtype must be the name of a floating-point type .* got {'a': 1}"),
+        ({"dtype": "load"}, "dtype must be the name of a floating-point type"),
+        ({"entropy": []}, "entropy must be True or False, got .."),
+        ({"remember": "yes"}, "remember must be True or False, got 'yes'"),
+        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+        ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
+        ({"adapters": "nobody"}, "adapters"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_ill_typed_settings_fail_alone(bad: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_ill_typed_settings_fail_alone(bad: dict[str, Any], message: str) -> None:
     core = ScoringCore(TransformersEngine(model()))
     good = [request(1, 2, 3 + i) for i in range(3)]
     answers = core.score([good[0], request(4, 5, 6, **bad), *good[1:]])
-    assert isinstance(answers[1], kind)
+    assert isinstance(answers[1], ValueError)
     assert re.search(message, str(answers[1]))
     alone = [core.score([each])[0] for each in good]
     for found, expected in zip([answers[0], *answers[2:]], alone, strict=True):

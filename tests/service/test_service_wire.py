@@ -14,14 +14,14 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b'KLRL\x02\x00\x01\x00\xc4\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
-    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2}   '
+    b'KLRL\x02\x00\x01\x00\xcc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
+    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0}'
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
     b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b'KLRL\x02\x00\x01\x00t\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
-    b'"caller":"","newest":0}       \x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
+    b'KLRL\x02\x00\x01\x00|\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
+    b'"caller":"","newest":0,"deaths":0}    \x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
 )
 PACKED_REPLY = (
     b'KLRL\x02\x00\x02\x00T\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4}   '
@@ -107,10 +107,10 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (Request, PACKED_REQUEST[:-1], "a request has 56 bytes for 4 sequences and 6 tokens, expected 57"),
         (Request, PACKED_REQUEST + b"x", "a request has 58 bytes for 4 sequences and 6 tokens, expected 57"),
         (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes for 2 scores and their top 0, expected 16"),
-        (Request, PACKED_REQUEST[:40], "declares a head of 196"),
+        (Request, PACKED_REQUEST[:40], "declares a head of 204"),
         (
             Request,
-            PACKED_REQUEST.replace(b"\xc4\x00\x00\x00{", b"\xff\xff\xff\xff{"),
+            PACKED_REQUEST.replace(b"\xcc\x00\x00\x00{", b"\xff\xff\xff\xff{"),
             "head of 4294967295, expected at most",
         ),
         (Request, PACKED_REQUEST.replace(b'{"seq', b'["seq'), "no valid JSON"),
