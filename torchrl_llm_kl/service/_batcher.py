@@ -61,6 +61,11 @@ class Batcher:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the waiting requests."""
+        return sum(waiting.request.num_tokens for waiting in self._waiting)
+
     def expect(self, caller: str) -> None:
         """Let batches wait for a request of this caller for the next ten seconds."""
         self._callers[caller] = time.monotonic()
