@@ -171,7 +171,7 @@ def test_a_factory_that_ends_its_process_is_called_three_times_with_growing_paus
         lab.clock.now += start.pause + 1
     assert pauses == [0.0, 1.0, 2.0]
     refused = lab.start().refusal
-    assert "service:0 failed to start 3 times within 7 s: its process ended before the model was made" in refused
+    assert "service:0 failed to start 3 times within 5 s: its process ended before the model was made" in refused
     assert lab.state() == FAILED
     assert lab.start().refusal == refused, "until someone constructs the service again"
     lab.join(new=True)

@@ -122,12 +122,12 @@ class Replicas:
         check_not_forked()
         if self._closed:
             raise ServiceClosedError(self._closed)
-        if self._session and self._session == session():
-            return
         try:
             import ray
         except ImportError as error:
             raise ImportError("a service needs Ray: pip install 'torchrl-llm-kl[ray]'.") from error
+        if self._session and self._session == session():
+            return
 
         with self._lock:
             if not ray.is_initialized():
@@ -158,10 +158,10 @@ class Replicas:
 
         Raises the error of the factory, or says what keeps the replicas from starting.
         """
+        self._join(timeout=max(timeout, _JOIN), new=True)
         import ray
 
         patience = Patience(timeout, f"the start of {self.spec.name!r}")
-        self._join(timeout=timeout, new=True)
         in_use = READY in self.table.get("states", {}).values()
         waiting, errors = set(self.active), list[Exception]()
         watch = _StartWatch(self.spec)
