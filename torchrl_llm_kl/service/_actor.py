@@ -43,6 +43,7 @@ class ScoringActor:
         self._inside = 0  # requests in flight
         self._failure: Exception | None = None  # why there is no model
         self._lost: Exception | None = None  # why the model lacks the required weights
+        self._hung = False
         self._reporter = Reporter(self._spec, replica)
         try:  # a dead actor could not report the error to the client
             self._reporter.starting()
@@ -195,7 +196,7 @@ class ScoringActor:
             "pid": os.getpid(),
             "restarts": self._reporter.starts - 1,
             "queue": len(self._batcher),
-            "queue_tokens": self._batcher.num_tokens,
+            "queue_tokens": self._batcher.tokens,
             "version": self._core.version,
             "clients": self._reporter.clients,
             "tokens_recalled": recalled,
@@ -215,7 +216,8 @@ class ScoringActor:
             news,
             version=0 if self._failure is not None else self._core.version,
             failed=self._failure is not None,
-            queue_tokens=0 if self._failure is not None else self._batcher.num_tokens,
+            hung=self._hung,
+            queue_tokens=0 if self._failure is not None else self._batcher.tokens,
             busy=self._stats.busy,
             tokens=self._stats.tokens,
         )

@@ -62,7 +62,7 @@ class Batcher:
         return len(self._waiting)
 
     @property
-    def num_tokens(self) -> int:
+    def tokens(self) -> int:
         """Tokens of the waiting requests."""
         return sum(waiting.request.num_tokens for waiting in self._waiting)
 

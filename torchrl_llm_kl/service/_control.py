@@ -30,6 +30,7 @@ _AT_WORK = (PENDING, STARTING, READY, HUNG, BACKING_OFF, DRAINING)
 
 _MAX_STARTS, _START_WINDOW = 3, 600.0  # starts without success, within seconds, after which there is no other
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # before a start that follows a failed one
+_DIED = "its process ended before the model was made (a crash, os._exit or lack of memory)"
 _SILENT = 10.0  # seconds without an answer until clients avoid a replica
 _STOPPED = 10.0  # seconds between two ticks after which the control actor itself was stopped
 _QUARANTINED = 1024  # digests of requests
@@ -54,7 +55,7 @@ class Plan:
     least: int = 1
     detached: bool = False
     lease: float = LEASE
-    hang_after: float = 300.0
+    hang_after: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,7 @@ class Control:
         if self.ended:
             return Start(refusal=f"the service {self.plan.name!r} was closed: {self.ended}.", starts=slot.starts)
         if slot.state in (STARTING, BACKING_OFF) and slot.life not in ("", life):
-            slot.failures.append(
-                (now, "its process ended before the model was made (a crash, os._exit or lack of memory)")
-            )
+            slot.failures.append((now, _DIED))
         slot.failures = [failure for failure in slot.failures if now - failure[0] < _START_WINDOW]
         slot.starts += slot.life != life
         slot.life, slot.seen, slot.killed = life, now, False
@@ -329,7 +328,16 @@ class Control:
     def lost(self, replica: int) -> None:
         """The process of a replica ended; Ray or a client starts another."""
         slot = self.slots[replica]
-        if slot.state in (READY, HUNG, DRAINING):
+        if slot.state in (PENDING, READY, HUNG, DRAINING):
+            slot.facts = {"version": slot.facts.get("version", 0)}
+            self._set(slot, MISSING)
+
+    def freed(self, replica: int) -> None:
+        """There is no actor of a replica any more."""
+        slot = self.slots[replica]
+        if slot.state == STARTING:
+            slot.failures.append((self._clock(), _DIED))
+        if slot.state != FAILED:
             slot.facts = {"version": slot.facts.get("version", 0)}
             self._set(slot, MISSING)
 

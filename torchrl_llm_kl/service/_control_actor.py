@@ -78,6 +78,11 @@ class ControlActor:
         """The reference of the kept model; empty if there is none."""
         return [] if self._model is None else [self._model]
 
+    def freed(self, replica: int) -> None:
+        """A client killed a replica that could not start."""
+        with self._lock:
+            self._control.freed(replica)
+
     # ------------------------------------------------------------------ for replicas
 
     def starting(self, replica: int, life: str) -> Start:
@@ -171,6 +176,8 @@ class ControlActor:
                 name = f"{self._plan.name}:{replica}"
                 self._handles[replica] = ray.get_actor(name, namespace=self._plan.namespace)
             except ValueError:
+                with self._lock:
+                    self._control.freed(replica)
                 return
             with self._lock:
                 self._control.found(replica)

@@ -19,6 +19,8 @@ from torch import nn
 
 from torchrl_llm_kl.service._control import LEASE, NAMESPACE, Plan
 
+_SILENCE = 60.0  # seconds: a replica's event loop answers while its model works
+
 
 @dataclass(frozen=True, eq=False)
 class HeldModel:
@@ -67,7 +69,7 @@ class ServiceSpec:
     def plan(self) -> Plan:
         """The arguments of the control actor."""
         least = self.num_replicas if self.min_replicas is None else self.min_replicas
-        hang_after = float(self.settings.get("hang_after", Plan.hang_after))
+        hang_after = min(float(self.settings.get("hang_after", _SILENCE)), _SILENCE)
         return Plan(self.name, self.namespace, self.num_replicas, least, self.detached, self.lease, hang_after)
 
     def replica_name(self, replica: int) -> str:

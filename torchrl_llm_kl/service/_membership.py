@@ -156,6 +156,13 @@ class Memberships:
         member = self._members.get(key)
         return None if member is None else member.control
 
+    def reconnect(self, key: str) -> None:
+        """Find the control actor again: a handle ends with its connection."""
+        member = self._members.get(key)
+        if member is not None and member.session != session():
+            member.control, member.session = self._find(member), session()
+        self.beat_soon()
+
     def beat_soon(self) -> None:
         """Ask for new tables within a second."""
         self._next_beat = 0.0
@@ -252,4 +259,4 @@ def _deposit(member: Member) -> None:
 
     assert member.held is not None
     member.table = {**member.table, "has_model": True}
-    ray.get(member.control.deposit.remote(ray.cloudpickle.dumps(member.held.model)))
+    ray.get(member.control.deposit.remote(ray.cloudpickle.dumps(member.held.model)), timeout=600.0)

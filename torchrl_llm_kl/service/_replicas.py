@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,6 +142,8 @@ class Replicas:
             self.spec = replace(self.spec, address=ray.get_runtime_context().gcs_address)
             if not self._key:
                 self._enter(timeout=timeout, new=new)
+            else:
+                MEMBERSHIPS.reconnect(self._key[0])
             self._cluster, self._session = cluster(), session()
 
     def _enter(self, *, timeout: float, new: bool) -> None:
@@ -179,7 +181,7 @@ class Replicas:
             if not waiting or (in_use and ready > 0):
                 break
             if patience.left <= 0.001:
-                raise watch.not_started(self._links, timeout)
+                raise self._not_started(watch, timeout)
             descriptions = [self._links[replica].description for replica in waiting if replica in self._links]
             ray.wait(descriptions, timeout=0.2) if descriptions else time.sleep(0.2)
             watch.look(self._links)
@@ -253,16 +255,22 @@ class Replicas:
 
     def choose(self, order: Sequence[int]) -> int:
         """The first replica of ``order`` that is not down; the very first active one if all are."""
-        table = self.table
-        scale, states = table.get("scale", self.spec.num_replicas), table.get("states", {})
-        active = [replica for replica in order if replica < scale] or list(order)
+        active = self._active(order)
+        return next((replica for replica in active if self._usable(replica, active)), active[0])
 
-        def usable(replica: int) -> bool:
-            if states.get(replica) in _AVOIDED and len(active) > 1:
-                return False
-            return replica not in self._lost or self._is_back(replica)
+    def usable(self) -> list[int]:
+        """Active replicas that are not down; all of them if all are."""
+        active = self._active(range(self.spec.num_replicas))
+        return [replica for replica in active if self._usable(replica, active)] or active
 
-        return next((replica for replica in active if usable(replica)), active[0])
+    def _active(self, order: Sequence[int]) -> list[int]:
+        scale = self.table.get("scale", self.spec.num_replicas)
+        return [replica for replica in order if replica < scale] or list(order)
+
+    def _usable(self, replica: int, active: Sequence[int]) -> bool:
+        if len(active) > 1 and self.table.get("states", {}).get(replica) in _AVOIDED:
+            return False
+        return replica not in self._lost or self._is_back(replica)
 
     def call(self, replica: int, method: str, *args: Any, timeout: float) -> Any:
         """Call a method of one replica, with retries until the timeout."""
@@ -378,11 +386,11 @@ class Replicas:
         try:
             found = ray.get(link.description, timeout=max(timeout, 0.001))
         except ray.exceptions.GetTimeoutError:
-            raise _StartWatch(self.spec).not_started({replica: link}, timeout) from None
+            raise self._not_started(_StartWatch(self.spec), timeout) from None
         name, failure = self.spec.replica_name(replica), found["failure"]
         different = compare(found["config"], self.spec.config(replica))
         if failure is not None:
-            ray.kill(link.handle, no_restart=True)  # useless: free its name
+            self._free(replica, link)
             if different:
                 raise ReplicaGone(f"{name} of another configuration failed: {failure}")
             raise failure
@@ -392,6 +400,24 @@ class Replicas:
                 "shut that service down first."
             )
         check_expected(self.spec.expect, found["fingerprint"], self.spec.name)
+
+    def _free(self, replica: int, link: _Link) -> None:
+        """End an actor that cannot be used, so that its name is free."""
+        import ray
+
+        ray.kill(link.handle, no_restart=True)
+        control = MEMBERSHIPS.control(self._key[0]) if self._key else None
+        if control is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(control.freed.remote(replica), timeout=5.0)
+
+    def _not_started(self, watch: _StartWatch, timeout: float) -> ServiceTimeout:
+        text = f"the service {self.spec.name!r} did not start within {timeout:.3g} s"
+        for replica, why, hopeless in watch.missing(self._links, at_once=True):
+            if hopeless:  # it would wait forever
+                self._free(replica, self._links[replica])
+            return ServiceTimeout(f"{text}: replica {self.spec.replica_name(replica)} waits: {why}.")
+        return ServiceTimeout(f"{text}. If the model takes longer to load, raise timeout=.")
 
     def _is_back(self, replica: int) -> bool:
         import ray
@@ -435,66 +461,47 @@ def _release(released: queue.SimpleQueue[str], keys: list[str]) -> None:
 
 
 class _StartWatch:
-    """Says which resource replicas wait for, while they wait and after their time is up."""
+    """Says which resource replicas wait for."""
 
     def __init__(self, spec: ServiceSpec) -> None:
-        options = spec.options
-        self._spec = spec
-        self._needed = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0)}
-        self._needed |= options.get("resources", {})
+        given = {"CPU": spec.options.get("num_cpus", 0), "GPU": spec.options.get("num_gpus", 0)}
+        given |= spec.options.get("resources", {})
+        self._spec, self._needed = spec, {name: amount for name, amount in given.items() if amount}
         self._began, self._next_look = time.monotonic(), 0.0
 
     def look(self, links: dict[int, _Link]) -> None:
-        """Log what is missing, at once if no node has it, else after three seconds; again every 30 s."""
+        """Log what is missing: at once if no node has it, else after three seconds; again every 30 s."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + 1.0
-        for replica, why in self._missing(links):
+        for replica, why, _ in self.missing(links):
             _LOG.warning("replica %s waits: %s", self._spec.replica_name(replica), why)
             self._next_look = time.monotonic() + 30.0
 
-    def not_started(self, links: dict[int, _Link], timeout: float) -> ServiceTimeout:
-        """The error after ``timeout`` seconds. Frees the name of a replica that waits for what no node has."""
-        import ray
-
-        self._began = float("-inf")
-        text = f"the service {self._spec.name!r} did not start within {timeout:.3g} s"
-        for replica, why in self._missing(links):
-            if not self._fits():
-                ray.kill(links[replica].handle, no_restart=True)
-            return ServiceTimeout(f"{text}: replica {self._spec.replica_name(replica)} waits: {why}.")
-        return ServiceTimeout(f"{text}. If the model takes longer to load, raise timeout=.")
-
-    def _fits(self) -> bool:
-        import ray
-
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return any(all(node.get(name, 0) >= amount for name, amount in self._needed.items()) for node in nodes)
-
-    def _missing(self, links: dict[int, _Link]) -> Iterator[tuple[int, str]]:
-        """Replicas without a process, and what they wait for."""
+    def missing(self, links: dict[int, _Link], *, at_once: bool = False) -> Iterator[tuple[int, str, bool]]:
+        """Replicas without a process, what they wait for, and whether no node has it at all."""
         import ray
         from ray._private.state import actors, available_resources_per_node
 
-        fits = self._fits()
-        if fits and time.monotonic() - self._began < 3.0:
+        def fits(nodes: Iterable[Mapping[str, float]]) -> bool:
+            return any(all(node.get(name, 0) >= amount for name, amount in self._needed.items()) for node in nodes)
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        possible = fits(nodes)
+        if possible and not at_once and time.monotonic() - self._began < 3.0:
             return
         for replica, link in list(links.items()):
             if link.welcomed or actors(link.handle._actor_id.hex()).get("Pid"):
                 continue
             total, free = ray.cluster_resources(), ray.available_resources()
-            wanted = {name: amount for name, amount in self._needed.items() if amount}
             has = ", ".join(
                 f"{name}: {amount:g} requested, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
-                for name, amount in wanted.items()
+                for name, amount in self._needed.items()
             )
-            if not fits:
-                nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-                yield replica, f"no node of the cluster has {wanted} ({has}); they have {nodes}"
-                continue
-            rooms = available_resources_per_node().values()
-            if not any(all(room.get(name, 0) >= amount for name, amount in wanted.items()) for room in rooms):
-                yield replica, f"no node has {wanted} free ({has}); free some, or add a node"
+            if not possible:
+                yield replica, f"no node of the cluster has {self._needed} ({has}); they have {nodes}", True
+            elif not fits(available_resources_per_node().values()):
+                yield replica, f"no node has {self._needed} free ({has}); free some, or add a node", False
 
 
 # ------------------------------------------------------------------ failures and retries

@@ -66,14 +66,15 @@ class Reporter:
             return make_model()
         import ray
 
-        kept = self._ask("model")
+        kept: list[Any] = self._ask("model") or []
         if not kept:
             raise ServiceError(
                 f"the model of {self._spec.name!r} was given by value, and the control actor that kept it is gone: pass it to "
                 "ScoringService again, or use factory=, with which every replica can start by itself."
             )
         with ThreadPoolExecutor(1) as pool:
-            return ray.cloudpickle.loads(pool.submit(ray.get, kept[0]).result())
+            packed: Any = pool.submit(ray.get, kept[0]).result()
+        return ray.cloudpickle.loads(packed)
 
     def identify(self, engine: Any) -> None:
         """Take the fingerprint of an engine's model, before any weights are pushed into it."""
