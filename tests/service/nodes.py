@@ -44,7 +44,7 @@ def main() -> dict[str, Any]:
     nodes = [cluster.add_node(**NODE) for _ in range(3)]
     cluster.wait_for_nodes()
     environment = {
-        "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})

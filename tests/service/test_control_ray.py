@@ -22,7 +22,7 @@ import pytest
 import ray
 import torch
 from load import assert_same, callers, clone, sequences, until
-from remote_models import delayed, model, quits
+from remote_models import delayed, delayed_while, model, quits
 from torch import nn
 
 from torchrl_llm_kl import LogProbScorer
@@ -186,9 +186,10 @@ def from_file(path: str) -> nn.Module:
 # ------------------------------------------------------------------ the end
 
 
-def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer) -> None:
+def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer, tmp_path: Path) -> None:
     """Callers whose batch outlasts the shutdown used to make the service again."""
-    service = ScoringService(factory=partial(delayed, 14.0), name="ends", **CPUS)
+    service = ScoringService(factory=partial(delayed_while, str(tmp_path / "slow"), 14.0), name="ends", **CPUS)
+    (tmp_path / "slow").touch()
     errors: list[Exception] = []
 
     def call(remote: RemoteModel) -> None:
@@ -201,8 +202,7 @@ def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer) -> N
     threads = [threading.Thread(target=call, args=(handle,)) for handle in handles]
     for thread in threads:
         thread.start()
-    until(lambda: service.model.replicas.table["states"] == {0: READY}, seconds=30)
-    time.sleep(2)
+    time.sleep(3)
     service.shutdown()
     for thread in threads:
         thread.join(timeout=30)
