@@ -51,15 +51,15 @@ def main() -> dict[str, Any]:
     service = ScoringService(
         factory=partial(delayed, 0.05),
         name="nodes",
-        num_replicas=3,
+        num_replicas=4,
         num_cpus=1,
         scheduling_strategy="SPREAD",
         timeout=240.0,
     )
-    before = homes("nodes", 3)
+    before = homes("nodes", 4)
     with callers(service.model, count=3) as load:
         until(lambda: len(load.answers) > 20)
-        victim = next(node for node in nodes if node.node_id in {before[f"nodes:{i}"] for i in range(3)})
+        victim = next(node for node in nodes if node.node_id in {before[f"nodes:{i}"] for i in range(4)})
         lost = [name for name, home in before.items() if home == victim.node_id]
         cluster.remove_node(victim, allow_graceful=False)
         killed, answered = time.monotonic(), len(load.answers)
@@ -73,7 +73,7 @@ def main() -> dict[str, Any]:
         not torch.allclose(answer, local.score(sequences(seed)).values, rtol=1e-6, atol=1e-6)
         for seed, answer in load.answers.items()
     )
-    after = homes("nodes", 3)
+    after = homes("nodes", 4)
     service.shutdown()
     ray.shutdown()
     cluster.shutdown()

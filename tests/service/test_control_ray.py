@@ -425,3 +425,4 @@ def test_a_node_is_killed_and_another_added_under_load() -> None:
     assert (found["lost"], found["errors"], found["wrong"]) == (0, [], 0), found
     assert found["requests"] > 30
     assert found["moved"] == len(found["actors on the killed node"]) > 0
+    assert found["replicas on the new node"]
