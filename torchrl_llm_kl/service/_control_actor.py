@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchrl_llm_kl.service._control import DRAINING, FAILED, MISSING, Control, Plan, Scaling, Start
+from torchrl_llm_kl.service._control import FAILED, Control, Plan, Scaling, Start
 from torchrl_llm_kl.service._errors import portable
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
@@ -212,9 +212,6 @@ class ControlActor:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 ray.kill(ray.get_actor(name, namespace=self._plan.namespace), no_restart=True)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-
-__all__ = ["DRAINING", "MISSING", "ControlActor", "control_of", "ended", "find_control", "gone_clients", "mark_ended"]
 
 
 def control_of(plan: Plan, scaling: Scaling | None = None) -> Any:

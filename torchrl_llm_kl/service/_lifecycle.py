@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import inspect
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -254,6 +255,8 @@ def _reading(value: Any) -> str | None:
         return _callable(value)
     if _is_data(value):
         return _value(value)
+    if isinstance(value, logging.Logger):
+        return f"logger {value.name}"
     if callable(value) and hasattr(value, "__qualname__"):  # a builtin
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return None

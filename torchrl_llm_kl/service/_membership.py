@@ -94,14 +94,13 @@ class Memberships:
 
     # ------------------------------------------------------------------ join, look, leave
 
-    def join(self, spec: ServiceSpec, *, new: bool, timeout: float, holder: bool) -> tuple[str, dict[str, Any]]:
-        """Take a lease on a service, which creates its control actor if there is none.
+    def join(self, spec: ServiceSpec, *, new: bool, timeout: float) -> tuple[str, dict[str, Any]]:
+        """Take a lease on a service for one more object; creates its control actor if there is none.
 
         Args:
             spec: the service.
             new: whether a constructor asks.
             timeout: seconds.
-            holder: whether to count one more object that uses the service.
 
         Returns:
             A key for :meth:`table` and :attr:`released`, and the table.
@@ -137,13 +136,17 @@ class Memberships:
             member = self._members.get(key)
             if member is None:
                 member = self._members[key] = Member(spec.plan, cluster(), found["incarnation"], holders=0)
-            member.holders += holder
+            member.holders += 1
             member.held = member.held or held
             member.table, member.control, member.session = found, control, session()
             self._start()
-        check_expected(spec.expect, found["fingerprint"] or spec.expect, spec.name)
-        if held is not None and not found["has_model"]:
-            _deposit(member)
+        try:
+            check_expected(spec.expect, found["fingerprint"] or spec.expect, spec.name)
+            if held is not None and not found["has_model"]:
+                _deposit(member)
+        except BaseException:
+            self.released.put(key)
+            raise
         return key, found
 
     def table(self, key: str) -> dict[str, Any]:

@@ -130,6 +130,8 @@ class Replicas:
             return
 
         with self._lock:
+            if self._session and self._session == session():  # another thread was first
+                return
             if not ray.is_initialized():
                 ray.init(self.spec.address, log_to_driver=False)
             self._links.clear()
@@ -148,17 +150,17 @@ class Replicas:
 
     def _enter(self, *, timeout: float, new: bool) -> None:
         try:
-            key, table = MEMBERSHIPS.join(self.spec, new=new, timeout=timeout, holder=True)
+            key, table = MEMBERSHIPS.join(self.spec, new=new, timeout=timeout)
         except ServiceClosedError as error:
             self.close(str(error))
             raise
         self._key.append(key)
         self.spec = replace(self.spec, incarnation=table["incarnation"])
 
-    def open(self, *, timeout: float) -> None:
+    def open(self, *, timeout: float) -> bool:
         """Join for a constructor, and wait for the replicas: all of a new service, one of a service that others use.
 
-        Raises the error of the factory, or says what keeps the replicas from starting.
+        Returns whether others use it. Raises the error of the factory, or says what keeps the replicas from starting.
         """
         self._join(timeout=max(timeout, _JOIN), new=True)
         import ray
@@ -187,6 +189,7 @@ class Replicas:
             watch.look(self._links)
         if errors and len(errors) == len(self.active):
             raise errors[0]
+        return in_use
 
     def _look_at(self, replica: int, patience: Patience) -> Exception | None:
         """Welcome a replica if it is ready; the error for which it will never be."""

@@ -104,6 +104,8 @@ class ScoringService:
         for what, seconds in times.items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
                 raise ValueError(f"{what} must be a number of seconds, got {seconds!r}.")
+        if hang_after <= 0 or lease <= 0:
+            raise ValueError(f"hang_after and lease must be greater than 0 seconds, got {hang_after} and {lease}.")
         if expect is not None and not isinstance(expect, str):
             raise ValueError(f"expect must be a fingerprint, as fingerprint_of() returns it, got {expect!r}.")
         if lifetime not in (None, "detached"):
@@ -118,8 +120,6 @@ class ScoringService:
         options |= {key: value for key, value in given.items() if value is not None}
         name = name or f"scorer-{uuid.uuid4().hex[:8]}"
         reads, opaque = describe_reads(factory)
-        if opaque:
-            _LOG.info("service %s: globals of the factory that are not compared: %s", name, ", ".join(opaque))
         spec = ServiceSpec(
             name,
             factory or HeldModel(model),
@@ -136,10 +136,17 @@ class ScoringService:
         )
         self.model = RemoteModel(spec, timeout=timeout)
         try:
-            self.model.replicas.open(timeout=timeout)
+            in_use = self.model.replicas.open(timeout=timeout)
         except BaseException:
             self.model.close()
             raise
+        if in_use and opaque and expect is None:
+            _LOG.warning(
+                "the service %s was joined without a comparison of %s, which its factory reads: pass expect= to be sure of its "
+                "weights.",
+                name,
+                ", ".join(opaque),
+            )
 
     @property
     def name(self) -> str:
