@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from load import clone, sequences
+from load import clone, sequences, until
 from remote_models import model
 from rich.console import Console
 from rich.table import Table
@@ -81,7 +81,7 @@ def work(remote: RemoteModel, expected: list[torch.Tensor], end: float, tally: T
             tally.errors.append(error)
             continue
         tally.slowest = max(tally.slowest, time.monotonic() - start)
-        same = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-6)
+        same = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-5)  # rounding in other batches: 9e-6
         tally.right += same
         tally.wrong += not same
     tally.retries = mine.retries
@@ -115,6 +115,7 @@ def test_nothing_is_lost_and_memory_stays_flat() -> None:
         for thread in threads:
             thread.join(timeout=150)
         hanging = sum(thread.is_alive() for thread in threads)
+        until(lambda: "restarts" in service.stats()[1])  # not while it is stopped
         stats = service.stats()
         service.shutdown()
     third = len(memory) // 3
