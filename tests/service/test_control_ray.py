@@ -154,6 +154,7 @@ def checkpoint_factory(checkpoint: int) -> Any:
     return module.__dict__["load"]
 
 
+@pytest.mark.slow
 def test_factories_that_differ_in_a_global_do_not_share_a_name(local: LogProbScorer) -> None:
     with ScoringService(factory=checkpoint_factory(0), name="globals", **CPUS) as first:
         with pytest.raises(
@@ -165,6 +166,7 @@ def test_factories_that_differ_in_a_global_do_not_share_a_name(local: LogProbSco
         first.shutdown()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path: Path, local: LogProbScorer) -> None:
     torch.save(model().state_dict(), tmp_path / "weights")
     with ScoringService(factory=partial(from_file, str(tmp_path / "weights")), name="changes", **CPUS) as service:
@@ -186,6 +188,7 @@ def from_file(path: str) -> nn.Module:
 # ------------------------------------------------------------------ the end
 
 
+@pytest.mark.slow
 def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer, tmp_path: Path) -> None:
     """Callers whose batch outlasts the shutdown used to make the service again."""
     service = ScoringService(factory=partial(delayed_while, str(tmp_path / "slow"), 14.0), name="ends", **CPUS)
@@ -220,6 +223,7 @@ def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer, tmp_
         new.shutdown()
 
 
+@pytest.mark.slow
 def test_a_factory_that_ends_its_process_is_an_error_with_the_cause(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(ServiceError, match=r"failed to start 3 times within \d+ s: its process ended before the model"):
@@ -292,6 +296,7 @@ def test_version_numbers_are_given_once(service: ScoringService) -> None:
     assert found[0] == sorted(found[0])
 
 
+@pytest.mark.slow
 def test_a_model_by_value_outlives_the_process_that_passed_it(local: LogProbScorer) -> None:
     made = driver(
         """
@@ -396,6 +401,7 @@ def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog
     made[0].shutdown()
 
 
+@pytest.mark.slow
 def test_the_number_of_replicas_follows_the_load(local: LogProbScorer) -> None:
     options: dict[str, Any] = {"name": "scales", "min_replicas": 1, "max_replicas": 2, "max_tokens": 40, **CPUS}
     control_of(Plan("scales", slots=2, least=1), Scaling(wait=0.2, hold=2.0, idle=4.0))
