@@ -86,3 +86,21 @@ def only_once(folder: str) -> nn.Module:
         raise OSError("the disk is not there")
     (marks / "broken").touch()
     return tiny_model(seed=0)
+
+
+def quits(folder: str) -> nn.Module:
+    """Ends the process, after leaving a file in ``folder``."""
+    (Path(folder) / str(os.getpid())).touch()
+    os._exit(7)
+
+
+def _pause_while(module: nn.Module, args: Any, *, path: str, seconds: float) -> None:
+    if Path(path).exists():
+        time.sleep(seconds)
+
+
+def delayed_while(path: str, seconds: float) -> nn.Module:
+    """:func:`model` with a slower forward while a file exists."""
+    made = tiny_model(seed=0)
+    made.model.layers[0].register_forward_pre_hook(partial(_pause_while, path=path, seconds=seconds))
+    return made

@@ -39,7 +39,7 @@ class Replicas:
     def __init__(self, fates: list[str]) -> None:
         self.fates, self.deaths, self.refused = iter(fates), [], []  # type: ignore[var-annotated]
         self.spec = SimpleNamespace(name="x", num_replicas=2, replica_name=lambda i: f"x:{i}")
-        self.newest, self.next = 0, 0
+        self.newest, self.next, self.active = 0, 0, [0, 1]
         self.fate = ""
 
     def usable(self) -> list[int]:
@@ -55,6 +55,9 @@ class Replicas:
 
     def lose(self, replica: int, error: Exception) -> None:
         pass
+
+    def quarantine(self, digest: str) -> None:
+        self.refused.append(digest)
 
     def score(self, packed: bytes, timeout: float) -> Any:
         self.deaths.append(Request.unpack(packed).deaths)
@@ -108,7 +111,7 @@ def test_after_three_deaths_it_is_refused_everywhere(monkeypatch: pytest.MonkeyP
     with pytest.raises(PoisonedRequest, match=text):
         Exchange(replicas, Router(), part(), timeout=30.0).replies()
     assert replicas.deaths == [0, 1, 1, 2, 2]
-    assert replicas.refused == [part().request.digest()] * 2
+    assert replicas.refused == [part().request.digest()] * 3, "the control actor and both replicas"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

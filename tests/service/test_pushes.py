@@ -350,7 +350,7 @@ class Service:
     """Replicas and a keeper in this process, with calls that fail as asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
-        self.keeper, self.newest = keeper(), 0
+        self.keeper, self.newest, self.active = keeper(), 0, list(range(count))
         self.spec = SimpleNamespace(
             name="s", num_replicas=count, source="model", settings={}, replica_name=lambda i: f"s:{i}"
         )

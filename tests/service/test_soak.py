@@ -1,4 +1,4 @@
-"""Minutes of work while replicas are killed at random: no answer is lost or wrong, and memory does not grow."""
+"""Minutes of work with kills, stopped processes and pushes at random: no answer is lost or wrong, and memory stays flat."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import ray
 import torch
-from load import clone, sequences
+from load import clone, sequences, until
 from remote_models import model
 from rich.console import Console
 from rich.table import Table
@@ -45,6 +46,27 @@ class Tally:
     slowest: float = 0.0
 
 
+class Faults:
+    """What goes wrong during the soak. Replica 0 is left alone, to watch its memory."""
+
+    def __init__(self, service: ScoringService) -> None:
+        self.service, self.done = service, Counter[str]()
+
+    def happen(self, rng: random.Random) -> None:
+        """One fault, or a push of the same weights under the next version."""
+        kind = rng.choice(["killed", "killed", "stopped", "control actor killed", "weights pushed"])
+        with contextlib.suppress(Exception):  # the replica may be down already
+            if kind == "control actor killed":
+                name = f"{self.service.name}:control"
+                ray.kill(ray.get_actor(name, namespace=self.service.model.spec.namespace), no_restart=False)
+            elif kind == "weights pushed":
+                self.service.update_weights(model().state_dict(), self.service.next_version())
+            else:
+                pid = self.service.model.replicas.call(1, "stats", timeout=1.0)["pid"]
+                os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+            self.done[kind] += 1
+
+
 def work(remote: RemoteModel, expected: list[torch.Tensor], end: float, tally: Tally, seed: int) -> None:
     rng = random.Random(seed)
     mine = clone(remote, timeout=120)
@@ -59,7 +81,7 @@ def work(remote: RemoteModel, expected: list[torch.Tensor], end: float, tally: T
             tally.errors.append(error)
             continue
         tally.slowest = max(tally.slowest, time.monotonic() - start)
-        same = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-6)
+        same = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-5)  # rounding in other batches: 9e-6
         tally.right += same
         tally.wrong += not same
     tally.retries = mine.retries
@@ -69,7 +91,7 @@ def test_nothing_is_lost_and_memory_stays_flat() -> None:
     local = LogProbScorer(model())
     expected = [local.score(sequences(seed, count=8)).values for seed in range(SEEDS)]
     rng = random.Random(0)
-    with ScoringService(factory=model, num_replicas=2, num_cpus=0.1) as service:
+    with ScoringService(factory=model, num_replicas=2, num_cpus=0.1, hang_after=5.0) as service:
         end = time.monotonic() + SECONDS
         tallies = [Tally() for _ in range(CALLERS)]
         threads = [
@@ -78,7 +100,7 @@ def test_nothing_is_lost_and_memory_stays_flat() -> None:
         ]
         for thread in threads:
             thread.start()
-        steady, kills = service.stats()[0]["pid"], 0  # one replica is never killed, to watch its memory
+        steady, faults = service.stats()[0]["pid"], Faults(service)
         memory: list[tuple[float, float, float]] = []
         next_kill = time.monotonic() + 5
         while time.monotonic() < end:
@@ -88,20 +110,19 @@ def test_nothing_is_lost_and_memory_stays_flat() -> None:
             )
             memory.append((resident(steady), resident(os.getpid()), used / 2**20))
             if time.monotonic() > next_kill:
-                with contextlib.suppress(ProcessLookupError, Exception):
-                    os.kill(service.model.replicas.call(1, "stats", timeout=1.0)["pid"], signal.SIGKILL)
-                    kills += 1
+                faults.happen(rng)
                 next_kill = time.monotonic() + rng.uniform(10, 30)
         for thread in threads:
             thread.join(timeout=150)
         hanging = sum(thread.is_alive() for thread in threads)
+        until(lambda: "restarts" in service.stats()[1])  # not while it is stopped
         stats = service.stats()
         service.shutdown()
     third = len(memory) // 3
     growth = [max(m[i] for m in memory[-third:]) - max(m[i] for m in memory[third : 2 * third]) for i in range(3)]
     report = {
         "seconds": f"{SECONDS:.0f}",
-        "kills": str(kills),
+        **{kind: str(count) for kind, count in faults.done.items()},
         "restarts (as counted)": str(stats[1]["restarts"]),
         "requests": str(sum(t.asked for t in tallies)),
         "retries": str(sum(t.retries for t in tallies)),
@@ -120,7 +141,7 @@ def test_nothing_is_lost_and_memory_stays_flat() -> None:
     assert not [error for t in tallies for error in t.errors]
     assert sum(t.wrong for t in tallies) == 0
     assert sum(t.right for t in tallies) == sum(t.asked for t in tallies) > 10 * SECONDS
-    assert kills >= SECONDS / 60
+    assert sum(faults.done.values()) >= SECONDS / 60
     assert growth[0] < 20, "a replica's memory grows"
     assert growth[1] < 20, "a client's memory grows"
     assert growth[2] < 10, "the object store fills"

@@ -10,8 +10,7 @@ import logging
 import os
 import threading
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
@@ -30,17 +29,17 @@ from torchrl_llm_kl.service._errors import (
     WeightVersionError,
     portable,
 )
-from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
+from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from torchrl_llm_kl.service._reporter import Reporter
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
 from torchrl_llm_kl.service._watchdog import Watchdog, stacks
-from torchrl_llm_kl.service._weights import Pushes, end_keeper
+from torchrl_llm_kl.service._weights import Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
 
 #: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
 MAX_CONCURRENCY = 1000
 _MAX_REQUESTS = 800
 _QUARANTINED = 1024  # poisoned requests that a replica remembers
-_CREATOR = "creator"  # placeholder client until the first one arrives
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _T = TypeVar("_T")
@@ -55,41 +54,43 @@ class ScoringActor:
         self._spec = dataclasses.replace(spec, make_model=None)  # keeps no second reference to the model
         self._replica, self._name = replica, spec.replica_name(replica)
         self._inside = 0  # requests in flight
-        self._lives = {uuid.uuid4().hex[:8]}
-        self._released = threading.Event()
         self._failure: Exception | None = None  # why there is no model
         self._lost: Exception | None = None  # why the model lacks the required weights
+        self._hung = False
+        self._reporter = Reporter(self._spec, replica)
         try:  # a dead actor could not report the error to the client
-            assert spec.make_model is not None
+            self._reporter.starting()
             made = {key: spec.settings[key] for key in ("tokens_per_batch", "memory")}
-            self._core = ScoringCore(engine_of(spec.make_model(), **made))
+            self._core = ScoringCore(engine_of(self._reporter.model(spec.make_model), **made))
         except Exception as error:
             self._failure = portable(error)
         except BaseException as error:
             self._failure = ServiceError(f"creating the model ended with {type(error).__name__}: {error}")
-        self._clients = {_CREATOR: time.monotonic()}  # the lease starts after loading, which may take long
-        if not spec.detached:
-            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self._stats = ReplicaStats()
+        if self._failure is None:
+            self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
+            queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
+            self._batcher = Batcher(self._answer, on_batch=self._record, on_trial=self._announce, **queue)
+            self._trials: dict[str, asyncio.Future[None]] = {}  # by digest of the request
+            self._quarantine: dict[str, None] = {}
+            threading.Thread(target=self._watch_progress, name="watchdog", daemon=True).start()
+            self._metrics = RayMetrics(self._name, again=self._reporter.starts > 1)
+            if hasattr(self._core.engine, "when_lost"):
+                self._core.engine.when_lost(self._end)
+            self._reporter.identify(self._core.engine)
+            self._pushes = Pushes(self._spec, self._core.engine.check_weights)
+            self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+            self._refreshing = asyncio.Lock()
+            self._restore()
+            self._failure = self._reporter.ready(self._core.version)
+        else:
+            self._reporter.failed(self._failure)
         if self._failure is not None:
             _LOG.error("replica %s has no model: %s", self._name, self._failure)
             return
-        self._stats = ReplicaStats()
-        self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
-        queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
-        self._batcher = Batcher(self._answer, on_batch=self._record, on_trial=self._announce, **queue)
-        self._trials: dict[str, asyncio.Future[None]] = {}  # by digest of the request
-        self._quarantine: dict[str, None] = {}
-        self._hung = False
-        threading.Thread(target=self._watch_progress, name="watchdog", daemon=True).start()
-        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        self._metrics = RayMetrics(self._name, again=again)
-        if hasattr(self._core.engine, "when_lost"):
-            self._core.engine.when_lost(self._end)
-        self._pushes = Pushes(self._spec, self._core.engine.check_weights)
-        self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._refreshing = asyncio.Lock()
-        self._restore()
-        _LOG.info("replica %s %s, pid %d", self._name, "restarted" if again else "started", os.getpid())
+        _LOG.info(
+            "replica %s %s, pid %d", self._name, "restarted" if self._reporter.starts > 1 else "started", os.getpid()
+        )
 
     # ------------------------------------------------------------------ scores
 
@@ -104,7 +105,8 @@ class ScoringActor:
                     f"{_MAX_REQUESTS} requests wait at replica {self._name}: add replicas, or send fewer at a time."
                 )
             request = Request.unpack(packed)
-            if self._quarantine and request.digest() in self._quarantine:
+            refused = self._quarantine.keys() | self._reporter.quarantined
+            if refused and request.digest() in refused:
                 raise PoisonedRequest("replicas died of this request before: it is not tried again.")
             await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
@@ -286,9 +288,10 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ state
 
-    async def describe(self) -> tuple[Exception | None, dict[str, Any]]:
-        """The error of the factory, if there was one, and the configuration."""
-        return self._failure, self._spec.config(self._replica)
+    async def describe(self) -> dict[str, Any]:
+        """The error of the factory, if there was one; configuration and fingerprint."""
+        config, fingerprint = self._spec.config(self._replica), self._reporter.fingerprint
+        return {"failure": self._failure, "config": config, "fingerprint": fingerprint}
 
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -302,11 +305,11 @@ class ScoringActor:
         return {
             "name": self._name,
             "pid": os.getpid(),
-            "restarts": len(self._lives) - 1,
+            "restarts": self._reporter.starts - 1,
             "queue": len(self._batcher),
             "queue_tokens": self._batcher.tokens,
             "version": self._core.version,
-            "clients": len(self._clients.keys() - {_CREATOR}),
+            "clients": self._reporter.clients,
             "tokens_recalled": recalled,
             "cache_hit_rate": recalled / seen if seen else 0.0,
             **self._stats.snapshot(),
@@ -316,20 +319,19 @@ class ScoringActor:
         """Whether it can score; responds while a batch runs."""
         return self._failure is None and self._lost is None and not self._hung
 
-    # ------------------------------------------------------------------ leases
+    # ------------------------------------------------------------------ life
 
-    async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
-        """Renew a client's lease; clients send the marks of earlier incarnations that they know, which a restart loses."""
-        self._clients[client] = time.monotonic()
-        self._clients.pop(_CREATOR, None)
-        self._lives.update(lives)
-        return self._lives
-
-    async def release(self, client: str) -> None:
-        """End the lease of a client."""
-        self._clients.pop(client, None)
-        if not self._clients:
-            self._released.set()
+    async def pulse(self, news: Mapping[str, Any]) -> dict[str, Any]:
+        """What the control actor must know of this replica, in exchange for its news."""
+        return self._reporter.pulse(
+            news,
+            version=0 if self._failure is not None else self._core.version,
+            failed=self._failure is not None,
+            hung=self._hung,
+            queue_tokens=0 if self._failure is not None else self._batcher.tokens,
+            busy=self._stats.busy,
+            tokens=self._stats.tokens,
+        )
 
     async def close(self) -> None:
         """Reject waiting and later requests, then exit in a way that Ray reports as intended."""
@@ -338,20 +340,6 @@ class ScoringActor:
             await self._batcher.close()
             await asyncio.sleep(0.2)  # let the errors reach their callers
         ray.actor.exit_actor()
-
-    def _watch(self) -> None:
-        """Exit after the last client."""
-        while self._clients:
-            self._released.wait(LEASE / 4)
-            self._released.clear()
-            since = time.monotonic() - LEASE
-            for name in tuple(self._clients):  # in place: the event loop adds clients concurrently
-                if self._clients.get(name, 0.0) <= since:
-                    self._clients.pop(name, None)
-        _LOG.info("replica %s ends with its last client", self._name)
-        if not any_alive([name for name in self._spec.replica_names if name != self._name], self._spec.namespace):
-            end_keeper(self._spec)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _log_to_stderr() -> None:

@@ -535,7 +535,7 @@ class Exchange:
 
     def _await_others(self, replica: int, deaths: int) -> None:
         """Before a trial that will probably end in a death: wait until the other replicas can serve other callers."""
-        others = [other for other in range(self._replicas.spec.num_replicas) if other != replica]
+        others = [other for other in self._replicas.active if other != replica]
         end = time.monotonic() + self._patience.left / 2
         while deaths == MAX_DEATHS - 1 and others and time.monotonic() < end:
             if self._is_up(others[-1], end - time.monotonic()):
@@ -567,7 +567,8 @@ class Exchange:
         if len(deaths) < MAX_DEATHS:
             return
         request = self.parts[i].request
-        for other in range(self._replicas.spec.num_replicas):
+        self._replicas.quarantine(request.digest())
+        for other in self._replicas.active:
             with contextlib.suppress(Exception):  # those that are up
                 self._replicas.handle(other, timeout=0.1).quarantine.remote(request.digest())
         raise PoisonedRequest(

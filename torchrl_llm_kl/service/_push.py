@@ -79,7 +79,7 @@ def push_weights(
     except ServiceError as error:  # one of them can only be made by another process: the others take the weights
         _LOG.warning("%s", error)
     spec, token, end = replicas.spec, uuid.uuid4().hex, time.monotonic() + timeout
-    keeper, everyone = keeper_of(spec), range(spec.num_replicas)
+    keeper, everyone = keeper_of(spec), replicas.active
 
     def left(least: float = 0.001) -> float:
         return max(end - time.monotonic(), least)
