@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
-    from torchrl_llm_kl.scoring import LogProbScorer, TokenCritic
+    from torchrl_llm_kl.scoring import LogProbScorer, RememberedModel, ScoreStore, TokenCritic
     from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
 
 __version__ = "0.1.0"
@@ -30,7 +30,14 @@ _PUBLIC = {
     "estimators": ("AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "FixedKLCoefficient", "get_estimator"),
     "losses": ("LossTerm", "PolicyLoss", "ValueLoss", "get_objective"),
     "ragged": ("Ragged",),
-    "scoring": ("LogProbScorer", "ReferenceUpdater", "TokenCritic", "prepare_reference"),
+    "scoring": (
+        "LogProbScorer",
+        "ReferenceUpdater",
+        "RememberedModel",
+        "ScoreStore",
+        "TokenCritic",
+        "prepare_reference",
+    ),
     "transforms": ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb", "RetrieveValue"),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
@@ -48,9 +55,11 @@ __all__ = [
     "PolicyLoss",
     "Ragged",
     "ReferenceUpdater",
+    "RememberedModel",
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveValue",
+    "ScoreStore",
     "TokenCritic",
     "ValueLoss",
     "get_estimator",

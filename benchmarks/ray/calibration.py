@@ -174,6 +174,7 @@ def fit(batches: Sequence[Batches], alone: Sequence[float], *, tokens: int) -> C
         max_wait=float(_DEFAULTS["max_wait"].default),
         lately=float(_LATELY),
         max_tokens=float(_DEFAULTS["max_tokens"].default),
+        piece=float(_DEFAULTS["max_tokens"].default) / _batcher._UNIT,
     )
     model_seconds = replica.seconds(1, tokens)
     links = [max(latency - model_seconds, 0.0) for latency in sorted(alone)]

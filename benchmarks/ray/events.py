@@ -1,19 +1,19 @@
 """Collectors and replicas as a discrete-event simulation.
 
 Collectors are closed-loop clients: each generates for a while, requests scores, and waits for the reply. Replicas collect
-requests as the service's batcher does. A collector has one request at a time, so that round-robin over callers is oldest
-first.
+requests as the service's batcher does. A collector has one request at a time, so that fair turns over callers are oldest
+first, but for the pieces of large requests, which go behind those that wait.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
 
 Draw = Callable[[Random], float]
 
@@ -28,7 +28,8 @@ class Replica:
         rate: tokens per second on top.
         max_wait: seconds that the oldest request waits for all recent callers.
         lately: seconds for which a caller is recent.
-        max_tokens: per batch; a larger request gets a separate batch.
+        max_tokens: per batch; a larger piece gets a separate batch.
+        piece: tokens of the pieces in which a larger request is scored.
     """
 
     fixed: float
@@ -37,6 +38,7 @@ class Replica:
     max_wait: float = 0.0
     lately: float = 10.0
     max_tokens: float = 65536
+    piece: float = math.inf
 
     def seconds(self, requests: int, tokens: float) -> float:
         """Seconds that a batch takes."""
@@ -129,9 +131,10 @@ class _Request:
     parts: int
 
 
-class _Part(NamedTuple):
+@dataclass(slots=True)
+class _Part:
     arrived: float
-    tokens: float
+    left: float  # tokens in no batch yet
     request: _Request
 
 
@@ -226,21 +229,29 @@ class _Simulation:
             self._at(due, self._consider, state)
             return
         limit = self.world.replica.max_tokens
-        batch = [state.waiting.popleft()]
-        tokens = batch[0].tokens
-        while state.waiting and tokens + state.waiting[0].tokens <= limit:
-            batch.append(state.waiting.popleft())
-            tokens += batch[-1].tokens
+        batch: dict[int, _Part] = {}
+        tokens = 0.0
+        while state.waiting:
+            size = min(state.waiting[0].left, self.world.replica.piece)
+            if batch and tokens + size > limit:
+                break
+            part = state.waiting.popleft()
+            batch[id(part)] = part
+            part.left -= size
+            tokens += size
+            if part.left > 0:
+                state.waiting.append(part)
         state.tokens -= tokens
         state.busy = True
         seconds = self.world.replica.seconds(len(batch), tokens)
         self.batches.append((len(batch), tokens))
-        self._at(self.now + seconds, self._finish, state, batch, seconds)
+        done = [part for part in batch.values() if part.left <= 0]
+        self._at(self.now + seconds, self._finish, state, done, seconds)
 
-    def _finish(self, state: _State, batch: list[_Part], seconds: float) -> None:
+    def _finish(self, state: _State, done: list[_Part], seconds: float) -> None:
         self.busy += seconds
         state.busy = False
-        for part in batch:
+        for part in done:
             part.request.parts -= 1
             if part.request.parts == 0:
                 self._at(self.now + part.request.way_back, self._answer, part.request)

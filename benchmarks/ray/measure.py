@@ -17,10 +17,11 @@ from benchmarks.ray.cluster import cluster
 from benchmarks.ray.comparison import Case, bytes_on_wire, check_agreement, compare
 from benchmarks.ray.overhead import Overhead, overhead
 from benchmarks.ray.results import MANY, RayRun
+from benchmarks.ray.scale import STEPS, scale
 from benchmarks.ray.sides import SERVED, Sides, size_of
 from benchmarks.workloads.base import OURS
 
-PARTS = ("calls", "overhead", "capacity")
+PARTS = ("calls", "overhead", "scale", "capacity")
 LENGTHS, QUICK_LENGTHS = (32, 512), (16,)
 _QUIET = 10.0  # seconds after which a caller is no longer recent to the service
 
@@ -51,9 +52,9 @@ def measure(
     counts = (1, 2) if quick else (1, MANY)
     plan = QUICK_PLAN if quick else Plan()
     collectors, speeds = ((1, 10, 100), SPEEDS[:1]) if quick else (COLLECTORS, SPEEDS)
-    calls, idle, capacity = (part in parts for part in PARTS)
+    calls, idle, many, capacity = (part in parts for part in PARTS)
     windows = 2 * len(SERVED) * len(lengths) * len(counts) * (rounds + 1)
-    total = 4 + calls * (windows + 1) + idle * len(lengths)
+    total = 4 + calls * (windows + 1) + idle * len(lengths) + many * STEPS
     total += capacity * (plan.windows + len(collectors) * len(speeds))
 
     def step(what: str) -> None:
@@ -74,6 +75,8 @@ def measure(
                 repeats = 10 if quick else 200 if length < 128 else 60
                 overheads.append(overhead(model, size, length, repeats=repeats))
             found = replace(found, overheads=tuple(overheads))
+        if many:
+            found = replace(found, scale=scale(size, quick=quick, seconds=8 * seconds, repeats=rounds, on_step=step))
         if calls or capacity:
             last_call = time.monotonic()
             step("starting callers")

@@ -13,6 +13,7 @@ from benchmarks.ray.capacity import Answer, Limits, Work
 from benchmarks.ray.comparison import Calls
 from benchmarks.ray.overhead import Overhead
 from benchmarks.ray.results import RayRun
+from benchmarks.ray.scale import TOP_K, Scale
 from benchmarks.ray.sides import SEQUENCES, UNRELATED_BYTES
 from benchmarks.report import _goal, _table, _target, _verdict
 
@@ -112,6 +113,8 @@ def markdown(run: RayRun) -> str:
         stages = [[name, *(f"{1e3 * o.stages[name]:.2f}" for o in run.overheads)] for name in names]
         parts.append("Where the time of a remote call goes; means, in ms:\n")
         parts.append(_table(["", *(f"{o.length} tokens" for o in run.overheads)], stages))
+    if run.scale is not None:
+        parts += _scale(run.scale)
     if run.bytes:
         header, rows = _bytes(run)
         parts += ["## Bytes of a call\n\nPickled as Ray does.\n", _table(list(header), rows)]
@@ -148,6 +151,34 @@ def _bound(overhead: Overhead) -> str:
 
 def _latency(calls: Calls) -> str:
     return f"{1e3 * calls.latency_p50:.0f}/{1e3 * calls.latency_p99:.0f}"
+
+
+def _scale(scale: Scale) -> list[str]:
+    rows = [
+        [
+            size.name,
+            str(size.callers),
+            f"{size.sequences} x {size.length}",
+            str(size.calls),
+            f"{1e3 * size.latency_p50:.0f}",
+            f"{1e3 * size.latency_p99:.0f}",
+            f"{size.latency_p99 / scale.batch:.1f}",
+        ]
+        for size in scale.sizes
+    ]
+    spread = scale.spread
+    return [
+        "## Many callers at once\n\nAll of them call one replica without a pause. "
+        f"A full batch takes {1e3 * scale.batch:.0f} ms; a larger call is scored in pieces.\n",
+        _table(["", "callers", "tokens of a call", "calls", "p50 ms", "p99 ms", "p99 in batches"], rows),
+        f"One call for {spread.prompts} prompts x {spread.answers} answers over {spread.replicas} replicas becomes "
+        f"{spread.requests:.0f} requests; they are sent after {1e3 * spread.client:.0f} ms, and answered after "
+        f"{1e3 * spread.seconds:.0f} ms. The busiest replica has {spread.balance:.2f} times the mean number of tokens.\n",
+        f"A call takes {1e3 * scale.plain:.0f} ms, with the top {TOP_K} of each token {1e3 * scale.top_k:.0f} ms: "
+        f"{scale.plain / scale.top_k:.0%} of the plain throughput.\n",
+        f"Scores remembered on disk: the first epoch takes {1e3 * scale.first:.0f} ms, "
+        f"the second {1e3 * scale.second:.1f} ms.\n",
+    ]
 
 
 def _bytes(run: RayRun) -> tuple[tuple[str, ...], list[list[str]]]:

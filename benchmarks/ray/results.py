@@ -11,6 +11,7 @@ from benchmarks.ray.calibration import Calibration, Check
 from benchmarks.ray.capacity import Answer
 from benchmarks.ray.comparison import Bytes, Calls, Case, Line
 from benchmarks.ray.overhead import Overhead
+from benchmarks.ray.scale import Scale
 from benchmarks.results import Goal
 
 RESULTS = "ray.json"
@@ -31,6 +32,7 @@ class RayRun:
         lines: throughput and latency.
         bytes: on the wire.
         overheads: of a call over a local scorer.
+        scale: many callers, prompts and replicas.
         calibration: of the event model.
         checks: of its predictions.
         answers: numbers of replicas.
@@ -45,6 +47,7 @@ class RayRun:
     lines: tuple[Line, ...] = ()
     bytes: tuple[Bytes, ...] = ()
     overheads: tuple[Overhead, ...] = ()
+    scale: Scale | None = None
     calibration: Calibration | None = None
     checks: tuple[Check, ...] = ()
     answers: tuple[Answer, ...] = ()
@@ -63,6 +66,7 @@ class RayRun:
                     f"times torchrl's throughput, {case.callers} callers, {case.length} tokens, {served(case.served)}"
                 )
                 goals.append(Goal(what, "faster", line.faster, LEAST_FASTER))
+        goals += [] if self.scale is None else self.scale.goals
         ours = [b for b in self.bytes if b.side == "here"]
         if ours:
             more = max(b.sent_unrelated + b.received_unrelated - b.sent - b.received for b in ours)
@@ -90,11 +94,12 @@ class RayRun:
         kinds: dict[str, Any] = {"bytes": Bytes, "overheads": Overhead, "checks": Check, "answers": Answer}
         parts = {name: tuple(kind(**item) for item in data[name]) for name, kind in kinds.items()}
         lines = tuple(Line(Case(**x["case"]), Calls(**x["theirs"]), Calls(**x["ours"])) for x in data["lines"])
+        scale = data.get("scale") and Scale.read(data["scale"])
         calibration = data["calibration"] and Calibration(**data["calibration"])
-        return cls(**{**data, **parts, "lines": lines, "calibration": calibration})
+        return cls(**{**data, **parts, "lines": lines, "scale": scale, "calibration": calibration})
 
 
-_PARTS = ("difference", "lines", "bytes", "overheads", "calibration", "checks", "answers")
+_PARTS = ("difference", "lines", "bytes", "overheads", "scale", "calibration", "checks", "answers")
 
 
 def served(name: str) -> str:

@@ -141,6 +141,19 @@ def test_the_window_by_hand(found: Observed, latencies: list[float], sizes: list
     assert [requests for requests, _ in found.batches] == sizes
 
 
+def test_a_small_request_beside_a_large_one() -> None:
+    """50 tokens in pieces of 10, two to a batch, at 10 a second; 5 tokens come after one second.
+
+    They wait for the first batch, share the second with one piece, and have their answer 2.5 seconds after they came.
+    """
+    replica = Replica(0.0, 0.0, 10.0, max_tokens=20.0, piece=10.0)
+    link = in_turn([0.0, 2.0])  # half of it there, half back
+    world = World(2, in_turn([0.0, 0.0, 1e6, 1e6]), in_turn([50.0, 5.0]), 1, replica, link=link)
+    found = simulate(world, requests=2)
+    assert found.batches == [(1, 20.0), (2, 15.0), (1, 20.0)]
+    assert found.latencies == pytest.approx([1.0 + 2.5 + 1.0, 5.5])
+
+
 def test_the_oldest_goes_first() -> None:
     """Sizes 1, 2, 3, ... all wait behind the first: they are served in the order in which they came."""
     replica = Replica(0.0, 0.0, 1.0, max_tokens=ALONE)

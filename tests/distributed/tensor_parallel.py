@@ -114,13 +114,17 @@ def top(vocab: int, k: int, impossible: bool = False) -> float:
     whole = head(0, vocab, impossible=impossible)
     options = {**OPTIONS, "soft_cap": None} if impossible else OPTIONS  # a soft cap makes every token possible
     hidden, weight, bias = distribute(whole, grad=False)
-    out = linear_top_k(hidden, weight, k, bias=bias, chunk=(3, 4), **options)
+    targets = targets_of(vocab)
+    out = linear_top_k(hidden, weight, k, targets, bias=bias, chunk=(3, 4), **options)
     log_p = plain(*whole, **options)
+    chosen = log_p.gather(1, targets[:, None]).squeeze(1)
+    assert out.log_prob.isneginf().equal(chosen.isneginf())
     log_probs, indices = log_p.topk(k)
     assert out.indices.equal(indices)
     tail = log_p.scatter(1, indices, -torch.inf).logsumexp(-1)
     assert out.tail_log_prob.isneginf().equal(tail.isneginf())
     both = [(out.log_probs, log_probs), (out.tail_log_prob.nan_to_num(), tail.nan_to_num())]
+    both.append((out.log_prob.nan_to_num(neginf=0.0), chosen.nan_to_num(neginf=0.0)))
     return max(float((a - b).abs().max()) for a, b in both)
 
 

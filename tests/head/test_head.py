@@ -149,6 +149,18 @@ def test_top_k_against_sorted_log_probs(k, chunk):
     assert torch.equal(top.indices, order[:, :k])
     assert_close(top.log_probs, log_p[:, :k])
     assert_close(top.tail_log_prob, log_p[:, k:].logsumexp(-1))
+    assert top.log_prob is None
+
+
+@pytest.mark.parametrize("chunk", [(3, 17), (100, 1000), None])
+def test_log_probs_from_the_sweep_of_the_top_k(chunk):
+    hidden, weight, bias = make_head()
+    targets = make_targets()
+    top = linear_top_k(hidden, weight, 5, targets, bias=bias, chunk=chunk, **OPTIONS)
+    assert_close(top.log_prob, at(plain(hidden, weight, bias, **OPTIONS), targets))
+    assert torch.equal(top.indices, linear_top_k(hidden, weight, 5, bias=bias, chunk=chunk, **OPTIONS).indices)
+    with pytest.raises(ValueError, match="targets holds token ids"):
+        linear_top_k(hidden, weight, 5, targets + V, bias=bias)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

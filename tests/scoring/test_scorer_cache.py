@@ -211,7 +211,45 @@ def _with_grad(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return parameter
 
 
-def test_another_temperature_or_adapter_clears_the_cache() -> None:
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8), st.integers(0, 6)), min_size=2, max_size=8
+    ),
+    st.integers(20, 60),
+)
+def test_one_cache_for_all_temperatures(history: Any, room: int) -> None:
+    """Also for more temperatures than log-probs are kept for, and where entries are evicted in between."""
+    model = tiny_model("mistral")
+    scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
+    plain = [LogProbScorer(model, temperature=0.4 + 0.3 * i, memory=0) for i in range(7)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for trunk, cut, tail, i in history:
+            batch = Ragged.from_list([torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)])])
+            found = scorer.score(batch, temperature=plain[i].temperature, remember=True).values
+            assert_close(found, plain[i].score(batch).values, atol=2e-5, rtol=0)
+    assert scorer.memory.num_bytes <= scorer.memory.limit
+    assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
+
+
+def test_another_temperature_recomputes_log_probs_and_keeps_keys() -> None:
+    model = tiny_model("llama")
+    scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
+    batch, longer = Ragged.from_list([first]), Ragged.from_list([second])
+    scorer.score(batch, remember=True)
+    last = torch.arange(second.numel()) >= first.numel()
+    hot = {"temperature": 2.0, "remember": True}
+    # The new turn needs the hidden states from the last old token on; the log-probs of the old ones, all.
+    assert body_tokens(model, lambda: scorer.score(longer, last, **hot)) == 6
+    assert body_tokens(model, lambda: scorer.score(batch, **hot)) == 11
+    # A last token is in no entry: its log-prob needs the token before it.
+    assert body_tokens(model, lambda: scorer.score(batch, **hot)) == 1
+    assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 1
+    assert len(scorer.memory) == 2
+
+
+def test_another_adapter_clears_the_cache_and_another_temperature_has_other_log_probs() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
         tiny_model("llama"), peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")

@@ -231,6 +231,26 @@ def test_other_vocabularies_are_an_error(reverse: bool) -> None:
         scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
 
 
+def test_a_temperature_of_one_call() -> None:
+    """For both models, whatever their own temperatures are."""
+    models = tiny_model("llama"), tiny_model("llama", seed=1)
+    scorer, reference = LogProbScorer(models[0], temperature=0.7), LogProbScorer(models[1])
+    batch = Ragged.from_list(conversation())
+    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
+    found = scorer.evaluate(batch, reference=reference, temperature=1.6, **options)
+    hot = [LogProbScorer(model, temperature=1.6) for model in models]
+    expected = hot[0].evaluate(batch, reference=hot[1], **options)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.values, b.values)
+    assert torch.equal(scorer.score(batch, temperature=1.6).values, expected.log_prob.values)
+    assert torch.equal(scorer.score(batch).values, LogProbScorer(models[0], temperature=0.7).score(batch).values), (
+        "the scorer keeps its own"
+    )
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            scorer.score(batch, temperature=bad)
+
+
 def test_other_temperatures_are_an_error() -> None:
     scorer, reference = LogProbScorer(tiny_model("llama"), temperature=0.7), LogProbScorer(tiny_model("llama", seed=1))
     with pytest.raises(ValueError, match=r"scored at temperature 0\.7 and the reference at 1\.0"):

@@ -135,11 +135,8 @@ def test_a_served_model_takes_every_form(monkeypatch):
     from torchrl_llm_kl.service import _client
 
     sent = []
-    monkeypatch.setattr(_client, "Exchange", lambda replicas, parts, timeout: sent.extend(parts))
-    spec = SimpleNamespace(settings={"max_tokens": 100})
-    remote = SimpleNamespace(
-        router=SimpleNamespace(num_replicas=1), spec=spec, version=None, replicas=None, timeout=1.0
-    )
+    monkeypatch.setattr(_client, "Exchange", lambda replicas, router, whole, timeout: sent.append(whole))
+    remote = SimpleNamespace(router=None, version=None, replicas=None, timeout=1.0)
     scorer = _client.RemoteScorer(remote, _client.Settings(temperature=1.0, adapters=True, dtype=None, remember=False))
     for ids, attention in FORMS.values():
         scorer.begin(ids, attention_mask=attention)

@@ -128,6 +128,9 @@ def test_defect_34_tokens_equal_to_the_backends_padding_are_scored():
 def test_a_temperature_must_be_set_in_the_backend():
     with pytest.raises(ValueError, match=r"temperature=0.7 cannot be applied by FakeBackend.*in the backend"):
         LogProbScorer(FakeBackend(engine(tiny_model()), **SETTINGS), temperature=0.7)
+    scorer = LogProbScorer(FakeBackend(engine(tiny_model()), **SETTINGS))
+    with pytest.raises(ValueError, match=r"temperature=0.7 cannot be applied by FakeBackend.*in the backend"):
+        scorer.score([[1, 2, 3]], temperature=0.7)
 
 
 def test_gradients_flow_if_the_backend_keeps_a_graph():

@@ -18,6 +18,7 @@ TESTS = Path(__file__).parents[1]
 def _cluster() -> Iterator[None]:
     paths = os.pathsep.join([str(TESTS), str(TESTS / "service")])
     ray.init(
+        address="local",  # not another cluster of this machine
         num_cpus=4,
         num_gpus=0,
         object_store_memory=200 * 2**20,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -48,6 +50,29 @@ def delayed(seconds: float, seed: int = 0) -> nn.Module:
     return made
 
 
+POISON, ENDLESS = [13] * 6, [17] * 6
+
+
+def _die_or_hang(module: nn.Module, args: Any) -> None:
+    ids = args[0].flatten().tolist()
+    runs = [ids[i : i + 4] for i in range(len(ids))]
+    if POISON[:4] in runs:
+        os._exit(7)
+    if ENDLESS[:4] in runs:
+        threading.Event().wait()
+
+
+def deadly(folder: str) -> nn.Module:
+    """:func:`model`; its process ends at the sequence ``POISON``, and the forward never returns at ``ENDLESS``.
+
+    Leaves a file in the folder each time.
+    """
+    made = delayed(0.01)
+    (Path(folder) / str(os.getpid())).touch()
+    made.model.embed_tokens.register_forward_pre_hook(_die_or_hang)
+    return made
+
+
 def late(seconds: float) -> nn.Module:
     """:func:`model`, slow to make."""
     time.sleep(seconds)
@@ -61,3 +86,21 @@ def only_once(folder: str) -> nn.Module:
         raise OSError("the disk is not there")
     (marks / "broken").touch()
     return tiny_model(seed=0)
+
+
+def quits(folder: str) -> nn.Module:
+    """Ends the process, after leaving a file in ``folder``."""
+    (Path(folder) / str(os.getpid())).touch()
+    os._exit(7)
+
+
+def _pause_while(module: nn.Module, args: Any, *, path: str, seconds: float) -> None:
+    if Path(path).exists():
+        time.sleep(seconds)
+
+
+def delayed_while(path: str, seconds: float) -> nn.Module:
+    """:func:`model` with a slower forward while a file exists."""
+    made = tiny_model(seed=0)
+    made.model.layers[0].register_forward_pre_hook(partial(_pause_while, path=path, seconds=seconds))
+    return made

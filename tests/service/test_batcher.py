@@ -6,19 +6,22 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded
+from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded, ServiceTimeout
 from torchrl_llm_kl.service._batcher import Batcher
+from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 
-def request(tag: int, *, tokens: int = 3, caller: str = "a") -> Request:
+def request(tag: int, *, tokens: int = 3, caller: str = "a", deaths: int = 0) -> Request:
     ids = torch.full((tokens,), tag)
-    return Request.of(ids, torch.tensor([tokens]), None, Settings(), version=None, caller=caller)
+    made = Request.of(ids, torch.tensor([tokens]), None, Settings(), version=None, caller=caller)
+    return replace(made, deaths=deaths)
 
 
 class Recorder:
@@ -140,8 +143,130 @@ def test_a_full_queue_makes_callers_wait_until_their_timeout() -> None:
     refused = [answer for answer in first if isinstance(answer, ServiceOverloaded)]
     assert 1 <= len(refused) < 6
     assert "2 requests are waiting, as many as max_queue allows" in str(refused[0])
-    assert all(isinstance(answer, (Reply, ServiceOverloaded)) for answer in first)
+    assert all(isinstance(answer, (Reply, ServiceOverloaded, ServiceTimeout)) for answer in first)
     assert tags_of(patient) == [0, 1, 2, 3]
+
+
+def test_small_callers_beside_16_requests_of_a_large_one() -> None:
+    """They wait for the batch that runs and are in the next one, though all of the large caller's fill a batch."""
+    recorder = Recorder(seconds=0.02)
+    waited: list[int] = []
+
+    async def small(batcher: Batcher, caller: str) -> None:
+        for _ in range(3):
+            start = len(recorder.batches)
+            await batcher.submit(request(1, caller=caller), timeout=30)
+            waited.append(len(recorder.batches) - start)
+
+    async def main() -> None:
+        batcher = Batcher(recorder, max_wait=0.0, max_tokens=1000)
+        large = asyncio.gather(
+            *(batcher.submit(request(0, tokens=1000, caller="large"), timeout=30) for _ in range(16))
+        )
+        await asyncio.sleep(0.01)
+        await asyncio.gather(*(small(batcher, f"small{i}") for i in range(31)))
+        await large
+        await batcher.close()
+
+    asyncio.run(main())
+    assert len(waited) == 93
+    assert max(waited) <= 3
+
+
+def test_a_full_queue_admits_callers_with_nothing_in_it_first() -> None:
+    async def main() -> int:
+        recorder = Recorder(seconds=0.02)
+        batcher = Batcher(recorder, max_wait=0.0, max_queue=4, max_tokens=6)
+        greedy = asyncio.gather(*(batcher.submit(request(i, caller="greedy"), timeout=30) for i in range(60)))
+        await asyncio.sleep(0.01)
+        start = len(recorder.batches)
+        await batcher.submit(request(99, caller="modest"), timeout=30)
+        waited = len(recorder.batches) - start
+        await greedy
+        await batcher.close()
+        return waited
+
+    assert asyncio.run(main()) <= 3
+
+
+def test_a_request_after_a_death_is_announced_and_shares_no_batch() -> None:
+    recorder, announced = Recorder(), []
+
+    async def main() -> list[object]:
+        batcher = Batcher(recorder, on_trial=lambda r: announced.append((int(r.tokens[0]), list(recorder.batches))))
+        requests = [request(0, caller="a"), request(7, caller="b", deaths=1), request(8, caller="c", deaths=2)]
+        return await ask(batcher, *requests, request(1, caller="d"), request(2, caller="b"))
+
+    assert tags_of(asyncio.run(main())) == [0, 7, 8, 1, 2]
+    assert recorder.batches == [[0, 1, 2], [7], [8]]
+    assert announced == [(7, [[0, 1, 2]]), (8, [[0, 1, 2], [7]])]
+
+
+def test_a_model_that_wants_to_exit_is_an_error() -> None:
+    def leave(requests: Sequence[Request]) -> list[Reply | Exception]:
+        if requests[0].tokens[0] == 0:
+            raise SystemExit("enough")
+        return Recorder()(requests)
+
+    async def main() -> list[object]:
+        batcher = Batcher(leave)
+        return [*await ask(batcher, request(0)), *await ask(batcher, request(1))]
+
+    first, second = asyncio.run(main())
+    assert str(first) == "the model raised SystemExit: enough."
+    assert isinstance(second, Reply)
+
+
+def test_a_replica_that_hangs_passes_its_queue_on() -> None:
+    """Rejected from the watchdog's thread: what waits gets the error at once, and so do later requests; the batch goes on."""
+    hangs, enough = threading.Event(), threading.Event()
+
+    def hang(requests: Sequence[Request]) -> list[Reply | Exception]:
+        hangs.set()
+        enough.wait()
+        return Recorder()(requests)
+
+    async def main() -> list[object]:
+        batcher = Batcher(hang, max_wait=0.0, max_tokens=3, max_queue=2)
+        asked = [asyncio.ensure_future(batcher.submit(request(i), timeout=60)) for i in range(5)]
+        await asyncio.to_thread(hangs.wait)
+        await asyncio.to_thread(batcher.reject_soon, ReplicaGone("it hangs"))
+        waiting = await asyncio.gather(*asked[1:], return_exceptions=True)
+        late = await ask(batcher, request(7))
+        assert not asked[0].done()
+        enough.set()
+        return [*waiting, *late, await asked[0]]
+
+    *gone, first = asyncio.run(main())
+    assert [(type(answer), str(answer)) for answer in gone] == [(ReplicaGone, "it hangs")] * 5
+    assert isinstance(first, Reply)
+
+
+@pytest.mark.parametrize("what", ["on_trial", "on_batch", "replies"])
+def test_a_fault_of_the_batcher_ends_one_batch(what: str) -> None:
+    def fail(*_: object) -> list[Reply | Exception]:
+        raise RuntimeError("a fault")
+
+    async def main() -> list[object]:
+        options = {} if what == "replies" else {what: fail}
+        recorder = (lambda requests: Recorder()(requests)[1:]) if what == "replies" else Recorder()
+        batcher = Batcher(recorder, **options)
+        first = await ask(batcher, request(0, deaths=1))
+        batcher._score, batcher._on_trial = Recorder(), lambda request: None
+        return [*first, *await ask(batcher, request(1), request(2))]
+
+    first, *others = asyncio.run(main())
+    assert isinstance(first, Reply if what == "on_batch" else (RuntimeError, ValueError))
+    assert tags_of(others) == [1, 2]
+
+
+def test_an_ill_formed_request_fails_alone() -> None:
+    bad = [replace(request(1), caller=["a"]), replace(request(1), deaths="2"), replace(request(1), lengths=None)]
+    recorder = Recorder()
+    answers = run(recorder, request(0), *bad, request(2))
+    assert tags_of([answers[0], answers[-1]]) == [0, 2]
+    assert all(isinstance(answer, (TypeError, AttributeError)) for answer in answers[1:-1])
+    assert [sorted(batch) for batch in recorder.batches] == [[0, 2]]
 
 
 def test_an_error_of_the_scorer_reaches_all_callers() -> None:

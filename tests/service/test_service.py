@@ -59,9 +59,9 @@ def test_requests_that_need_a_local_model_are_refused(service: ScoringService, l
     remote = service.model.make_scorer()
     with pytest.raises(ValueError, match="returns no gradient"):
         remote.score(sequences(), grad=True)
-    with pytest.raises(ValueError, match="need the model in this process"):
+    with pytest.raises(ValueError, match="needs the models in this process"):
         remote.evaluate(sequences(), reference=local)
-    with pytest.raises(ValueError, match="need the model in this process"):
+    with pytest.raises(ValueError, match="needs the models in this process"):
         remote.evaluate(sequences(), moments=True)
 
 

@@ -97,3 +97,26 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[ray\]'"):
         ScoringService(factory=model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas must be at most max_replicas, got 3 and 2"),
+        ({"num_replicas": 2, "max_replicas": 1}, "min_replicas must be at most max_replicas, got 2 and 1"),
+        ({"min_replicas": 0}, "min_replicas must be a whole number of at least 1, got 0"),
+        ({"hang_after": 0}, "must be greater than 0 seconds, got 0 and 600"),
+        ({"lease": "long"}, "lease must be a number of seconds"),
+        ({"expect": 5}, "expect must be a fingerprint, as fingerprint_of"),
+    ],
+    ids=str,
+)
+def test_invalid_arguments_of_the_life_cycle(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScoringService(factory=model, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_spec_plans_its_control_actor() -> None:
+    spec = ServiceSpec("name", model, "source", {"hang_after": 900.0}, num_replicas=4, min_replicas=2, lease=5.0)
+    assert (spec.plan.slots, spec.plan.least, spec.plan.lease) == (4, 2, 5.0)
+    assert spec.plan.hang_after == 60.0, "a process answers while its model works, so silence is no work"

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, portable
+from torchrl_llm_kl.service._errors import ProtocolError, ServiceError, ServiceOverloaded, portable
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
-# What the first release sent: clients and replicas of different releases must understand one another.
+# Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b'J\x00\x00\x00[[4, true, 0.5, false, "bfloat16", true, true, 3, "me/7", 2], [32, 24, 1]]'
+    b'KLRL\x02\x00\x01\x00\xcc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
+    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0}'
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
     b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b'@\x00\x00\x00[[8, false, 1.0, true, null, false, false, null, "", 0], [8, 8]]'
-    b"\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00"
+    b'KLRL\x02\x00\x01\x00|\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
+    b'"caller":"","newest":0,"deaths":0}    \x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
 )
-PACKED_REPLY = b"\x10\x00\x00\x00[[4, 4], [8, 8]]\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
-PACKED_WIDE_REPLY = b"\r\x00\x00\x00[[8, 0], [8]]\x9a\x99\x99\x99\x99\x99\xb9\xbf"
+PACKED_REPLY = (
+    b'KLRL\x02\x00\x02\x00T\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4}   '
+    b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
+)
+PACKED_WIDE_REPLY = (
+    b'KLRL\x02\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0}  '
+    b"\x9a\x99\x99\x99\x99\x99\xb9\xbf"
+)
+PACKED_TOP_K = (
+    b'KLRL\x02\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1}  '
+    b"\x00\x00\x00\xbf\x00\x00@\xc0\x07\x00\x00\x00,\x01\x00\x00\x00\xb8\x00\xbc"
+)
+# Before there were versions.
+UNVERSIONED = b"\x10\x00\x00\x00[[4, 4], [8, 8]]\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
+TOP_K = Reply(
+    np.array([-0.5], np.float32),
+    None,
+    1,
+    np.array([[7, 300]], np.int32),
+    np.array([[-0.5, -1.0]], np.float16),
+    np.array([-3.0], np.float32),
+)
 
 
 def test_bytes_on_the_wire() -> None:
@@ -36,6 +58,7 @@ def test_bytes_on_the_wire() -> None:
     reply = Reply(np.array([-0.5, -2.25], np.float32), np.array([1.5, 0.0], np.float32), 4)
     assert reply.pack() == PACKED_REPLY
     assert Reply(np.array([-0.1]), None, 0).pack() == PACKED_WIDE_REPLY
+    assert TOP_K.pack() == PACKED_TOP_K
 
 
 def test_bytes_from_the_wire() -> None:
@@ -50,6 +73,113 @@ def test_bytes_from_the_wire() -> None:
     assert reply.entropy is not None
     assert (reply.log_prob.tolist(), reply.entropy.tolist(), reply.version) == ([-0.5, -2.25], [1.5, 0.0], 4)
     assert Reply.unpack(PACKED_WIDE_REPLY).log_prob.tolist() == [-0.1]
+    top = Reply.unpack(PACKED_TOP_K)
+    assert top.top_ids is not None
+    assert top.top_log_probs is not None
+    assert top.rest_log_prob is not None
+    assert (top.top_ids.tolist(), top.top_log_probs.tolist()) == ([[7, 300]], [[-0.5, -1.0]])
+    assert (top.rest_log_prob.tolist(), top.version) == ([-3.0], 1)
+
+
+def with_protocol(packed: bytes, version: int) -> bytes:
+    return packed[:4] + version.to_bytes(2, "little") + packed[6:]
+
+
+@pytest.mark.parametrize(
+    ("read", "packed", "message"),
+    [
+        (
+            Request,
+            with_protocol(PACKED_REQUEST, 1),
+            "client speaks version 1 .* replica version 2: .* side of the client",
+        ),
+        (
+            Request,
+            with_protocol(PACKED_REQUEST, 3),
+            "client speaks version 3 .* replica version 2: .* side of the replica",
+        ),
+        (Reply, with_protocol(PACKED_REPLY, 1), "replica speaks version 1 .* client version 2: .* side of the replica"),
+        (Reply, with_protocol(PACKED_REPLY, 3), "replica speaks version 3 .* client version 2: .* side of the client"),
+        (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
+        (Request, b"", "a request of 0 bytes"),
+        (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
+        (Request, [1], "expected a request as bytes, got list"),
+        (Request, PACKED_REQUEST[:-1], "a request has 56 bytes for 4 sequences and 6 tokens, expected 57"),
+        (Request, PACKED_REQUEST + b"x", "a request has 58 bytes for 4 sequences and 6 tokens, expected 57"),
+        (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes for 2 scores and their top 0, expected 16"),
+        (Request, PACKED_REQUEST[:40], "declares a head of 204"),
+        (
+            Request,
+            PACKED_REQUEST.replace(b"\xcc\x00\x00\x00{", b"\xff\xff\xff\xff{"),
+            "head of 4294967295, expected at most",
+        ),
+        (Request, PACKED_REQUEST.replace(b'{"seq', b'["seq'), "no valid JSON"),
+        (Request, PACKED_REQUEST.replace(b"0.5", b"NaN"), "no valid JSON: NaN is not a number"),
+        (Request, PACKED_REQUEST.replace(b"0.5", b"0.0"), "temperature must be a positive number, got 0.0"),
+        (Request, PACKED_REQUEST.replace(b"0.5", b"9e9").replace(b"9e9", b'"1"'), "temperature must be .* got '1'"),
+        (
+            Request,
+            PACKED_REQUEST.replace(b"false", b"[[1]]"),
+            r"adapters must be True, False or a name .* got \[\[1\]\]",
+        ),
+        (
+            Request,
+            PACKED_REQUEST.replace(b'"bfloat16"', b'"autograd"'),
+            "name of a floating-point type .* got 'autograd'",
+        ),
+        (Request, PACKED_REQUEST.replace(b'py":true', b'py":1234'), "entropy must be True or False, got 1234"),
+        (Request, PACKED_REQUEST.replace(b'"version":3', b'"version":-'), "no valid JSON"),
+        (Request, PACKED_REQUEST.replace(b'"version":3,', b'"version":-3'), "no valid JSON"),
+        (Request, PACKED_REQUEST.replace(b'"newest":2', b'"newest":{'), "no valid JSON"),
+        (Request, PACKED_REQUEST.replace(b'"newest"', b'"oldest"'), "a request has no field 'newest'"),
+        (Request, PACKED_REQUEST.replace(b'"me/7"', b"123456"), "caller of a request is 123456, expected a string"),
+        (Request, PACKED_REQUEST.replace(b"\x03\x00", b"\x07\x00"), "sequence of length 7, expected 0 to its 6 tokens"),
+        (Request, PACKED_REQUEST.replace(b"\x03\x00", b"\x04\x00"), "add up to 7, expected its 6 tokens"),
+        (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
+        (Reply, PACKED_TOP_K.replace(b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top 2"),
+    ],
+)
+def test_messages_that_cannot_be_read(read: Any, packed: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        read.unpack(packed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": float("inf")}, "temperature must be a positive number, got inf"),
+        ({"temperature": 10**400}, "temperature must be a positive number, got 1000"),
+        ({"temperature": True}, "temperature must be a positive number, got True"),
+        ({"adapters": ""}, "adapters must be True, False or a name of 1 to 256"),
+        ({"adapters": 1}, "adapters must be True, False"),
+        ({"adapters": "\ud800"}, "adapters must be True, False"),
+        ({"top_k": 1025}, "top_k must be a whole number from 0 to 1024, got 1025"),
+        ({"top_k": True}, "top_k must be a whole number"),
+        ({"top_k_dtype": "float64"}, "top_k_dtype must be 'float32' or 'float16'"),
+        ({"dtype": ["bfloat16"]}, "dtype must be the name"),
+        ({"dtype": "int64"}, "dtype must be the name"),
+    ],
+)
+def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings).checked()
+
+
+def test_a_reply_to_another_request() -> None:
+    reply = Reply(np.zeros(2, np.float32), None, 0)
+    reply.check_answers(2, Settings())
+    TOP_K.check_answers(1, Settings(top_k=2))
+    for count, settings in ((3, Settings()), (2, Settings(entropy=True)), (2, Settings(top_k=4))):
+        with pytest.raises(ProtocolError, match="it answers another request"):
+            reply.check_answers(count, settings)
+
+
+@pytest.mark.parametrize(("dtype", "per_token"), [(np.float32, 8), (np.float16, 6)])
+def test_bytes_of_the_top_k(dtype: type, per_token: int) -> None:
+    """``8k + 4`` a token beside its log-prob, ``6k + 4`` in float16, and less than 130 for everything else."""
+    n, k = 500, 64
+    top = (np.zeros((n, k), np.int32), np.zeros((n, k), dtype), np.zeros(n, np.float32))
+    assert len(Reply(np.zeros(n, np.float32), None, 0, *top).pack()) - n * (4 + per_token * k + 4) in range(130)
 
 
 @pytest.mark.parametrize("top", [96, 2**31 - 1, 2**40])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +26,7 @@ from torchrl_llm_kl.service import (
     ServiceWeightUpdater,
     WeightVersionError,
 )
-from torchrl_llm_kl.service._weights import keeper_of
+from torchrl_llm_kl.service._weights import chunks_of, keeper_of
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +124,83 @@ def test_through_the_weight_updater_of_a_collector(service: ScoringService) -> N
 def test_a_replica_catches_up_after_an_interrupted_push(service: ScoringService) -> None:
     """The keeper stores weights first: a replica without them takes them once a client has seen the new version."""
     spec, new, version = service.model.spec, model(seed=9), service.version + 1
-    weights = ray.put(new.state_dict())
     keeper = keeper_of(spec)
-    assert ray.get(keeper.put.remote(version, weights)) is None
-    assert service.model.call(1, "update_weights", weights, version) is None
+    for chunk in chunks_of(new.state_dict().items(), size=20_000):
+        ray.get(keeper.stage.remote("interrupted", chunk))
+    chunks = len(list(chunks_of(new.state_dict().items(), size=20_000)))
+    assert chunks > 2
+    assert ray.get(keeper.commit.remote("interrupted", chunks, version)) == version
+    assert service.model.call(1, "refresh_weights") is None
     assert sorted(stats["version"] for stats in service.stats()) == [version - 1, version]
     assert_holds(service, new, version)
+
+
+def test_two_updaters_at_once(service: ScoringService) -> None:
+    """Without numbers of their own: each push gets the next one."""
+    start, versions = service.update_weights(model()), []
+    other = ScoringService(factory=model, name=service.name, num_replicas=2, num_cpus=0.1)
+
+    def update(updater: ScoringService, new: nn.Module) -> None:
+        versions.extend(updater.update_weights(new) for _ in range(3))
+
+    pairs = [(service, model(seed=1)), (other, model(seed=2))]
+    threads = [threading.Thread(target=update, args=pair) for pair in pairs]
+    with callers(service.model, count=2) as load:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+    assert sorted(versions) == list(range(start + 1, start + 7))
+    load.assert_all_right(*(LogProbScorer(model(seed=seed)) for seed in (0, 1, 2)))
+    assert service.update_weights(model()) == start + 7
+    other.close()
+
+
+@contextmanager
+def stopped(actor: object) -> Iterator[None]:
+    """The process of an actor stands still, as one that cannot be reached."""
+    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_replica_that_cannot_be_reached_does_not_block_a_push(service: ScoringService) -> None:
+    """It takes the weights when it is back, before it answers a client that has seen their version."""
+    namespace, data = service.model.spec.namespace, sequences(count=24)
+    service.update_weights(model())
+    with stopped(ray.get_actor(f"{service.name}:1", namespace=namespace)):
+        start = time.monotonic()
+        pushed = service.update_weights(model(seed=3), wait=1.0)
+        assert time.monotonic() - start < 15
+        assert pushed.missed == (f"{service.name}:1",)
+        found: list[torch.Tensor] = []
+        waiting = threading.Thread(target=lambda: found.append(service.model.make_scorer().score(data).values))
+        waiting.start()
+    waiting.join(timeout=60)
+    assert_same(found[0], LogProbScorer(model(seed=3)).score(data).values)
+    assert [stats["version"] for stats in service.stats()] == [pushed, pushed]
+
+
+def test_a_keeper_that_cannot_be_reached_does_not_stop_the_scores(service: ScoringService) -> None:
+    """A request for a version to come asks the keeper: others are scored meanwhile."""
+    service.update_weights(model())
+    early = clone(service.model, timeout=20.0)
+    early.version = service.version + 1
+    found: list[torch.Tensor] = []
+    waiting = threading.Thread(target=lambda: found.append(early.make_scorer().score(sequences()).values))
+    with stopped(keeper_of(service.model.spec)):
+        waiting.start()
+        time.sleep(0.5)  # both replicas ask
+        with callers(service.model, count=2, calls=20) as load:
+            pass
+        load.assert_all_right(LogProbScorer(model()))
+        assert not found
+    service.update_weights(model(seed=5), early.version)
+    waiting.join(timeout=30)
+    assert_same(found[0], LogProbScorer(model(seed=5)).score(sequences()).values)
 
 
 @pytest.mark.parametrize(("weights", "message"), [({}, "there are no weights"), ({"lm_head.weight": 1}, "got int")])
@@ -189,3 +265,24 @@ def test_a_new_service_with_an_old_name_starts_at_version_0() -> None:
             service.model.make_scorer().score(sequences()).values, LogProbScorer(model()).score(sequences()).values
         )
         service.shutdown()
+
+
+@pytest.mark.slow
+def test_weights_outlive_their_service_on_disk(tmp_path: Path) -> None:
+    made: dict[str, Any] = {"factory": model, "name": "on-disk", "num_cpus": 0.1, "weights_dir": tmp_path}
+    with ScoringService(**made) as service:
+        service.update_weights(model(seed=1), 5)
+        service.shutdown()
+    until(lambda: not {e["name"] for e in ray.util.list_named_actors(all_namespaces=True)} & {"on-disk:0"})
+    with ScoringService(**made) as service:
+        assert service.version == 5
+        found = service.model.make_scorer().score(sequences()).values
+        assert_same(found, LogProbScorer(model(seed=1)).score(sequences()).values)
+        assert service.update_weights(model(seed=2)) == 6
+        ray.kill(keeper_of(service.model.spec), no_restart=False)
+        restart(service)
+        found = service.model.make_scorer().score(sequences()).values
+        assert_same(found, LogProbScorer(model(seed=2)).score(sequences()).values)
+        service.shutdown()
+    with pytest.raises(ValueError, match="pass name="):
+        ScoringService(factory=model, weights_dir=tmp_path)

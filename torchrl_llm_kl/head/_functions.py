@@ -259,6 +259,7 @@ def linear_top_k(
     hidden: Tensor,
     weight: Tensor,
     k: int,
+    targets: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -270,11 +271,13 @@ def linear_top_k(
     """The ``k`` most probable tokens of each position, and the log-probability of all others together.
 
     The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as accurate at ``1e-30``
-    as at one half. The result has no graph. ``k`` is from 1 to ``V``; all other arguments, and the errors, are those of
-    :func:`linear_log_prob`.
+    as at one half. The result has no graph. ``k`` is from 1 to ``V``. ``targets`` are token ids whose log-probs are
+    computed too, from the same sweep; ``[N]``. All other arguments, and the errors, are those of :func:`linear_log_prob`; by
+    default tiles have at least ``128 k`` tokens, since torch selects few of many faster.
 
     Returns:
-        :class:`TopK`: ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending) and ``tail_log_prob [N]``.
+        :class:`TopK`: ``indices [N, k]``, ``log_probs [N, k]`` (nats, descending), ``tail_log_prob [N]`` and, of the
+        targets, ``log_prob [N]``.
 
     Example:
         >>> weight = torch.tensor([[1.0], [5.0], [2.0]]).log()
@@ -287,7 +290,10 @@ def linear_top_k(
     head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
     if not 1 <= k <= vocab:
         raise ValueError(f"k is {k}; expected 1 to {vocab}, the size of the vocabulary.")
-    return top_k(head, k, _tile_sizes(chunk, hidden), part)
+    n, v = _tile_sizes(chunk, hidden)
+    if chunk is None and 128 * k > v:
+        n, v = max(1, n * v // (128 * k)), 128 * k
+    return top_k(head, k, (n, v), None if targets is None else _check_targets(targets, head, part), part)
 
 
 # ------------------------------------------------------------------ checks

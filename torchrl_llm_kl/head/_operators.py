@@ -50,10 +50,14 @@ def sweep(
     return PairOutput._make(_forward(part, tensors, settings)[:4])
 
 
-def top_k(head: Head, k: int, chunk: tuple[int, int], part: Slice | None = None) -> TopK:
+def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None, part: Slice | None = None) -> TopK:
+    if part is not None and targets is not None:
+        targets = targets - part.first
     settings = _flatten(Plan(chunk), head, None)
-    *found, log_sum = _call("head_top_k", _top_k_op, [None, *head[:3], *[None] * 5], min(k, head.sizes[1]), *settings)
-    return TopK(*found) if part is None else join_top_k(part, k, TopK(*found), log_sum)
+    arguments = ([targets, *head[:3], *[None] * 5], min(k, head.sizes[1]), *settings)
+    indices, log_probs, tail, log_prob, log_sum = _call("head_top_k", _top_k_op, *arguments)
+    found = TopK(indices, log_probs, tail, None if targets is None else log_prob)
+    return found if part is None else join_top_k(part, k, found, log_sum, targets)
 
 
 class _Sweep(torch.autograd.Function):
@@ -198,14 +202,14 @@ def _backward_fake(
 
 def _top_k_op(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
     plan, (head,), _ = _build(tensors, settings)
-    return top_k_sweep(head, k, plan.chunk)
+    return top_k_sweep(head, k, plan.chunk, tensors[0])
 
 
 def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
     _, (head,), _ = _build(tensors, settings)
     tail = head.per_position(0.0)
     values = tail.new_empty(tail.shape[0], k)
-    return values.long(), values, tail, tail.clone()
+    return values.long(), values, tail, tail.clone(), tail.clone()
 
 
 def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], inputs: str, outputs: str) -> None:
@@ -222,4 +226,4 @@ _register(
     "Tensor?[] tensors, Tensor?[] result, Tensor[] statistics, Tensor?[] grads, bool[] needed",
     "Tensor[]",
 )
-_register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", "(Tensor, Tensor, Tensor, Tensor)")
+_register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", f"({', '.join(['Tensor'] * 5)})")

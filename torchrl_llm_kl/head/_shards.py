@@ -129,19 +129,30 @@ def _mean(log_w: Tensor, values: Tensor) -> Tensor:
     return (w * values).masked_fill(w == 0, 0.0).sum(0)
 
 
-def join_top_k(part: Slice, k: int, found: TopK, log_sum: Tensor) -> TopK:
+def join_top_k(part: Slice, k: int, found: TopK, log_sum: Tensor, targets: Tensor | None = None) -> TopK:
     """The top ``k`` of a whole head from those of this rank's slice and the log-sum-exp of its logits ``[N]``.
 
-    The tail joins the slices' tails and their candidates that are not among the ``k``.
+    ``targets`` count from the slice's first token. The tail joins the slices' tails and their candidates that are not among
+    the ``k``.
     """
     pad = (0, k - found.indices.shape[1])  # a slice may hold fewer than k tokens
     log_probs = torch.nn.functional.pad(found.log_probs, pad, value=-torch.inf)
-    sent = torch.cat([log_probs, found.tail_log_prob.unsqueeze(-1), log_sum.unsqueeze(-1)], -1)
+    chosen = torch.full_like(log_sum, -torch.inf)
+    if targets is not None and found.log_prob is not None:
+        here = (targets >= 0) & (targets < part.size) & ~log_sum.isneginf()
+        chosen = torch.where(here, found.log_prob, chosen)
+    sent = torch.cat([log_probs, *(x.unsqueeze(-1) for x in (found.tail_log_prob, chosen, log_sum))], -1)
     indices = torch.nn.functional.pad(found.indices + part.first, pad)
     values, tokens = part.gather(sent).transpose(0, 1), part.gather(indices).transpose(0, 1)  # [N, R, ...]
     log_w = values[:, :, -1:] - values[:, :, -1:].logsumexp(1, keepdim=True)
     # All of a slice without a possible token is NaN.
     values = (values[:, :, :-1] + log_w).masked_fill(log_w.isneginf(), -torch.inf)
+    *_, chosen = values.unbind(-1)
+    values = values[:, :, :-1]
     log_probs, order = values[:, :, :-1].flatten(1).sort(dim=-1, descending=True, stable=True)
     tail = torch.cat([values[:, :, -1], log_probs[:, k:]], -1).logsumexp(-1)
-    return TopK(tokens.flatten(1).gather(1, order)[:, :k], log_probs[:, :k], tail)
+    log_prob = None
+    if targets is not None:
+        known = (targets >= -part.first) & (targets < part.vocab - part.first)
+        log_prob = chosen.amax(1).masked_fill(~known, torch.nan)
+    return TopK(tokens.flatten(1).gather(1, order)[:, :k], log_probs[:, :k], tail, log_prob)

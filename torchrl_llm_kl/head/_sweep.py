@@ -146,14 +146,19 @@ def _decayed(value: Tensor, shift: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def top_k_sweep(head: Head, k: int, chunk: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a :class:`TopK`, and the log-sum-exp of all logits; ``[N]``."""
+def top_k_sweep(
+    head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a :class:`TopK`, with zeros for missing targets; and the log-sum-exp of all logits; ``[N]``."""
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)
+    softmax = _Softmax(head)  # for the targets' logits alone
     with torch.autocast(head.hidden.device.type, enabled=False):
         # The first tile fills all k places.
         for rows, cols, _, (logits,), _ in tiles((chunk[0], max(chunk[1], k)), [head], 0):
+            if targets is not None:
+                softmax.choose(logits, targets[rows], rows, cols)
             found, tokens = logits.topk(min(k, logits.shape[1]), -1)
             logits.scatter_(1, tokens, float("-inf"))
             tokens = tokens + cols.start
@@ -168,7 +173,8 @@ def top_k_sweep(head: Head, k: int, chunk: tuple[int, int]) -> tuple[Tensor, Ten
     shares = values - top
     total = torch.logaddexp(shares.logsumexp(-1), tail_share)
     log_sum = torch.where(top.squeeze(1).isneginf(), -torch.inf, total + top.squeeze(1))
-    return indices, shares - total.unsqueeze(1), tail_share - total, log_sum
+    log_prob = torch.zeros_like(tail) if targets is None else softmax.chosen - top.squeeze(1) - total
+    return indices, shares - total.unsqueeze(1), tail_share - total, log_prob, log_sum
 
 
 def _add_exponentials(top: Tensor, total: Tensor, values: Tensor) -> None:

@@ -52,6 +52,7 @@ class TopK(NamedTuple):
     indices: Tensor  #: tokens, most probable first; ``[N, k]``
     log_probs: Tensor  #: nats; ``[N, k]``
     tail_log_prob: Tensor  #: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none
+    log_prob: Tensor | None = None  #: of the targets; ``[N]``, None without targets
 
 
 class Head(NamedTuple):

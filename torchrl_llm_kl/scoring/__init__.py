@@ -1,16 +1,19 @@
 """The log-prob engine: token ids in, per-token log-probs out, with or without gradient."""
 
 from torchrl_llm_kl.scoring._critic import TokenCritic
+from torchrl_llm_kl.scoring._fingerprint import fingerprint_of
 from torchrl_llm_kl.scoring._model import evaluating as evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._reference import prepare_reference
+from torchrl_llm_kl.scoring._remembered import RememberedModel
 from torchrl_llm_kl.scoring._request import (
     Sequences as Sequences,
     TokenMask as TokenMask,
     read_sequences as read_sequences,
 )
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
-from torchrl_llm_kl.scoring._scores import Scores
+from torchrl_llm_kl.scoring._scores import Scores, VersionedScores as VersionedScores
+from torchrl_llm_kl.scoring._store import ScoreStore
 from torchrl_llm_kl.scoring._updater import ReferenceUpdater
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,
@@ -23,8 +26,11 @@ __all__ = [
     "DEFAULT_MEMORY",
     "LogProbScorer",
     "ReferenceUpdater",
+    "RememberedModel",
+    "ScoreStore",
     "Scores",
     "TokenCritic",
+    "fingerprint_of",
     "plan_micro_batches",
     "prepare_reference",
 ]

@@ -19,6 +19,8 @@ from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Values of each tensor that a fingerprint compares.
 _SAMPLES = 16
+# Temperatures whose log-probs are cached; keys and values serve any.
+_TEMPERATURES = 4
 
 # ---------------------------------------------------------------------- the cache
 
@@ -29,7 +31,8 @@ class Segment:
 
     tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
-    log_probs: Tensor  # [n] float32, float64 for a float64 head, on the CPU; NaN where not computed
+    # By temperature: [n] float32, float64 for a float64 head, on the CPU; NaN where not computed.
+    log_probs: dict[float, Tensor] = field(default_factory=dict)
     parent: Segment | None = None  # None for the root
     start: int = 0
     children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
@@ -63,12 +66,14 @@ class PrefixKVCache:
         self.tokens_seen = 0  # tokens of all requests so far; shared prefixes once
         self.tokens_recalled = 0  # cache hits among them
         self.dtype = torch.float32  # of log-probs
+        self.temperature = 1.0  # of the call, whose log-probs are looked up
         self._owner: tuple[object, ...] = ()
         self.clear()
 
     def bind(self, setup: Setup, ranks: Ranks) -> None:
         """Clear the cache if weights or settings changed, on any rank: each sees a part of sharded weights."""
-        owner = (fingerprint(setup.model), setup.temperature, setup.adapters, setup.dtype, setup.deterministic)
+        self.temperature = setup.temperature
+        owner = (fingerprint(setup.model), setup.adapters, setup.dtype, setup.deterministic)
         if not ranks.all(owner == self._owner):
             self.clear()
             self._owner = owner
@@ -79,9 +84,8 @@ class PrefixKVCache:
 
     def clear(self) -> None:
         """Drop all segments."""
-        empty = torch.zeros(0)
         self.num_bytes = 0
-        self.root = Cursor(Segment(empty.long(), [], empty), 0)  # where every conversation begins
+        self.root = Cursor(Segment(torch.zeros(0).long(), []), 0)  # where every conversation begins
         # A segment is touched before its parents, so the first one here has no children.
         self._by_use: OrderedDict[Segment, None] = OrderedDict()
 
@@ -104,6 +108,19 @@ class PrefixKVCache:
             segment, offset = child, 0
         return Cursor(segment, offset), hits
 
+    def shrink(self, size: int, in_use: set[Segment] | None = None) -> bool:
+        """Evict the least recently used until at most ``size`` bytes are left; False if ``in_use`` is in the way."""
+        while self.num_bytes > size:
+            oldest = next(iter(self._by_use), None)
+            if oldest is None or oldest in (in_use or ()):
+                return False
+            assert oldest.parent is not None
+            assert not oldest.children, "a child was used later than its parent"
+            del oldest.parent.children[oldest.start, int(oldest.tokens[0])]
+            del self._by_use[oldest]
+            self.num_bytes -= _num_bytes(oldest.keys_values)
+        return True
+
     def touch(self, cursor: Cursor) -> None:
         """Mark the segments up to a place as the most recently used."""
         for segment, _ in reversed(cursor.spans()):
@@ -111,20 +128,12 @@ class PrefixKVCache:
 
     def add(self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, in_use: set[Segment]) -> Segment | None:
         """Insert ``tokens [n]`` where :meth:`walk` ended; None if there is no room without evicting ``in_use``."""
-        unknown = torch.full((tokens.numel(),), torch.nan, dtype=self.dtype)
-        segment = Segment(tokens.clone(), keys_values, unknown, cursor.segment, cursor.offset)
+        segment = Segment(tokens.clone(), keys_values, parent=cursor.segment, start=cursor.offset)
         needed = _num_bytes(keys_values)
         self.touch(cursor)
         before = {held for held, _ in cursor.spans()}
-        while self.num_bytes + needed > self.limit:
-            oldest = next(iter(self._by_use), None)
-            if oldest is None or oldest in in_use or oldest in before:
-                return None
-            assert oldest.parent is not None
-            assert not oldest.children, "a child was used later than its parent"
-            del oldest.parent.children[oldest.start, int(oldest.tokens[0])]
-            del self._by_use[oldest]
-            self.num_bytes -= _num_bytes(oldest.keys_values)
+        if not self.shrink(self.limit - needed, in_use | before):
+            return None
         cursor.segment.children[cursor.offset, int(tokens[0])] = segment
         self._by_use[segment] = None
         self.num_bytes += needed
@@ -217,7 +226,8 @@ class CacheLookup:
         inside, place = self._inside(element)
         self._log_probs[place] = log_probs[inside].to(self._log_probs.dtype)
         for segment, first, last, place_in_tree in self._hits:
-            segment.log_probs[first:last] = self._log_probs[place_in_tree : place_in_tree + last - first]
+            held = self._log_probs_of(segment)
+            held[first:last] = self._log_probs[place_in_tree : place_in_tree + last - first]
 
     def _look_up(self, node: int) -> int:
         """Look a node up, after its parent; returns the number of its leading tokens in the cache."""
@@ -246,7 +256,18 @@ class CacheLookup:
         """Read a hit's log-probs into the tree, and note it for :meth:`finish`."""
         self._used.add(segment)
         self._hits.append((segment, first, last, place))
-        self._log_probs[place : place + last - first] = segment.log_probs[first:last]
+        if self.cache.temperature in segment.log_probs:
+            self._log_probs[place : place + last - first] = segment.log_probs[self.cache.temperature][first:last]
+
+    def _log_probs_of(self, segment: Segment) -> Tensor:
+        """A segment's log-probs at the temperature of the call, which becomes its latest one."""
+        held = segment.log_probs.pop(self.cache.temperature, None)
+        if held is None:
+            held = torch.full((segment.tokens.numel(),), torch.nan, dtype=self.cache.dtype)
+        segment.log_probs[self.cache.temperature] = held
+        if len(segment.log_probs) > _TEMPERATURES:
+            del segment.log_probs[next(iter(segment.log_probs))]
+        return held
 
     def _inside(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Which elements are in the tree, which lacks the last token of a sequence, and their places there."""
@@ -288,7 +309,12 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
         samples.setdefault(tensor.device, []).append(some)
     # One synchronisation per device.
     values = tuple(torch.cat(some).cpu().numpy().tobytes() for some in samples.values())
-    adapters = tuple(
+    return where, values, adapter_state(model)
+
+
+def adapter_state(model: nn.Module) -> tuple[Any, ...]:
+    """Which PEFT adapters are active in each layer, and their factors."""
+    return tuple(
         (
             layer.disable_adapters,
             tuple(getattr(layer, "active_adapters", ())),
@@ -297,4 +323,3 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
         )
         for layer in adapter_layers(model)
     )
-    return where, values, adapters

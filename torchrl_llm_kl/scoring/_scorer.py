@@ -87,6 +87,7 @@ class LogProbScorer:
 
     Attributes:
         model: the module that is scored, or the wrapper of another backend.
+        forwards: number of packs and micro-batches forwarded so far. It grows during a call.
 
     Raises:
         TypeError: if ``model`` is none of the above, or ``adapters`` is not True, False or a name.
@@ -118,16 +119,13 @@ class LogProbScorer:
         memory: int = DEFAULT_MEMORY,
         deterministic: bool = False,
     ) -> None:
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(
-                f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob."
-            )
         check_range(1, tokens_per_batch=tokens_per_batch, head_chunk=head_chunk)
         check_range(0, memory=memory)
         check_adapters(adapters)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}.")
-        self.temperature, self.dtype, self.deterministic = float(temperature), dtype, deterministic
+        self.temperature, self.dtype, self.deterministic = _checked(temperature), dtype, deterministic
+        self.forwards = 0
         self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.adapters, self.share_prefixes = probe, adapters, share_prefixes
@@ -139,11 +137,7 @@ class LogProbScorer:
         self._wrapper: Any = None  # scores in place of the model
         name = type(self.model).__name__
         if is_wrapper(self.model):
-            if self.temperature != 1.0:
-                raise ValueError(
-                    f"temperature={self.temperature} cannot be applied by {name}: its backend returns log-probs, not "
-                    "logits. Set the temperature in the backend and leave it 1.0 here."
-                )
+            self._check_wrapper(self.temperature)
             if deterministic:
                 raise ValueError(f"deterministic=True, but {name} is scored by its own backend: pass the model itself.")
             self._wrapper = scoring_version(self.model)
@@ -163,7 +157,7 @@ class LogProbScorer:
         if adapters is not True:
             check_has_adapters(self.model, adapters)
         if deterministic and self._route is not None:
-            self._setup(torch.device("cpu"), grad=False)
+            self._setup(torch.device("cpu"), self.temperature, grad=False)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -183,6 +177,7 @@ class LogProbScorer:
         mask: TokenMask | None = None,
         *,
         attention_mask: Tensor | None = None,
+        temperature: float | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Ragged:
@@ -197,6 +192,7 @@ class LogProbScorer:
         Keyword Args:
             attention_mask: 1 or True at tokens, 0 or False at padding, which may be on either side; ``[*B, T]``. Required by,
                 and only for, a padded tensor.
+            temperature: divides the logits in this call; the scorer's own by default. The cache serves all temperatures.
             grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits
                 are computed again in the backward instead of held. By default no part of the graph is kept.
             remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs
@@ -222,7 +218,8 @@ class LogProbScorer:
             tensor([[ 0.0000, -1.3863, -1.3863],
                     [ 0.0000, -1.3863,  0.0000]])
         """
-        return self.evaluate(sequences, mask, attention_mask=attention_mask, grad=grad, remember=remember).log_prob
+        options: dict[str, Any] = {"temperature": temperature, "grad": grad, "remember": remember}
+        return self.evaluate(sequences, mask, attention_mask=attention_mask, **options).log_prob
 
     def evaluate(
         self,
@@ -235,6 +232,7 @@ class LogProbScorer:
         moments: bool = False,
         reference: LogProbScorer | None = None,
         direction: Literal["reverse", "forward"] = "reverse",
+        temperature: float | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -246,6 +244,7 @@ class LogProbScorer:
 
         Keyword Args:
             attention_mask: see :meth:`score`.
+            temperature: see :meth:`score`; of the reference too.
             grad: see :meth:`score`.
             remember: see :meth:`score`; in the caches of both models.
             entropy: of the distribution over the whole vocabulary that each token was drawn from.
@@ -270,6 +269,10 @@ class LogProbScorer:
         with ranks.together():
             check_range(0, top_k=top_k)
             check_choice(("reverse", "forward"), direction=direction)
+            if temperature is None:
+                temperature = self.temperature
+                self._check_temperatures(reference)
+            temperature = _checked(temperature)
             self._check_wanted(wanted, reference, grad)
             tokens, mask = read_sequences(sequences, mask, attention_mask)
             request = Request.build(tokens, mask, may_be_empty=bool(ranks.groups))
@@ -277,8 +280,9 @@ class LogProbScorer:
                 scorer._check_request(request)
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
             if self._wrapper is None:
-                elements, columns = _run(scorers, ranks, request, wanted, grad, remember)
+                elements, columns = _run(scorers, ranks, request, wanted, temperature, grad, remember)
             else:
+                self._check_wrapper(temperature)
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, grad)
                 columns = {"log_prob": log_probs}
@@ -290,13 +294,22 @@ class LogProbScorer:
         """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
         self.memory.clear()
 
-    def _check_wanted(self, wanted: Wanted, reference: LogProbScorer | None, grad: bool) -> None:
-        """Raise a ValueError for scores that the two cannot compute together."""
+    def _check_temperatures(self, reference: LogProbScorer | None) -> None:
         if reference is not None and reference.temperature != self.temperature:
             raise ValueError(
                 f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
                 "compares the two at one temperature, that of the sampler."
             )
+
+    def _check_wrapper(self, temperature: float) -> None:
+        if temperature != 1.0:
+            raise ValueError(
+                f"temperature={temperature} cannot be applied by {type(self.model).__name__}: its backend returns log-probs, "
+                "not logits. Set the temperature in the backend and leave it 1.0 here."
+            )
+
+    def _check_wanted(self, wanted: Wanted, reference: LogProbScorer | None, grad: bool) -> None:
+        """Raise a ValueError for scores that the two cannot compute together."""
         if grad and self.deterministic and drops(self.model):
             raise ValueError(
                 f"deterministic=True, but {type(self.model).__name__} drops activations at random: call its eval()."
@@ -342,7 +355,7 @@ class LogProbScorer:
         size = f", tokens_per_batch={self.tokens_per_batch or PACK}" if self.deterministic else ""
         return f"deterministic={self.deterministic}{size}"
 
-    def _setup(self, default: torch.device, grad: bool) -> Setup:
+    def _setup(self, default: torch.device, temperature: float, grad: bool) -> Setup:
         """The settings of a call; ``default`` is the device of a model without parameters."""
         model = self.model
         if self._route is None:
@@ -352,7 +365,7 @@ class LogProbScorer:
         route = replace(self._route, packed=packed)
         outer = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         dtype = self.dtype or outer
-        setup = Setup(model, route, device, self.temperature, self.adapters, dtype, grad, self.deterministic)
+        setup = Setup(model, route, device, temperature, self.adapters, dtype, grad, self.deterministic)
         if self.deterministic:
             self._prove(setup)
         return setup
@@ -391,6 +404,12 @@ class LogProbScorer:
             )
 
 
+def _checked(temperature: float) -> float:
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob.")
+    return float(temperature)
+
+
 class ScorerSlot:
     """The scorer of a model, built on first use and again when the model or its settings change.
 
@@ -421,14 +440,20 @@ class ScorerSlot:
 
 
 def _run(
-    scorers: list[LogProbScorer], ranks: Ranks, request: Request, wanted: Wanted, grad: bool, remember: bool
+    scorers: list[LogProbScorer],
+    ranks: Ranks,
+    request: Request,
+    wanted: Wanted,
+    temperature: float,
+    grad: bool,
+    remember: bool,
 ) -> tuple[Tensor, Columns]:
     """Score every masked-in token under a model, and under a reference if a second scorer is given.
 
     Returns flat elements ``[K]`` on the CPU, and their scores on the model's device.
     """
     device = request.tokens.values.device
-    setups = [scorer._setup(device, grad and i == 0) for i, scorer in enumerate(scorers)]
+    setups = [scorer._setup(device, temperature, grad and i == 0) for i, scorer in enumerate(scorers)]
     if any(frequency_switches(setup.model) for setup in setups):
         request = request.uncut()
     tree, caches = None, []
@@ -445,7 +470,7 @@ def _run(
     )
     while True:
         try:
-            return _attempt(setups, ranks, request, tree, caches, wanted, budget, scorers[0].head_chunk)
+            return _attempt(scorers, setups, ranks, request, tree, caches, wanted, budget)
         except CheckpointError as error:
             if setups[0].deterministic:
                 raise ValueError(
@@ -471,6 +496,7 @@ def _run(
 
 
 def _attempt(
+    scorers: list[LogProbScorer],
     setups: list[Setup],
     ranks: Ranks,
     request: Request,
@@ -478,7 +504,6 @@ def _attempt(
     caches: list[PrefixKVCache],
     wanted: Wanted,
     budget: int,
-    chunk: int,
 ) -> tuple[Tensor, Columns]:
     """Forward and read the whole request, ``budget`` tokens at a time; returns what :func:`_run` does."""
     lookups: list[CacheLookup] = []
@@ -500,12 +525,13 @@ def _attempt(
 
     models = [(setup.model, *body_and_head(setup.model)) for setup in setups if setup.route.path == "head"]
     guard = ErrorGuard([body for _, body, _ in models], ranks)
-    found = inside(models, partial(_forward_all, setups, ranks, guard, request, passes, lookups, wanted, chunk))
+    found = inside(models, partial(_forward_all, scorers, setups, ranks, guard, request, passes, lookups, wanted))
     guard.check()
     return found
 
 
 def _forward_all(
+    scorers: list[LogProbScorer],
     setups: list[Setup],
     ranks: Ranks,
     guard: ErrorGuard,
@@ -513,7 +539,6 @@ def _forward_all(
     passes: Sequence[PackedPass | PaddedPass],
     lookups: list[CacheLookup],
     wanted: Wanted,
-    chunk: int,
 ) -> tuple[Tensor, Columns]:
     """Run all packs or micro-batches, and the head."""
     grad, device, tile = setups[0].grad, setups[0].device, BLOCK if setups[0].deterministic else None
@@ -524,11 +549,14 @@ def _forward_all(
     held: list[tuple[Tensor, list[States]]] = []
 
     def add(targets: Tensor, states: list[States]) -> None:
-        work = partial(read, states[0], targets, wanted, *states[1:], chunk=chunk, recompute=grad, tile=tile)
+        options: dict[str, Any] = {"chunk": scorers[0].head_chunk, "recompute": grad, "tile": tile}
+        work = partial(read, states[0], targets, wanted, *states[1:], **options)
         if columns := guard.compute(work):
             parts.append(columns)
 
     for index in range(number):
+        for scorer in scorers:
+            scorer.forwards += 1
         missing = index >= len(passes[0].elements)
         some = elements[0] if missing else passes[0].elements[index]
         found = [

@@ -62,7 +62,18 @@ class Scores(NamedTuple):
                 out = out.index_copy(0, elements.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
-        return cls(place(log_prob), **{name: place(x) for name, x in others.items() if x is not None})
+        placed: dict[str, Any] = {name: place(x) for name, x in others.items() if x is not None}
+        return cls(place(log_prob), **placed)
+
+
+class VersionedScores(Scores):
+    """Scores with the version of the weights of a service.
+
+    Attributes:
+        version: None for a model in this process.
+    """
+
+    version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,9 @@ def _read_linear(
     own |= {"temperature": states.temperature, "chunk": tile}
     same = ref is None or ref.dtype == states.dtype
     own["product_dtype"] = states.dtype if same else torch.float32
+    if wanted.top_k and wanted == Wanted(top_k=wanted.top_k) and tile is None and not torch.is_grad_enabled():
+        *top, log_prob = linear_top_k(hidden, head.weight, wanted.top_k, targets, **own)
+        return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
     if ref is None:
         found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
     else:
@@ -220,7 +234,7 @@ def _read_linear(
         found["ref_log_prob"] = found["ref_log_prob"].detach()
     columns = {name: values for name, values in found.items() if values is not None}
     if wanted.top_k:
-        columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own))
+        columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own)[:3])
     if wanted.moments:
         columns |= _moments(hidden, head.weight, targets, **own)
     return columns

@@ -271,7 +271,7 @@ class ReferenceUpdater:
         if not (
             torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
         ):
-            self._service.update_weights(whole, self._service.version + 1)
+            self._service.update_weights(whole)
 
 
 def _module(model: Any, name: str) -> nn.Module:

@@ -38,10 +38,16 @@ def log_probs_only(model: Any) -> bool:
 def check_distributions(*models: Any, what: str = "an exact KL") -> None:
     """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
     for model in filter(log_probs_only, models):
-        place = "of another backend" if is_wrapper(model) else "behind a service"
+        place, advice = "of another backend", ""
+        if hasattr(model, "place"):
+            place = model.place
+        elif not is_wrapper(model):
+            place = "behind a service"
+            advice = " RetrieveLogProb(model, top_k=...) gets the most probable tokens from there."
         raise ValueError(
             f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: pass the "
             "transformers model in this process, or use an estimator of log-probs: 'k2' in a loss (kl_loss=), 'k1' in a reward."
+            f"{advice}"
         )
 
 

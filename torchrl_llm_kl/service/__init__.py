@@ -5,22 +5,33 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
-from torchrl_llm_kl.service._errors import (
-    ServiceClosedError,
-    ServiceConfigError,
-    ServiceError,
-    ServiceOverloaded,
-    ServiceTimeout,
-    WeightVersionError,
-)
-from torchrl_llm_kl.service._service import ScoringService
-from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
-
 if TYPE_CHECKING:
+    from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
+    from torchrl_llm_kl.service._errors import (
+        EngineLost,
+        PoisonedRequest,
+        ProtocolError,
+        ServiceClosedError,
+        ServiceConfigError,
+        ServiceError,
+        ServiceOverloaded,
+        ServiceTimeout,
+        WeightVersionError,
+    )
+    from torchrl_llm_kl.service._gang import GangEngine
+    from torchrl_llm_kl.service._http import HTTPEngine
+    from torchrl_llm_kl.service._push import PushedVersion
+    from torchrl_llm_kl.service._service import ScoringService
+    from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
     from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme, ServiceWeightUpdater
 
 __all__ = [
+    "EngineLost",
+    "GangEngine",
+    "HTTPEngine",
+    "PoisonedRequest",
+    "ProtocolError",
+    "PushedVersion",
     "RayKLRewardTransform",
     "RayRetrieveKL",
     "RayRetrieveLogProb",
@@ -37,8 +48,31 @@ __all__ = [
     "WeightVersionError",
 ]
 
+# Names load on first use: a control actor starts without torch, a replica without torchrl's collectors.
+_HOME = {
+    "_client": ("RemoteModel", "RemoteScorer"),
+    "_errors": (
+        "EngineLost",
+        "PoisonedRequest",
+        "ProtocolError",
+        "ServiceClosedError",
+        "ServiceConfigError",
+        "ServiceError",
+        "ServiceOverloaded",
+        "ServiceTimeout",
+        "WeightVersionError",
+    ),
+    "_gang": ("GangEngine",),
+    "_http": ("HTTPEngine",),
+    "_push": ("PushedVersion",),
+    "_service": ("ScoringService",),
+    "_transforms": ("RayKLRewardTransform", "RayRetrieveKL", "RayRetrieveLogProb"),
+    "_weight_sync": ("ServiceWeightSyncScheme", "ServiceWeightUpdater"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("ServiceWeightSyncScheme", "ServiceWeightUpdater"):  # keeps torchrl's collectors out of actors
-        return getattr(import_module("torchrl_llm_kl.service._weight_sync"), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

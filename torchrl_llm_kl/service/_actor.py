@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
@@ -20,18 +20,29 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._core import ScoringCore
 from torchrl_llm_kl.service._engine import engine_of
-from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, WeightVersionError, portable
-from torchrl_llm_kl.service._lifecycle import LEASE, ServiceSpec, any_alive
+from torchrl_llm_kl.service._errors import (
+    EngineLost,
+    PoisonedRequest,
+    ReplicaGone,
+    ServiceBusy,
+    ServiceError,
+    WeightVersionError,
+    portable,
+)
+from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from torchrl_llm_kl.service._reporter import Reporter
 from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
-from torchrl_llm_kl.service._weights import end_keeper, kept_weights
+from torchrl_llm_kl.service._watchdog import Watchdog, stacks
+from torchrl_llm_kl.service._weights import Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
 
 #: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
 MAX_CONCURRENCY = 1000
 _MAX_REQUESTS = 800
-_CREATOR = "creator"  # placeholder client until the first one arrives
+_QUARANTINED = 1024  # poisoned requests that a replica remembers
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
+_T = TypeVar("_T")
 
 
 class ScoringActor:
@@ -43,32 +54,43 @@ class ScoringActor:
         self._spec = dataclasses.replace(spec, make_model=None)  # keeps no second reference to the model
         self._replica, self._name = replica, spec.replica_name(replica)
         self._inside = 0  # requests in flight
-        self._lives = {uuid.uuid4().hex[:8]}
-        self._released = threading.Event()
         self._failure: Exception | None = None  # why there is no model
         self._lost: Exception | None = None  # why the model lacks the required weights
+        self._hung = False
+        self._reporter = Reporter(self._spec, replica)
         try:  # a dead actor could not report the error to the client
-            assert spec.make_model is not None
+            self._reporter.starting()
             made = {key: spec.settings[key] for key in ("tokens_per_batch", "memory")}
-            self._core = ScoringCore(engine_of(spec.make_model(), **made))
+            self._core = ScoringCore(engine_of(self._reporter.model(spec.make_model), **made))
         except Exception as error:
             self._failure = portable(error)
         except BaseException as error:
             self._failure = ServiceError(f"creating the model ended with {type(error).__name__}: {error}")
-        self._clients = {_CREATOR: time.monotonic()}  # the lease starts after loading, which may take long
-        if not spec.detached:
-            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self._stats = ReplicaStats()
+        if self._failure is None:
+            self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
+            queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
+            self._batcher = Batcher(self._answer, on_batch=self._record, on_trial=self._announce, **queue)
+            self._trials: dict[str, asyncio.Future[None]] = {}  # by digest of the request
+            self._quarantine: dict[str, None] = {}
+            threading.Thread(target=self._watch_progress, name="watchdog", daemon=True).start()
+            self._metrics = RayMetrics(self._name, again=self._reporter.starts > 1)
+            if hasattr(self._core.engine, "when_lost"):
+                self._core.engine.when_lost(self._end)
+            self._reporter.identify(self._core.engine)
+            self._pushes = Pushes(self._spec, self._core.engine.check_weights)
+            self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+            self._refreshing = asyncio.Lock()
+            self._restore()
+            self._failure = self._reporter.ready(self._core.version)
+        else:
+            self._reporter.failed(self._failure)
         if self._failure is not None:
             _LOG.error("replica %s has no model: %s", self._name, self._failure)
             return
-        self._stats = ReplicaStats()
-        self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
-        queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
-        self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
-        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        self._metrics = RayMetrics(self._name, again=again)
-        self._restore()
-        _LOG.info("replica %s %s, pid %d", self._name, "restarted" if again else "started", os.getpid())
+        _LOG.info(
+            "replica %s %s, pid %d", self._name, "restarted" if self._reporter.starts > 1 else "started", os.getpid()
+        )
 
     # ------------------------------------------------------------------ scores
 
@@ -83,6 +105,9 @@ class ScoringActor:
                     f"{_MAX_REQUESTS} requests wait at replica {self._name}: add replicas, or send fewer at a time."
                 )
             request = Request.unpack(packed)
+            refused = self._quarantine.keys() | self._reporter.quarantined
+            if refused and request.digest() in refused:
+                raise PoisonedRequest("replicas died of this request before: it is not tried again.")
             await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
             return reply.pack()
@@ -94,7 +119,10 @@ class ScoringActor:
     def _answer(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         if self._lost is not None:
             return [self._lost] * len(requests)
-        answers = self._core.score(requests)
+        try:
+            answers = self._core.score(requests)
+        except EngineLost as error:
+            self._end(error)
         self._stats.failures += sum(isinstance(answer, Exception) for answer in answers)
         return answers
 
@@ -102,65 +130,137 @@ class ScoringActor:
         self._stats.add(record)
         self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
 
+    def _end(self, error: EngineLost) -> NoReturn:
+        """Exit without an engine, so that Ray starts the replica again and clients send their requests again."""
+        _LOG.error("replica %s ends: %s", self._name, error)
+        logging.shutdown()
+        os._exit(1)
+
     def _check_model(self) -> None:
         if self._failure is not None:
             raise ReplicaGone(f"replica {self._name} could not be created again: {self._failure}")
+        if self._hung:
+            raise ReplicaGone(f"replica {self._name} hangs and ends.")
+
+    # ------------------------------------------------------------------ poison and hangs
+
+    async def on_trial(self, digest: str, timeout: float) -> bool:
+        """Return True just before a request with ``deaths`` is scored, by itself: a death after that is its own doing.
+
+        False if it was not its turn within ``timeout`` seconds.
+        """
+        future = self._trials.setdefault(digest, asyncio.get_running_loop().create_future())
+        found, _ = await asyncio.wait([future], timeout=timeout)
+        self._trials.pop(digest, None)
+        return bool(found)
+
+    def _announce(self, request: Request) -> None:
+        waiting = self._trials.get(request.digest())
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    async def quarantine(self, digest: str) -> None:
+        """Refuse a request from now on, given by its :meth:`Request.digest`, with :class:`PoisonedRequest`."""
+        if self._failure is None:
+            self._quarantine[digest] = None
+            if len(self._quarantine) > _QUARANTINED:
+                del self._quarantine[next(iter(self._quarantine))]
+
+    def _watch_progress(self) -> None:
+        """End the process if a batch or an update makes no progress: only that ends a thread that hangs."""
+        watchdog = Watchdog(self._core, float(self._spec.settings["hang_after"]))
+        while not watchdog.hangs(time.monotonic()):
+            time.sleep(min(watchdog.hang_after / 8, 5.0))
+        self._hung = True
+        _LOG.error("replica %s made no progress for %g s and ends.\n%s", self._name, watchdog.hang_after, stacks())
+        self._batcher.reject_soon(ReplicaGone(f"replica {self._name} hangs and ends."))
+        time.sleep(0.5)  # let the errors reach their callers; those of the batch see the actor die
+        os._exit(1)
 
     # ------------------------------------------------------------------ weights
 
-    async def check_weights(self, weights: Mapping[str, Any]) -> Exception | None:
-        """The error if the weights do not fit, else None; changes nothing."""
-        return await self._call_core(lambda: self._core.engine.check_weights(weights))
+    async def stage_weights(self, token: str) -> Exception | None:
+        """Fetch and check a push, for a later :meth:`refresh_weights`; returns the error if the weights do not fit."""
+        return await self._reported(lambda: self._off_loop(lambda: self._pushes.stage(token)))
 
-    async def update_weights(self, weights: Mapping[str, Any], version: int) -> Exception | None:
-        """Copy weights into the model between two batches; returns the error if they do not fit, else None."""
-        error = await self._call_core(lambda: self._core.update_weights(weights, version))
-        if error is None:
-            self._lost = None
-            self._wake()
-            _LOG.info("replica %s holds version %d of the weights", self._name, version)
-        return error
+    async def drop_weights(self) -> None:
+        """Free a staged push that was given up."""
+        await self._reported(lambda: self._off_loop(self._pushes.drop))
 
-    async def _call_core(self, call: Callable[[], object]) -> Exception | None:
+    async def refresh_weights(self) -> Exception | None:
+        """Load the pushes that this replica lacks; returns the error if it cannot."""
+        return await self._reported(self._refresh)
+
+    async def _reported(self, work: Callable[[], Awaitable[object]]) -> Exception | None:
         self._check_model()
         try:
-            await self._batcher.in_thread(call)
+            await work()
+        except EngineLost as error:
+            self._end(error)
         except Exception as error:
             return portable(error)
         return None
 
+    async def _off_loop(self, call: Callable[[], _T]) -> _T:
+        """Run ``call`` in the thread of the weights: the keeper may let it wait, and requests go on."""
+        return await asyncio.get_running_loop().run_in_executor(self._weights_thread, call)
+
+    async def _refresh(self, version: int | None = None) -> None:
+        """Load the pushes that this replica lacks, unless it has ``version`` by then."""
+        async with self._refreshing:
+            if version is None or version > self._core.version or self._lost is not None:
+                await asyncio.shield(self._load())
+
+    async def _load(self) -> None:
+        found = await self._off_loop(self._pushes.missing)
+        if found is None:
+            return
+        version, token, weights = found
+        await self._batcher.in_thread(lambda: self._core.update_weights(weights, version, checked=True))
+        await self._off_loop(lambda: self._pushes.take(token))
+        self._lost = None
+        self._wake()
+        _LOG.info("replica %s holds version %d of the weights", self._name, version)
+
     def _restore(self) -> None:
-        """Load the weights of missed pushes from the keeper."""
+        """Load all pushes before the first request."""
         try:
-            kept = kept_weights(self._spec)
-            if kept is not None and (kept[0] > self._core.version or self._lost is not None):
-                for weights in kept[1]:
-                    self._core.update_weights(weights, kept[0])
-                self._lost = None
-                _LOG.info("replica %s took version %d of the weights again", self._name, kept[0])
+            found = self._pushes.missing()
+            if found is not None:
+                version, token, weights = found
+                self._core.update_weights(weights, version, checked=True)
+                self._pushes.take(token)
+                _LOG.info("replica %s took version %d of the weights again", self._name, version)
+        except EngineLost as error:
+            self._end(error)
         except Exception as error:  # better an error than scores from wrong weights
             self._lost = portable(error)
             _LOG.warning("replica %s answers no request: %s", self._name, error)
 
     async def _catch_up(self, request: Request, timeout: float) -> None:
         """Load the weights that a request needs from the keeper, or wait for their push."""
-        wanted = request.version or 0
-        if max(wanted, request.newest) > self._core.version:
-            await self._batcher.in_thread(self._restore)
-            self._wake()
+        wanted, failed = request.version or 0, None
+        end = time.monotonic() + timeout
+        if max(wanted, request.newest) > self._core.version or self._lost is not None:
+            try:
+                await asyncio.wait_for(self._refresh(max(wanted, request.newest)), timeout)
+            except asyncio.TimeoutError:
+                failed = "they were not there in time"
+            except Exception as error:
+                failed = str(error)
         if self._lost is not None:  # each request of the batch reports it
             return
         if request.newest > self._core.version:
             raise WeightVersionError(
                 f"version {request.newest} of the weights was seen before, replica {self._name} holds {self._core.version} and "
-                "finds no newer one: it is lost, push it again."
+                f"finds no newer one: {failed or 'it is lost, push it again.'}"
             )
         if wanted <= self._core.version:
             return
         waiting = (wanted, asyncio.get_running_loop().create_future())
         self._awaited.append(waiting)
         try:
-            await asyncio.wait_for(waiting[1], timeout)
+            await asyncio.wait_for(waiting[1], max(end - time.monotonic(), 0.0))
         except asyncio.TimeoutError:
             raise WeightVersionError(
                 f"version {wanted} of the weights was requested, replica {self._name} holds {self._core.version} and got "
@@ -174,11 +274,24 @@ class ScoringActor:
             if version <= self._core.version and not arrived.done():
                 arrived.set_result(None)
 
+    async def fingerprint(self) -> tuple[int, str] | Exception:
+        """Version and fingerprint of the weights, or the error; reads all weights once after each update."""
+        try:
+            self._check_model()
+            if self._lost is not None:
+                return self._lost
+            while (found := self._core.fingerprint) is None:
+                await self._batcher.in_thread(self._core.read_fingerprint)
+            return found
+        except Exception as error:
+            return portable(error)
+
     # ------------------------------------------------------------------ state
 
-    async def describe(self) -> tuple[Exception | None, dict[str, Any]]:
-        """The error of the factory, if there was one, and the configuration."""
-        return self._failure, self._spec.config(self._replica)
+    async def describe(self) -> dict[str, Any]:
+        """The error of the factory, if there was one; configuration and fingerprint."""
+        config, fingerprint = self._spec.config(self._replica), self._reporter.fingerprint
+        return {"failure": self._failure, "config": config, "fingerprint": fingerprint}
 
     async def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -192,10 +305,11 @@ class ScoringActor:
         return {
             "name": self._name,
             "pid": os.getpid(),
-            "restarts": len(self._lives) - 1,
+            "restarts": self._reporter.starts - 1,
             "queue": len(self._batcher),
+            "queue_tokens": self._batcher.tokens,
             "version": self._core.version,
-            "clients": len(self._clients.keys() - {_CREATOR}),
+            "clients": self._reporter.clients,
             "tokens_recalled": recalled,
             "cache_hit_rate": recalled / seen if seen else 0.0,
             **self._stats.snapshot(),
@@ -203,22 +317,21 @@ class ScoringActor:
 
     async def health(self) -> bool:
         """Whether it can score; responds while a batch runs."""
-        return self._failure is None and self._lost is None
+        return self._failure is None and self._lost is None and not self._hung
 
-    # ------------------------------------------------------------------ leases
+    # ------------------------------------------------------------------ life
 
-    async def hold(self, client: str, lives: Sequence[str]) -> set[str]:
-        """Renew a client's lease; clients send the marks of earlier incarnations that they know, which a restart loses."""
-        self._clients[client] = time.monotonic()
-        self._clients.pop(_CREATOR, None)
-        self._lives.update(lives)
-        return self._lives
-
-    async def release(self, client: str) -> None:
-        """End the lease of a client."""
-        self._clients.pop(client, None)
-        if not self._clients:
-            self._released.set()
+    async def pulse(self, news: Mapping[str, Any]) -> dict[str, Any]:
+        """What the control actor must know of this replica, in exchange for its news."""
+        return self._reporter.pulse(
+            news,
+            version=0 if self._failure is not None else self._core.version,
+            failed=self._failure is not None,
+            hung=self._hung,
+            queue_tokens=0 if self._failure is not None else self._batcher.tokens,
+            busy=self._stats.busy,
+            tokens=self._stats.tokens,
+        )
 
     async def close(self) -> None:
         """Reject waiting and later requests, then exit in a way that Ray reports as intended."""
@@ -227,20 +340,6 @@ class ScoringActor:
             await self._batcher.close()
             await asyncio.sleep(0.2)  # let the errors reach their callers
         ray.actor.exit_actor()
-
-    def _watch(self) -> None:
-        """Exit after the last client."""
-        while self._clients:
-            self._released.wait(LEASE / 4)
-            self._released.clear()
-            since = time.monotonic() - LEASE
-            for name in tuple(self._clients):  # in place: the event loop adds clients concurrently
-                if self._clients.get(name, 0.0) <= since:
-                    self._clients.pop(name, None)
-        _LOG.info("replica %s ends with its last client", self._name)
-        if not any_alive([name for name in self._spec.replica_names if name != self._name], self._spec.namespace):
-            end_keeper(self._spec)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _log_to_stderr() -> None:

@@ -4,37 +4,93 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
+import re
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceOverloaded
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceOverloaded, ServiceTimeout
+from torchrl_llm_kl.service._fair import FairQueue, Job
+from torchrl_llm_kl.service._pieces import Pieces
 from torchrl_llm_kl.service._stats import BatchRecord
 from torchrl_llm_kl.service._wire import Reply, Request
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 #: Batches wait for a caller until this many seconds after its last request.
 CALLER_TTL = 10.0
+#: Parts of ``max_tokens``: a caller's turn, so that up to 64 callers have one in each batch; and the largest unit of a cut
+#: request, large enough that most answers to one prompt are in one unit.
+_TURN, _UNIT = 64, 16
+#: Tokens from which requests are cut and joined in another thread: it takes 10 ms per million tokens.
+_LARGE = 2**18
+#: Seconds between the announcement of a trial and its batch, so that the announcement is out if the process dies.
+_TRIAL_PAUSE = 0.02
 
 
-@dataclass(eq=False)
-class _Waiting:
-    request: Request
-    answer: asyncio.Future[Reply]
-    arrived: float = field(default_factory=time.monotonic)
+class _Waiting(Job):
+    """A request in the queue."""
+
+    def __init__(self, pieces: Pieces, arrived: float, timeout: float) -> None:
+        self.request, self.pieces = pieces.request, pieces
+        super().__init__(self.request.caller, pieces.sizes, alone=self.request.deaths > 0)
+        self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done once it has all replies
+        self.arrived, self.timeout = arrived, timeout
+        self.replies: list[tuple[list[int], Reply]] = []  # of some units each
+
+    def take(self, units: list[int], answer: Reply | Exception) -> bool:
+        """Store the answer to some units; whether units must be scored again, since weights changed in between."""
+        if self.answer.done():
+            return False
+        if isinstance(answer, Exception):
+            self.answer.set_exception(self._in_whole(units, answer))
+            return False
+        self.replies.append((units, answer))
+        if sum(len(done) for done, _ in self.replies) < len(self.sizes):
+            return False
+        newest = max(reply.version for _, reply in self.replies)
+        for done, reply in self.replies:
+            if reply.version < newest:
+                self.todo.extend(done)
+        self.replies = [(done, reply) for done, reply in self.replies if reply.version == newest]
+        if self.todo:
+            return True
+        self.answer.set_result(None)
+        return False
+
+    def _in_whole(self, units: list[int], error: Exception) -> Exception:
+        """The error of a part, with the numbers that its sequences have in the request."""
+        rows = self.pieces.rows(units)
+
+        def number(found: re.Match[str]) -> str:
+            row = int(found[1])
+            return f"sequence {rows[row]}" if row < len(rows) else found[0]
+
+        return ValueError(re.sub(r"\bsequence (\d+)", number, str(error))) if type(error) is ValueError else error
 
 
 class Batcher:
     """Collects requests on an event loop and scores them in one thread.
 
-    A batch starts with the oldest request, waits up to ``max_wait`` seconds for a request of every caller of the last ten
-    seconds, then takes requests round-robin over the callers, oldest first, up to ``max_tokens``. A larger request gets a
-    separate batch. Requests beyond ``max_queue`` wait outside the queue until their timeout.
+    A batch waits up to ``max_wait`` seconds for a request of every caller of the last ten seconds, then takes tokens fairly
+    over the callers, up to ``max_tokens``: see :class:`~torchrl_llm_kl.service._fair.FairQueue`. Requests larger than a
+    sixteenth of that are cut between sequences, so that others' requests get into each batch, and answered when all their
+    pieces are scored. A request whose replica died (``deaths``) shares no batch.
+
+    Requests beyond ``max_queue`` wait outside the queue until their timeout, those of callers with the fewest requests in
+    the queue come first. A request is dropped when its timeout is over or its caller gave up, before the next batch.
+
+    Args:
+        score: scores a batch in the thread; one reply or error for each request.
+
+    Keyword Args:
+        max_tokens: per batch.
+        max_wait: seconds.
+        max_queue: the most requests in the queue.
+        on_batch: called after each batch.
+        on_trial: called before the first batch of a request with ``deaths``.
     """
 
     def __init__(
@@ -45,100 +101,146 @@ class Batcher:
         max_wait: float = 0.003,
         max_queue: int = 256,
         on_batch: Callable[[BatchRecord], None] = lambda record: None,
+        on_trial: Callable[[Request], None] = lambda request: None,
     ) -> None:
         check_range(1, max_tokens=max_tokens, max_queue=max_queue)
         check_range(0, max_wait=max_wait)
-        self._score, self._on_batch = score, on_batch
+        self._score, self._on_batch, self._on_trial = score, on_batch, on_trial
         self.max_tokens, self.max_wait, self.max_queue = max_tokens, max_wait, max_queue
-        self._waiting: deque[_Waiting] = deque()
-        self._outside: deque[asyncio.Future[None]] = deque()  # callers that wait for room in the queue
+        self._waiting: FairQueue[_Waiting] = FairQueue(max(max_tokens // _TURN, 1))
+        self._outside: deque[tuple[str, asyncio.Future[None]]] = deque()  # callers that wait for room in the queue
         self._changed = asyncio.Event()
         self._callers: dict[str, float] = {}
         self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._loop: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closed: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the queue."""
+        return self._waiting.tokens
 
     def expect(self, caller: str) -> None:
         """Let batches wait for a request of this caller for the next ten seconds."""
         self._callers[caller] = time.monotonic()
 
     async def submit(self, request: Request, *, timeout: float) -> Reply:
-        """Wait up to ``timeout`` seconds for room in the queue, then for the answer; raises the error of the request."""
+        """Wait up to ``timeout`` seconds for room in the queue and for the answer; raises the error of the request.
+
+        Raises:
+            ServiceOverloaded: if there was no room.
+            ServiceTimeout: if it was not scored, at the next batch after the timeout.
+        """
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
         self.expect(request.caller)
-        deadline = time.monotonic() + timeout
-        while len(self._waiting) >= self.max_queue and not self._closed:
-            await self._wait_for_room(deadline, timeout)
-        if self._closed:
-            raise ServiceClosedError("the service is closed.")
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        arrived, unit = time.monotonic(), max(self.max_tokens // _UNIT, 1)
+        large = request.num_tokens > _LARGE
+        pieces = await asyncio.to_thread(Pieces, request, unit) if large else Pieces(request, unit)
+        waiting = _Waiting(pieces, arrived, timeout)
+        while len(self._waiting) >= self.max_queue and self._closed is None:
+            await self._wait_for_room(waiting)
+        if self._closed is not None:
+            raise self._closed
+        self._waiting.add(waiting)
         self._changed.set()
-        return await waiting.answer
+        await waiting.answer
+        return await asyncio.to_thread(pieces.join, waiting.replies) if large else pieces.join(waiting.replies)
 
-    async def _wait_for_room(self, deadline: float, timeout: float) -> None:
+    async def _wait_for_room(self, waiting: _Waiting) -> None:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._outside.append(place)
+        entry = (waiting.caller, place)
+        self._outside.append(entry)
         try:
-            await asyncio.wait_for(place, max(deadline - time.monotonic(), 0))
+            await asyncio.wait_for(place, max(waiting.arrived + waiting.timeout - time.monotonic(), 0))
         except BaseException as error:
-            if place in self._outside:
-                self._outside.remove(place)
+            if entry in self._outside:
+                self._outside.remove(entry)
             self._admit()  # this caller may have been admitted just now: pass its place on
             if isinstance(error, asyncio.TimeoutError):
                 raise ServiceOverloaded(
                     f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was accepted within "
-                    f"{timeout:g} s: add replicas, send smaller requests, or raise timeout=."
+                    f"{waiting.timeout:g} s: add replicas, send smaller requests, or raise timeout=."
                 ) from None
             raise
 
     def _admit(self) -> None:
-        """Admit waiting callers to the queue, first come first served; all of them after a close."""
-        room = len(self._outside) if self._closed else self.max_queue - len(self._waiting)
-        while room > 0 and self._outside:
-            place = self._outside.popleft()
+        """Admit waiting callers to the queue, those with the fewest requests in it first; all of them after a close."""
+        room = len(self._outside) if self._closed is not None else self.max_queue - len(self._waiting)
+        if room <= 0 or not self._outside:
+            return
+        inside = Counter(waiting.caller for waiting in self._waiting)
+        places: dict[str, deque[asyncio.Future[None]]] = {}
+        for caller, place in self._outside:
             if not place.done():
-                place.set_result(None)
-                room -= 1
+                places.setdefault(caller, deque()).append(place)
+        while room > 0 and places:
+            caller = min(places, key=inside.__getitem__)
+            places[caller].popleft().set_result(None)
+            inside[caller] += 1
+            room -= 1
+            if not places[caller]:
+                del places[caller]
+        self._outside = deque(entry for entry in self._outside if not entry[1].done())
 
     async def in_thread(self, call: Callable[[], object]) -> object:
         """Run ``call`` in the scoring thread, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
+    def reject_soon(self, error: Exception) -> None:
+        """:meth:`reject` from any thread, without waiting."""
+        if self._loop is None:
+            self._closed = error
+        else:
+            self._loop.get_loop().call_soon_threadsafe(self.reject, error)
+
     async def close(self) -> None:
-        """Reject waiting and later requests."""
-        self._closed = True
-        for waiting in self._waiting:
-            if not waiting.answer.done():
-                error = ServiceClosedError("the service was closed before it scored this request.")
-                waiting.answer.set_exception(error)
-        self._waiting.clear()
-        self._admit()
-        self._changed.set()
+        """Reject waiting and later requests, after the batch that runs."""
+        self.reject(ServiceClosedError("the service is closed."))
         if self._loop is not None:
             await self._loop
         self._thread.shutdown(wait=False)
 
+    def reject(self, error: Exception) -> None:
+        """Answer waiting and later requests with an error. A batch that runs is left alone."""
+        self._closed = error
+        self._fail(error)
+        self._admit()
+        self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        for waiting in self._waiting.remove(lambda waiting: True):
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+
     async def _run(self) -> None:
-        while not self._closed:
+        while self._closed is None:
             self._changed.clear()
-            if not self._waiting:
+            if not len(self._waiting):
                 await self._changed.wait()
                 continue
             await self._wait_for_callers()
-            batch = self._take()
+            self._drop()
+            batch = self._waiting.take(self.max_tokens)
             self._admit()
-            if batch:
-                await self._answer(batch)
+            try:
+                if batch:
+                    await self._answer(batch)
+            except Exception as error:  # the queue must go on, whatever happened
+                _LOG.exception("a batch failed.")
+                self._waiting.remove(batch.__contains__)
+                for waiting in batch:
+                    if not waiting.answer.done():
+                        waiting.answer.set_exception(error)
+        self._fail(self._closed)
 
     async def _wait_for_callers(self) -> None:
         """Wait until all recent callers have a request, the batch is full, or the oldest has waited ``max_wait``."""
-        while self._waiting and not self._closed and not self._complete():
-            left = self._waiting[0].arrived + self.max_wait - time.monotonic()
+        while len(self._waiting) and self._closed is None and not self._complete():
+            left = min(waiting.arrived for waiting in self._waiting) + self.max_wait - time.monotonic()
             if left <= 0:
                 return
             self._changed.clear()
@@ -146,46 +248,49 @@ class Batcher:
                 await asyncio.wait_for(self._changed.wait(), left)
 
     def _complete(self) -> bool:
-        if sum(w.request.num_tokens for w in self._waiting) >= self.max_tokens:
+        if self._waiting.tokens >= self.max_tokens:
             return True
         since = time.monotonic() - CALLER_TTL
         self._callers = {caller: seen for caller, seen in self._callers.items() if seen > since}
-        return self._callers.keys() <= {w.request.caller for w in self._waiting}
+        return self._callers.keys() <= self._waiting.callers
 
-    def _take(self) -> list[_Waiting]:
-        """Take the next batch out of the queue: the first request of each caller, then the second ones, ..."""
-        alive = [w for w in self._waiting if not w.answer.done()]  # callers may have given up
-        rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        keys = {w: (next(rounds[w.request.caller]), w.arrived) for w in alive}
-        batch: list[_Waiting] = []
-        tokens = 0
-        for waiting in sorted(alive, key=keys.__getitem__):
-            tokens += waiting.request.num_tokens
-            if batch and tokens > self.max_tokens:
-                break
-            batch.append(waiting)
-        taken = set(batch)
-        self._waiting = deque(w for w in alive if w not in taken)
-        return batch
+    def _drop(self) -> None:
+        """Drop requests that no caller waits for any more."""
+        now = time.monotonic()
+        for waiting in self._waiting.remove(lambda w: w.answer.done() or now > w.arrived + w.timeout):
+            if not waiting.answer.done():
+                waiting.answer.set_exception(
+                    ServiceTimeout(
+                        f"a request was not scored within {waiting.timeout:g} s, {len(self)} others of {self.tokens} tokens "
+                        "wait: raise timeout=, or add replicas."
+                    )
+                )
 
-    async def _answer(self, batch: list[_Waiting]) -> None:
+    async def _answer(self, batch: dict[_Waiting, list[int]]) -> None:
+        for waiting in batch:
+            if waiting.alone and not waiting.replies:
+                self._on_trial(waiting.request)
+                await asyncio.sleep(_TRIAL_PAUSE)
         start = time.monotonic()
-        requests = [w.request for w in batch]
         answers: Sequence[Reply | Exception]
         try:
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, requests)
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._score_parts, batch)
         except Exception as error:  # the scorer itself failed: report it to every caller
             answers = [error] * len(batch)
+        except (SystemExit, KeyboardInterrupt) as error:  # of the model's code: it must not end this loop
+            answers = [ServiceError(f"the model raised {type(error).__name__}: {error}.")] * len(batch)
         end = time.monotonic()
-        for waiting, answer in zip(batch, answers, strict=True):
-            if waiting.answer.done():
-                continue
-            if isinstance(answer, Exception):
-                waiting.answer.set_exception(answer)
-            else:
-                waiting.answer.set_result(answer)
-        latencies = tuple(end - w.arrived for w in batch)
+        latencies, tokens = [], 0
+        for (waiting, units), answer in zip(batch.items(), answers, strict=True):
+            tokens += sum(waiting.sizes[unit] for unit in units)
+            if waiting.take(units, answer):
+                self._waiting.add(waiting)
+            elif waiting.answer.done():
+                latencies.append(end - waiting.arrived)
         try:
-            self._on_batch(BatchRecord(len(batch), sum(r.num_tokens for r in requests), end - start, latencies))
+            self._on_batch(BatchRecord(len(batch), tokens, end - start, tuple(latencies)))
         except Exception:  # a metrics error must not block replies
             _LOG.exception("a batch could not be counted.")
+
+    def _score_parts(self, batch: dict[_Waiting, list[int]]) -> list[Reply | Exception]:
+        return self._score([waiting.pieces.part(units) for waiting, units in batch.items()])

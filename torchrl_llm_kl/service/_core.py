@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.service._engine import Engine
-from torchrl_llm_kl.service._errors import WeightVersionError
+from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, WeightVersionError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 
@@ -19,31 +22,46 @@ class ScoringCore:
 
     Attributes:
         version: of the engine's weights; 0 before the first update.
+        updates: number of updates so far.
+        running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.version = engine, 0
+        self.engine, self.version, self.updates = engine, 0, 0
+        self.running: int | None = None
+        self._calls = itertools.count()
+        self._fingerprint = (-1, "")  # after how many updates
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
         answers: dict[int, Reply | Exception] = {}
         groups: dict[Settings, list[int]] = {}
         for i, request in enumerate(requests):
+            try:
+                settings = request.settings.checked()  # ill-typed ones could not be compared with those of others
+            except ValueError as error:
+                answers[i] = error
+                continue
             if request.version is not None and request.version != self.version:
                 answers[i] = WeightVersionError(
                     f"version {request.version} of the weights was requested, this replica holds {self.version}: push it "
                     "with update_weights(), or request no version."
                 )
             else:
-                groups.setdefault(request.settings, []).append(i)
-        for settings, members in groups.items():
-            together = self._score_alike([requests[i] for i in members], settings)
-            answers.update(zip(members, together, strict=True))
+                groups.setdefault(settings, []).append(i)
+        with self._call():
+            for settings, members in groups.items():
+                together = self._score_alike([requests[i] for i in members], settings)
+                answers.update(zip(members, together, strict=True))
         return [answers[i] for i in range(len(requests))]
 
     def _score_alike(self, requests: Sequence[Request], settings: Settings) -> list[Reply | Exception]:
         try:
             return [*self._score_together(requests, settings)]
+        except EngineLost:
+            raise
+        except ServiceTimeout as error:  # the engine's server does not answer: do not wait again for each request
+            return [error] * len(requests)
         except Exception as error:
             if len(requests) == 1:
                 return [error]
@@ -53,27 +71,78 @@ class ScoringCore:
     def _score_together(self, requests: Sequence[Request], settings: Settings) -> list[Reply]:
         masks = [request.flat_mask() for request in requests]
         rows = Ragged.from_list([row for request in requests for row in request.rows()])
-        scores = self.engine.evaluate(rows, torch.cat(masks), settings)
-        sizes = [request.num_tokens for request in requests]
-        log_probs = scores.log_prob.values.split(sizes)
-        entropies = [None] * len(sizes) if scores.entropy is None else scores.entropy.values.split(sizes)
+        mask = torch.cat(masks)
+        scores = self.engine.evaluate(rows, mask, settings)
+        names = ["log_prob"] + ["entropy"] * settings.entropy + [*_TOP] * (settings.top_k > 0)
+        missing = [name for name in names if getattr(scores, name) is None]
+        if missing:
+            raise ValueError(
+                f"{type(self.engine).__name__} returns no {', '.join(missing)}: leave it out of the request."
+            )
+        ends = np.cumsum([int(part.sum()) for part in masks])[:-1]
+        shares: dict[str, list[np.ndarray]] = {}
+        for name in names:
+            values = getattr(scores, name).values.detach()
+            shares[_TOP.get(name, name)] = np.split(_array(name, values[mask.to(values.device)].cpu(), settings), ends)
+        rest: dict[str, Any] = {"entropy": None, "version": self.version}
         return [
-            Reply(_masked_in(log_prob, mask), None if entropy is None else _masked_in(entropy, mask), self.version)
-            for log_prob, entropy, mask in zip(log_probs, entropies, masks, strict=True)
+            Reply(**{**rest, **dict(zip(shares, share, strict=True))}) for share in zip(*shares.values(), strict=True)
         ]
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Pass ``weights`` to the engine under a new version. An error leaves the old ones."""
+    def update_weights(self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False) -> None:
+        """Pass ``weights`` to the engine under a new version. An error leaves the old ones.
+
+        ``checked`` weights are the engine's own result of ``check_weights``.
+        """
         if version < self.version:
             raise WeightVersionError(
                 f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
-        self.engine.update_weights(weights)
+        self.updates += 1
+        with self._call():
+            self.engine.update_weights(weights, checked=checked)
         self.version = int(version)
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        self.running = next(self._calls)
+        try:
+            yield
+        finally:
+            self.running = None
 
-def _masked_in(values: Tensor, mask: Tensor) -> np.ndarray:
-    """The values where ``mask`` is True, in float32 or float64."""
-    chosen = values.detach()[mask.to(values.device)].cpu()
-    found: np.ndarray = (chosen if chosen.dtype == torch.float64 else chosen.float()).numpy()
+    @property
+    def fingerprint(self) -> tuple[int, str] | None:
+        """Version and fingerprint of the weights; None until :meth:`read_fingerprint` after each update."""
+        updates, found = self._fingerprint
+        return (self.version, found) if updates == self.updates else None
+
+    def read_fingerprint(self) -> None:
+        """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""
+        if self.fingerprint is not None:
+            return
+        read = getattr(self.engine, "fingerprint", None)
+        if read is None:
+            raise TypeError(
+                f"{type(self.engine).__name__} reports no fingerprint of its weights: state it, RememberedModel(model, store, "
+                "fingerprint=), as a text that changes with them."
+            )
+        self._fingerprint = (self.updates, read())
+
+
+# Fields of the scores -> fields of a reply.
+_TOP = {"top_indices": "top_ids", "top_log_probs": "top_log_probs", "tail_log_prob": "rest_log_prob"}
+
+
+def _array(name: str, values: Tensor, settings: Settings) -> np.ndarray:
+    """Scores ``[K]`` or ``[K, k]`` in the type that a reply has for them."""
+    if name == "top_indices":
+        values = values.int()
+    elif name == "top_log_probs" and settings.top_k_dtype == "float16":
+        # Finite log-probs stay finite; -inf is a token that the model forbids.
+        lowest = torch.finfo(torch.float16).min
+        values = torch.where(values.isneginf(), values, values.clamp(min=lowest)).half()
+    elif values.dtype != torch.float64 or name in _TOP:
+        values = values.float()
+    found: np.ndarray = values.numpy()
     return found

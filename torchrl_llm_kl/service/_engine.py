@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores, fingerprint_of
 from torchrl_llm_kl.service._wire import Settings, state_dict_of
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Scores sequences for a replica, which calls it from one thread; :meth:`progress` from another."""
+    """Scores sequences for a replica. It calls ``progress`` and ``check_weights`` from any thread, the rest from one."""
 
     def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
@@ -28,8 +29,8 @@ class Engine(Protocol):
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights under the model's own names; an error if one does not fit. Changes nothing."""
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the weights; an error leaves the old ones."""
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        """Take the weights; an error leaves the old ones. ``checked`` ones come from :meth:`check_weights`."""
 
     def progress(self) -> int:
         """A number that grows while a call does its work: one that stands still during a call hangs."""
@@ -44,48 +45,89 @@ class Engine(Protocol):
         """Free what the engine holds; it is not called again."""
 
 
+#: Scorers of one model, each with an own cache: the least recently used of more is dropped.
+_SCORERS = 4
+
+
 class TransformersEngine:
     """An engine for a model in this process: whatever :class:`~torchrl_llm_kl.LogProbScorer` scores.
 
-    It creates one scorer, whose arguments it takes, for each combination of temperature, dtype, adapters and
-    ``deterministic``.
+    It creates one scorer for each combination of dtype, adapters and ``deterministic``, which scores at any temperature,
+    and keeps the last four. Their caches share ``memory``.
+
+    Args:
+        model: scored as it is.
+
+    Keyword Args:
+        tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`.
+        memory: the most bytes of keys and values in all caches together.
     """
 
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
-        self._scorers: dict[Settings, LogProbScorer] = {}
-        self._calls = 0
+        self._scorers: OrderedDict[tuple[Any, ...], LogProbScorer] = OrderedDict()
+        self._steps = 0  # calls and weights copied so far
+        self._dropped = (0, 0, 0)  # forwards, and tokens seen and recalled, of scorers that were dropped
         self._scorer(Settings())  # refuses a model that cannot be scored
 
     def _scorer(self, settings: Settings) -> LogProbScorer:
-        key = replace(settings, entropy=False, remember=False)
+        key = (type(settings.adapters), settings.adapters, settings.dtype, settings.deterministic)
         if key not in self._scorers:
             self._scorers[key] = LogProbScorer(
                 self.model,
-                temperature=settings.temperature,
                 adapters=settings.adapters,
                 dtype=settings.torch_dtype,
                 deterministic=settings.deterministic,
                 tokens_per_batch=self._tokens_per_batch,
                 memory=self._memory,
             )
+        self._scorers.move_to_end(key)
+        while len(self._scorers) > _SCORERS:
+            oldest = self._scorers[next(iter(self._scorers))]
+            self._dropped = self._counts(oldest, self._dropped)
+            self._scorers.popitem(last=False)
+        self._share_memory(self._scorers[key])
         return self._scorers[key]
+
+    def _share_memory(self, scorer: LogProbScorer) -> None:
+        """Let a scorer cache what the others leave of the memory: at least an equal share, for which others are shrunk."""
+        others = [other.memory for other in self._scorers.values() if other is not scorer]
+        share = self._memory // (len(others) + 1)
+        if self._memory - sum(cache.num_bytes for cache in others) < share:
+            for cache in others:
+                cache.shrink(share)
+        scorer.memory.limit = self._memory - sum(cache.num_bytes for cache in others)
+
+    @staticmethod
+    def _counts(scorer: LogProbScorer, before: tuple[int, int, int] = (0, 0, 0)) -> tuple[int, int, int]:
+        forwards, seen, recalled = before
+        cache = scorer.memory
+        return forwards + scorer.forwards, seen + cache.tokens_seen, recalled + cache.tokens_recalled
 
     # ------------------------------------------------------------------ scores
 
     def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
-        return self.evaluate(sequences, mask, replace(settings, entropy=False)).log_prob
+        return self.evaluate(sequences, mask, replace(settings, entropy=False, top_k=0)).log_prob
 
     def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Scores:
-        """Log-probs, and entropies if the settings ask for them."""
-        self._calls += 1
-        return self._scorer(settings).evaluate(sequences, mask, entropy=settings.entropy, remember=settings.remember)
+        """Log-probs, and entropies and the top k if the settings ask for them."""
+        self._steps += 1
+        wanted: dict[str, Any] = {
+            name: getattr(settings, name) for name in ("temperature", "entropy", "top_k", "remember")
+        }
+        return self._scorer(settings).evaluate(sequences, mask, **wanted)
 
     def progress(self) -> int:
-        """Number of calls."""
-        return self._calls
+        """Number of calls, forwards and copied weights."""
+        return self._steps + self._totals()[0]
+
+    def _totals(self) -> tuple[int, int, int]:
+        total = self._dropped
+        for scorer in tuple(self._scorers.values()):  # other threads ask
+            total = self._counts(scorer, total)
+        return total
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -93,8 +135,7 @@ class TransformersEngine:
 
     def cached_tokens(self) -> tuple[int, int]:
         """Number of tokens of continued conversations so far, and how many of them were found in the cache."""
-        caches = [scorer.memory for scorer in tuple(self._scorers.values())]
-        return sum(cache.tokens_seen for cache in caches), sum(cache.tokens_recalled for cache in caches)
+        return self._totals()[1:]
 
     def close(self) -> None:
         """Drop the model."""
@@ -118,29 +159,87 @@ class TransformersEngine:
             weights = inside  # those of a TorchRL wrapper
         # TensorDicts also hold non-persistent buffers, such as the frequencies of rotary embeddings.
         weights = {name: value for name, value in weights.items() if name in own or name not in known}
+        if not weights.keys() <= own.keys():
+            short = _short_names(model, own)
+            weights = {short.get(name, name): value for name, value in weights.items()}
         for name, value in weights.items():
             if name not in own:
                 raise KeyError(f"the model has no weight {name!r}; it has {', '.join(list(own)[:3])}, ...")
-            if own[name].shape != value.shape:
-                raise ValueError(f"{name}: the model has shape {tuple(own[name].shape)}, got {tuple(value.shape)}.")
-            if value.is_floating_point() and not bool(value.isfinite().all()):
-                raise ValueError(f"{name} holds values that are not finite: scores would be NaN.")
+            _check_weight(name, own[name], value)
+            self._steps += 1
         return weights
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights`` into the model, in place. An error leaves the model unchanged."""
-        own, checked = self._module().state_dict(keep_vars=True), self.check_weights(weights)
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        """Copy ``weights`` into the model, in place. An error leaves the model unchanged.
+
+        ``checked`` weights are the result of :meth:`check_weights`, which is then not repeated.
+        """
+        own, fitting = self._module().state_dict(keep_vars=True), weights if checked else self.check_weights(weights)
         with torch.no_grad():
-            for name, value in checked.items():
+            for name, value in fitting.items():
                 own[name].copy_(value)
+                self._steps += 1
         for scorer in self._scorers.values():
             scorer.forget()
+
+    def fingerprint(self) -> str:
+        """A digest of all weights; see :func:`~torchrl_llm_kl.scoring.fingerprint_of`."""
+        return fingerprint_of(self.model)
 
     def _module(self) -> nn.Module:
         inner = next(iter(self._scorers.values())).model
         if not isinstance(inner, nn.Module):
             raise TypeError(f"{type(inner).__name__} holds no weights in this process: update them in its backend.")
         return inner
+
+
+def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
+    """The model's names by those that PEFT writes to a file, without the name of the active adapter; empty without PEFT."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft import get_peft_model_state_dict
+
+    active: Any = model.active_adapter
+    adapter = active if isinstance(active, str) else active[0]
+    names = {id(value): name for name, value in own.items()}  # PEFT renames entries and keeps the tensors
+    found = get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=adapter, save_embedding_layers=False)
+    return {short: names[id(value)] for short, value in found.items() if id(value) in names}
+
+
+def _check_weight(name: str, own: Tensor, value: Tensor) -> None:
+    """Raise a ValueError unless ``value`` can be copied into ``own`` and its numbers survive the cast."""
+    if own.shape != value.shape:
+        raise ValueError(f"{name}: the model has shape {tuple(own.shape)}, got {tuple(value.shape)}.")
+    if value.is_meta or value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor with values, got {value.layout} on {value.device}.")
+    if _kind(value.dtype) != _kind(own.dtype):
+        raise ValueError(
+            f"{name}: the model has {own.dtype}, got {value.dtype}. Push weights of the model's kind of numbers."
+        )
+    if value.dtype == torch.bool:
+        return
+    if not (value.is_floating_point() or value.is_complex()):
+        if not torch.equal(value.to(own.dtype).to(value.dtype), value):
+            raise ValueError(f"{name} holds values beyond the range of the model's {own.dtype}.")
+    elif not _all_finite(value):
+        raise ValueError(f"{name} holds values that are not finite: scores would be NaN.")
+    elif torch.finfo(value.dtype).max > torch.finfo(own.dtype).max and not _all_finite(value.to(own.dtype)):
+        raise ValueError(
+            f"{name} holds values up to {float(value.abs().max()):.3g} in {value.dtype}, beyond the range of the model's "
+            f"{own.dtype}: scores would be NaN."
+        )
+
+
+def _all_finite(values: Tensor) -> bool:
+    if values.is_floating_point() and values.itemsize == 1:  # torch has no isfinite for the float8 types
+        values = values.float()
+    return bool(values.isfinite().all())
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "boolean"
+    return "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
 
 
 def engine_of(made: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> Engine:

@@ -29,8 +29,23 @@ class ServiceConfigError(ServiceError, ValueError):
     """The name is in use with another configuration; the message shows the difference."""
 
 
+class ProtocolError(ServiceError, ValueError):
+    """A message cannot be read: it is damaged, or from a release with another protocol version."""
+
+
+class PoisonedRequest(ServiceError):
+    """A request after which replicas died, so that it is not tried again. Its message names them."""
+
+
 class WeightVersionError(ServiceError):
     """The replica does not hold the requested version of the weights and did not receive it in time."""
+
+
+class EngineLost(ServiceError):
+    """The engine of a replica cannot go on: the replica exits, and is started again with a new engine.
+
+    Raised by an engine; callers see it only from an engine outside a service.
+    """
 
 
 class ReplicaGone(Exception):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import inspect
+import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import CellType, CodeType, ModuleType
+from pathlib import PurePath
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-NAMESPACE = "torchrl_llm_kl"
-#: A replica exits after this many seconds without a heartbeat from any client.
-LEASE = 30.0
+from torchrl_llm_kl.service._control import LEASE, NAMESPACE, Plan
+
+_SILENCE = 60.0  # seconds: a replica's event loop answers while its model works
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +38,19 @@ class ServiceSpec:
     """Everything needed to create or find a replica."""
 
     name: str  # of the service; replicas are NAME:0, NAME:1, ...
-    make_model: Callable[[], Any] | None  # in the actor; None in a process that received no model given by value
+    make_model: Callable[[], Any] | None  # in the actor; None where the control actor keeps a model given by value
     source: str  # description of the model, for comparison
-    settings: dict[str, Any]  # tokens_per_batch, memory, max_tokens, max_wait, max_queue
+    settings: dict[str, Any]  # tokens_per_batch, memory, max_tokens, max_wait, max_queue, hang_after
     options: dict[str, Any] = field(default_factory=dict)  # arguments of ray.remote
-    num_replicas: int = 1
+    num_replicas: int = 1  # at most
     namespace: str = NAMESPACE  # of the names
     detached: bool = False  # whether the replicas outlive their clients
     address: str | None = None  # of the Ray cluster, for processes that have not joined one
+    min_replicas: int | None = None  # at least; None for num_replicas
+    lease: float = LEASE  # seconds without a heartbeat after which a client counts as gone
+    reads: dict[str, str] = field(default_factory=dict)  # what the factory's code refers to, for comparison
+    expect: str | None = None  # fingerprint of the weights
+    incarnation: int = 0  # that this client joined; 0 for none yet
 
     def config(self, replica: int) -> dict[str, Any]:
         """The configuration that all clients of a name must share."""
@@ -50,10 +59,19 @@ class ServiceSpec:
             "name": self.replica_name(replica),
             "model": self.source,
             "num_replicas": self.num_replicas,
+            "min_replicas": self.plan.least,
             "detached": self.detached,
             **self.settings,
             **plain,
+            **{f"{name} (read by the factory)": value for name, value in self.reads.items()},
         }
+
+    @property
+    def plan(self) -> Plan:
+        """The arguments of the control actor."""
+        least = self.num_replicas if self.min_replicas is None else self.min_replicas
+        hang_after = min(float(self.settings.get("hang_after", _SILENCE)), _SILENCE)
+        return Plan(self.name, self.namespace, self.num_replicas, least, self.detached, self.lease, hang_after)
 
     def replica_name(self, replica: int) -> str:
         return f"{self.name}:{replica}"
@@ -63,7 +81,7 @@ class ServiceSpec:
         return [self.replica_name(i) for i in range(self.num_replicas)]
 
     def for_others(self) -> ServiceSpec:
-        """The spec without a model given by value, which the actors already hold."""
+        """The spec without a model given by value, which the control actor keeps."""
         return replace(self, make_model=None) if isinstance(self.make_model, HeldModel) else self
 
 
@@ -155,3 +173,98 @@ def _value(value: Any) -> str:
         return _callable(value)
     text = repr(value)
     return _object(value) if " at 0x" in text else text  # addresses differ between processes
+
+
+# ------------------------------------------------------------------ what the code of a factory refers to
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, PurePath, enum.Enum, torch.dtype, torch.device)
+_SHOWN = 80  # characters of a value
+
+
+def describe_reads(factory: Callable[[], Any] | None) -> tuple[dict[str, str], list[str]]:
+    """The globals that a factory's code names, and what cannot be compared.
+
+    Functions and classes of the factory's own module are followed; those of other modules count by name and code, modules
+    by name and version.
+
+    Returns:
+        A text for each global under its name, ``module.NAME``; and the names of globals of other kinds.
+    """
+    found: dict[str, str] = {}
+    opaque: list[str] = []
+    functions = list(_functions(factory))
+    home = {function.__module__ for function in functions}
+    seen: set[int] = set()
+    while functions:
+        function = functions.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        for name in sorted(_names(function.__code__)):
+            if name not in function.__globals__:
+                continue  # a builtin or an attribute
+            value, key = function.__globals__[name], f"{function.__module__}.{name}"
+            text = _reading(value)
+            if text is None:
+                opaque.append(key)
+            else:
+                found[key] = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {_digest(text.encode())}"
+            functions += [inner for inner in _functions(value) if inner.__module__ in home]
+    return found, sorted(set(opaque))
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The Python functions that a call of ``value`` may run first."""
+    value = inspect.unwrap(value) if callable(value) else value
+    if isinstance(value, partial):
+        yield from _functions(value.func)
+        for argument in (*value.args, *value.keywords.values()):
+            yield from _functions(argument)
+    elif isinstance(value, FunctionType):
+        yield value
+        for cell in value.__closure__ or ():
+            content = _content(cell)
+            if content is not value and isinstance(content, (FunctionType, partial)):
+                yield from _functions(content)
+    elif hasattr(value, "__func__"):
+        yield value.__func__
+        yield from _functions(value.__self__ if isinstance(value.__self__, type) else type(value.__self__))
+    elif isinstance(value, type):
+        yield from (member for member in vars(value).values() if isinstance(member, FunctionType))
+    elif callable(value) and not isinstance(value, ModuleType):
+        yield from _functions(type(value))
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(value) for value in code.co_consts if isinstance(value, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _reading(value: Any) -> str | None:
+    """A text that is equal for equal values in every process; None for a kind of value that has none."""
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__} {getattr(value, '__version__', '')}".rstrip()
+    if isinstance(value, type):
+        methods = "".join(_code(f.__code__) for f in vars(value).values() if isinstance(f, FunctionType))
+        return f"class {value.__module__}.{value.__qualname__} {_digest(methods.encode())}"
+    if isinstance(value, FunctionType):
+        defaults = [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
+        text = _code(value.__code__) + "".join(_value(item) for item in defaults if _is_data(item))
+        return f"{value.__module__}.{value.__qualname__} {_digest(text.encode())}"
+    if isinstance(value, partial):
+        return _callable(value)
+    if _is_data(value):
+        return _value(value)
+    if isinstance(value, logging.Logger):
+        return f"logger {value.name}"
+    if callable(value) and hasattr(value, "__qualname__"):  # a builtin
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    return None
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, (*_PLAIN, np.ndarray, np.generic, torch.Tensor)):
+        return True
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_data, value))
+    return isinstance(value, Mapping) and all(_is_data(k) and _is_data(v) for k, v in value.items())

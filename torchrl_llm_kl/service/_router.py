@@ -2,60 +2,171 @@
 
 from __future__ import annotations
 
-import hashlib
+import threading
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
-_ROUTED = 8192  # sequences whose continuation a router recognises
+#: A replica gets at most this many times the mean number of tokens of a call, if the prompts allow it.
+BALANCE = 1.25
+_REMEMBERED = 8192  # sequences whose continuation a router recognises
+_BLOCK = 32  # tokens between two places where a sequence is compared with earlier ones
+_CACHED = 2**14  # tokens that are hashed together: their numbers stay in a processor's cache
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: consecutive multiples are far apart
+
+
+class _Home:
+    """Sequences that one replica scores together: those of one prompt, or of one conversation."""
+
+    __slots__ = ("key", "replica")
+
+    def __init__(self, key: int) -> None:
+        self.key, self.replica = key, -1
 
 
 class Router:
     """Sends all responses to one prompt to the same replica, and a continued conversation to the one that cached it.
 
     The key is the prompt: all tokens before the first one to score, or the whole sequence if all of it is scored. Rendezvous
-    hashing ranks the replicas in the same order in every process, and spreads the sequences of a replica that is down over
-    all others. A sequence that starts with all of an earlier one goes to the same replica.
+    hashing ranks the replicas for it, in the same order in every process. A prompt goes to the first replica that would then
+    hold at most 1.25 times the mean number of tokens (``BALANCE``), the prompts with the most tokens first. A sequence that
+    starts with all of an earlier one goes to the same replica, whatever it holds. Thread-safe.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self.num_replicas = num_replicas
-        self._earlier: OrderedDict[tuple[int, bytes], tuple[int, ...]] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._earlier = _Earlier(_REMEMBERED)
 
-    def order(self, row: np.ndarray, first_scored: int, *, goes_on: bool = False) -> tuple[int, ...]:
-        """All replicas, the preferred one for the token ids ``row [n]`` first; ``goes_on`` if later rows may continue it."""
-        if self.num_replicas == 1:
-            return (0,)
-        row = np.ascontiguousarray(row, dtype=np.int64)
-        order = self._continued(row) if goes_on else None
-        if order is None:
-            key = (row[:first_scored] if first_scored > 1 else row).tobytes()
+    def assign(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        first_scored: np.ndarray,
+        replicas: Sequence[int],
+        *,
+        goes_on: bool = False,
+    ) -> np.ndarray:
+        """One of ``replicas`` for each sequence of a call.
 
-            def rank(replica: int) -> bytes:
-                return hashlib.blake2b(key, digest_size=8, salt=replica.to_bytes(8, "little")).digest()
+        Args:
+            tokens: the token ids of all sequences, concatenated; ``[N]``.
+            lengths: of the sequences; ``[S]``.
+            first_scored: position of the first token to score in each sequence, its length if none is scored; ``[S]``.
+            replicas: numbers of the replicas to choose from.
 
-            order = tuple(sorted(range(self.num_replicas), key=rank))
-        if goes_on and len(row):
-            self._remember(row, order)
-        return order
+        Keyword Args:
+            goes_on: whether later calls may continue these sequences.
 
-    def _continued(self, row: np.ndarray) -> tuple[int, ...] | None:
-        """The order of the longest earlier sequence that ``row`` starts with."""
-        found, done, digest = None, 0, hashlib.blake2b(digest_size=8)
-        for length in sorted(n for n in self._lengths if n <= len(row)):
-            digest.update(row[done:length].tobytes())
-            found, done = self._earlier.get((length, digest.copy().digest()), found), length
-        return found
+        Returns:
+            Numbers of replicas, int64 ``[S]``.
+        """
+        if len(replicas) == 1:
+            return np.full(len(lengths), replicas[0])
+        lengths = lengths.astype(np.int64)
+        starts, sums = lengths.cumsum() - lengths, _prefix_sums(tokens, lengths)
+        cuts = np.where(first_scored > 1, first_scored, lengths)
+        prompts = list(zip(cuts.tolist(), (sums[starts + cuts] - sums[starts]).tolist(), strict=True))
+        with self._lock:
+            homes: dict[tuple[int, int], _Home] = {}
+            sizes: Counter[_Home] = Counter()
+            for i in np.argsort(lengths, kind="stable").tolist():  # a sequence before those that continue it
+                sequence = sums[starts[i] : starts[i] + lengths[i] + 1] - sums[starts[i]]
+                home = homes.get(prompts[i]) or (self._earlier.find(sequence) if goes_on else None)
+                homes[prompts[i]] = home = home or _Home(prompts[i][1])
+                sizes[home] += len(sequence) - 1
+                if goes_on:
+                    self._earlier.add(sequence, home)
+            _settle(sizes, replicas)
+            return np.array([homes[prompt].replica for prompt in prompts], np.int64)
 
-    def _remember(self, row: np.ndarray, order: tuple[int, ...]) -> None:
-        key = (len(row), hashlib.blake2b(row.tobytes(), digest_size=8).digest())
-        if key not in self._earlier:
-            self._lengths[key[0]] += 1
-        self._earlier[key] = order
-        self._earlier.move_to_end(key)
-        if len(self._earlier) > _ROUTED:
-            (length, _), _ = self._earlier.popitem(last=False)
-            self._lengths[length] -= 1
-            if not self._lengths[length]:
-                del self._lengths[length]
+
+def _settle(sizes: Counter[_Home], replicas: Sequence[int]) -> None:
+    """Give a replica to each home whose own is none of ``replicas``, in bounded rendezvous order."""
+    load = dict.fromkeys(replicas, 0)
+    for home in sizes:
+        if home.replica in load:
+            load[home.replica] += sizes[home]
+    new = sorted((home for home in sizes if home.replica not in load), key=lambda home: (-sizes[home], home.key))
+    if not new:
+        return
+    limit = max(BALANCE * sizes.total() / len(load), sizes[new[0]])
+    keys = np.array([home.key for home in new], np.uint64)[:, None]
+    ranks = _mixed(keys + _mixed(np.array(replicas).astype(np.uint64)[None] * _GOLDEN + _GOLDEN)).argsort(axis=1)
+    for home, rank in zip(new, ranks.tolist(), strict=True):
+        order, size = [replicas[i] for i in rank], sizes[home]
+        fitting = [replica for replica in order if load[replica] + size <= limit]
+        home.replica = fitting[0] if fitting else min(order, key=load.__getitem__)
+        load[home.replica] += size
+
+
+# ------------------------------------------------------------------ sequences that start with earlier ones
+
+
+class _Earlier:
+    """The homes of the last sequences, by the sums of :func:`_prefix_sums` at their ends.
+
+    The lengths that are possible after each block of tokens are known, so that a search takes few steps for any number of
+    sequences and lengths.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._homes: OrderedDict[tuple[int, int], tuple[int, _Home]] = OrderedDict()  # length and sum -> block, home
+        self._lengths: dict[int, Counter[int]] = {}  # sum at the start of the last block -> lengths
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def find(self, sequence: np.ndarray) -> _Home | None:
+        """The home of the longest earlier sequence that this one, given by its prefix sums ``[n + 1]``, starts with."""
+        for block in reversed(sequence[::_BLOCK].tolist()):
+            for length in sorted(self._lengths.get(block, ()), reverse=True):
+                if length < len(sequence) and (found := self._homes.get((length, int(sequence[length])))):
+                    return found[1]
+        return None
+
+    def add(self, sequence: np.ndarray, home: _Home) -> None:
+        """Remember a sequence; drops the one that was added least recently if there are too many."""
+        length = len(sequence) - 1
+        if length == 0:  # every sequence starts with it
+            return
+        key, block = (length, int(sequence[length])), int(sequence[length - length % _BLOCK])
+        if key not in self._homes:
+            self._lengths.setdefault(block, Counter())[length] += 1
+        self._homes[key] = (block, home)
+        self._homes.move_to_end(key)
+        if len(self._homes) > self._limit:
+            (length, _), (block, _) = self._homes.popitem(last=False)
+            self._lengths[block][length] -= 1
+            if not self._lengths[block][length]:
+                del self._lengths[block][length]
+            if not self._lengths[block]:
+                del self._lengths[block]
+
+
+def _prefix_sums(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Running sums over a hash of each token and its position; uint64 ``[N + 1]``.
+
+    The difference of the sums at the start of a sequence and after its n-th token identifies its first n tokens: equal ones
+    for different tokens are as rare as for random numbers of 64 bits. A clash sends a sequence to another replica, no more.
+    """
+    starts = np.repeat((lengths.cumsum() - lengths).astype(np.uint64), lengths)
+    sums = np.arange(len(tokens) + 1, dtype=np.uint64)
+    for i in range(0, len(tokens), _CACHED):
+        part = sums[1 + i : 1 + i + _CACHED]
+        part -= starts[i : i + _CACHED]  # positions from 1
+        part *= _GOLDEN
+        part += tokens[i : i + _CACHED].astype(np.uint64)
+        _mixed(part)
+    return sums.cumsum(out=sums)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A hash of each uint64, in place: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -10,10 +11,14 @@ from typing import Any, Literal
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._client import RemoteModel
+from torchrl_llm_kl.service._control import LEASE, NAMESPACE
 from torchrl_llm_kl.service._errors import ServiceTimeout
-from torchrl_llm_kl.service._lifecycle import NAMESPACE, HeldModel, ServiceSpec, describe_source
-from torchrl_llm_kl.service._weights import check_version, end_keeper, keeper_of
-from torchrl_llm_kl.service._wire import state_dict_of
+from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec, describe_reads, describe_source
+from torchrl_llm_kl.service._push import PushedVersion, push_weights
+from torchrl_llm_kl.service._watchdog import HANG_AFTER
+from torchrl_llm_kl.service._weights import check_version, keeper_of
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
 
 
 class ScoringService:
@@ -23,27 +28,36 @@ class ScoringService:
     die are restarted, and calls are retried until ``timeout``.
 
     Args:
-        model: the model, sent to the actors by value; or None with a factory. Only this process can restart a model passed
-            by value.
+        model: the model, sent by value; or None with a factory. The control actor keeps one copy in Ray's object store, from
+            which replicas restart.
 
     Keyword Args:
         factory: returns the model, in the actor: better for large models.
         name: of the service; processes that pass the same name (and configuration) share it. Unique by default.
         num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
+        min_replicas, max_replicas: bounds of the number of replicas, which then follows the load: one more while queued tokens
+            would take more than three seconds, one fewer after five idle minutes. Both are ``num_replicas`` by default.
+        expect: the model's :func:`fingerprint_of`, if the service must not serve any other.
         num_cpus: per replica, as are ``num_gpus``, ``resources``, ``scheduling_strategy``, ``runtime_env`` and
             ``max_restarts`` (-1 for no limit); see ``ray.remote``.
         lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`; by default replicas end with their last client.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
-        memory: bytes of keys and values that each replica caches for continued conversations, per requested combination
-            of temperature, dtype, adapters and ``deterministic``.
-        max_tokens: per batch of requests; a call with more is sent as several requests.
+        memory: bytes of keys and values that each replica caches for continued conversations, in all.
+        max_tokens: per batch of requests. Larger requests are scored in pieces, which share batches with other callers.
         max_wait: the longest time that a request waits for others to share its batch, in seconds.
         max_queue: the most requests that may wait at one replica.
         timeout: seconds per call of a client, retries included.
+        hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung: it
+            is started again, and its requests go to others. Loading the model does not count. A replica that answers nothing
+            is replaced after the same time, a minute at most.
+        lease: seconds without a sign of life after which a client counts as gone, unless Ray reports its end before.
         namespace: Ray namespace of the actors.
+        weights_dir: folder for pushed weights, as safetensors files, that every node sees. A later service of this name and
+            model takes them up, with their version.
 
     Raises:
-        ServiceConfigError: if the name is in use with another configuration.
+        ServiceConfigError: if the name is in use with another configuration or other weights.
+        ServiceTimeout: if no replica started; says which resource is missing.
         Exception: the error of the factory.
 
     Example:
@@ -58,6 +72,9 @@ class ScoringService:
         factory: Callable[[], Any] | None = None,
         name: str | None = None,
         num_replicas: int = 1,
+        min_replicas: int | None = None,
+        max_replicas: int | None = None,
+        expect: str | None = None,
         num_cpus: float = 1,
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
@@ -71,7 +88,10 @@ class ScoringService:
         max_wait: float = 0.003,
         max_queue: int = 256,
         timeout: float = 120.0,
+        hang_after: float = HANG_AFTER,
+        lease: float = LEASE,
         namespace: str = NAMESPACE,
+        weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         # Check arguments here rather than in the actor, whose errors arrive late and wrapped.
         if (model is None) == (factory is None):
@@ -79,36 +99,64 @@ class ScoringService:
         for what, text in {"name": "default" if name is None else name, "namespace": namespace}.items():
             if not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n"):
                 raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
-        for what, whole in {"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue}.items():
+        least, most = (num_replicas if n is None else n for n in (min_replicas, max_replicas))
+        counts = {"num_replicas": num_replicas, "min_replicas": least, "max_replicas": most}
+        for what, whole in {**counts, "max_tokens": max_tokens, "max_queue": max_queue}.items():
             if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
                 raise ValueError(f"{what} must be a whole number of at least 1, got {whole!r}.")
-        for what, seconds in {"max_wait": max_wait, "timeout": timeout}.items():
+        if least > most:
+            raise ValueError(f"min_replicas must be at most max_replicas, got {least} and {most}.")
+        times = {"max_wait": max_wait, "timeout": timeout, "hang_after": hang_after, "lease": lease}
+        for what, seconds in times.items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
                 raise ValueError(f"{what} must be a number of seconds, got {seconds!r}.")
+        if hang_after <= 0 or lease <= 0:
+            raise ValueError(f"hang_after and lease must be greater than 0 seconds, got {hang_after} and {lease}.")
+        if expect is not None and not isinstance(expect, str):
+            raise ValueError(f"expect must be a fingerprint, as fingerprint_of() returns it, got {expect!r}.")
         if lifetime not in (None, "detached"):
             raise ValueError(f"lifetime must be 'detached' or None, got {lifetime!r}.")
         check_range(1, tokens_per_batch=tokens_per_batch)
         if memory < 0:
             raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
         settings: dict[str, Any] = {"tokens_per_batch": tokens_per_batch, "memory": memory}
-        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue}
+        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue, "hang_after": hang_after}
+        if weights_dir is not None:
+            if name is None:
+                raise ValueError("weights_dir= keeps weights for a later service of the same name: pass name=.")
+            settings["weights_dir"] = os.path.abspath(os.path.expanduser(weights_dir))
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
+        name = name or f"scorer-{uuid.uuid4().hex[:8]}"
+        reads, opaque = describe_reads(factory)
         spec = ServiceSpec(
-            name or f"scorer-{uuid.uuid4().hex[:8]}",
+            name,
             factory or HeldModel(model),
             describe_source(model, factory),
             settings,
             options,
-            num_replicas,
+            most,
             namespace,
             lifetime == "detached",
+            min_replicas=least,
+            lease=lease,
+            reads=reads,
+            expect=expect,
         )
         self.model = RemoteModel(spec, timeout=timeout)
-        self.model.replicas.start()
-        for replica in range(num_replicas):
-            self.model.call(replica, "describe")
+        try:
+            in_use = self.model.replicas.open(timeout=timeout)
+        except BaseException:
+            self.model.close()
+            raise
+        if in_use and opaque and expect is None:
+            _LOG.warning(
+                "the service %s was joined without a comparison of %s, which its factory reads: pass expect= to be sure of its "
+                "weights.",
+                name,
+                ", ".join(opaque),
+            )
 
     @property
     def name(self) -> str:
@@ -118,72 +166,78 @@ class ScoringService:
     @property
     def version(self) -> int:
         """Version of the last pushed weights; 0 if none were pushed."""
-        return max(stats["version"] for stats in self.stats())
+        return max((stats["version"] for stats in self.stats() if "version" in stats), default=0)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the factory's model, see :func:`~torchrl_llm_kl.scoring.fingerprint_of`; None for an engine without weights."""
+        found: str | None = self.model.replicas.control("table", timeout=self.model.timeout)["fingerprint"]
+        return found
+
+    def next_version(self) -> int:
+        """A version number for :meth:`update_weights` that no other process gets, later than all others."""
+        import ray
+
+        replicas, timeout = self.model.replicas, self.model.timeout
+        replicas.start()  # joins the cluster
+        try:
+            return int(ray.get(keeper_of(replicas.spec).next_version.remote(replicas.newest), timeout=timeout))
+        except ray.exceptions.GetTimeoutError:
+            raise ServiceTimeout(
+                f"the actor that keeps the weights of {self.name!r} did not answer within {timeout:g} s."
+            ) from None
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counters of each replica."""
-        return [self.model.call(replica, "stats") for replica in range(self.model.spec.num_replicas)]
+        """Counters of each replica; for one that does not answer its name and the ``"error"``."""
+        found = self.model.replicas.ask_all("stats", timeout=self.model.timeout)
+        name = self.model.spec.replica_name
+        return [
+            {"name": name(replica), "error": f"{type(stats).__name__}: {stats}"}
+            if isinstance(stats, Exception)
+            else stats
+            for replica, stats in found.items()
+        ]
 
-    def update_weights(self, weights: Any, version: int) -> None:
+    def update_weights(self, weights: Any, version: int | None = None, *, wait: float = 30.0) -> PushedVersion:
         """Copy weights into every replica, in place. Restarted replicas load them again.
 
+        All replicas fetch and check the weights at once, while they score. Then they are stored, which makes them the latest
+        ones, and each replica copies them between two batches: all of them or none.
+
         Args:
-            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them (which is sent
-                once for all replicas). Some weights or all.
-            version: a whole number, at least the last one.
+            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them.
+            version: a whole number, at least the last one; by default the next one, which no other push gets.
+
+        Keyword Args:
+            wait: seconds to wait for other replicas once one has answered: more than they need to fetch the weights. The rest
+                load them when they are back, before they answer a client that has seen this version.
+
+        Returns:
+            The version, an ``int`` whose attribute ``missed`` names the replicas that did not take the weights in time.
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
             WeightVersionError: if a later version was pushed before.
-            ServiceTimeout: if a step takes longer than ``timeout``. A replica that does not answer loads them when it is back.
+            ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored by then: push them again.
         """
-        import ray
-
-        version, timeout, replicas = check_version(version), self.model.timeout, self.model.replicas
-        replicas.start()  # joins the cluster
-        spec = replicas.spec
-        if not isinstance(weights, ray.ObjectRef):
-            weights = ray.put({name: value.detach().cpu() for name, value in state_dict_of(weights).items()})
-        # One replica checks them, the keeper stores them for restarted replicas, then all replicas load them.
-        _raise(self.model.call(replicas.choose(range(spec.num_replicas)), "check_weights", weights))
-        try:
-            _raise(ray.get(keeper_of(spec).put.remote(version, weights), timeout=timeout))
-        except ray.exceptions.GetTimeoutError:
-            raise ServiceTimeout(
-                f"the weights of {spec.name!r} were not stored within {timeout:g} s: check that the object store has room."
-            ) from None
-        for replica in range(spec.num_replicas):
-            _raise(self.model.call(replica, "update_weights", weights, version))
-        replicas.newest = max(replicas.newest, version)
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
+            raise ValueError(f"wait must be a number of seconds, got {wait!r}.")
+        version = None if version is None else check_version(version)
+        return push_weights(self.model.replicas, weights, version, timeout=self.model.timeout, wait=wait)
 
     def close(self) -> None:
         """Stop using the service through this object; the service ends with its last client."""
         self.model.close()
 
     def shutdown(self) -> None:
-        """End the service for all clients: waiting and later calls raise :class:`ServiceClosedError`."""
-        import ray
+        """End the service for all clients: waiting and later calls raise :class:`ServiceClosedError`.
 
-        spec = self.model.spec
-        for name in spec.replica_names:
-            try:
-                handle = ray.get_actor(name, namespace=spec.namespace)
-            except ValueError:
-                continue
-            with contextlib.suppress(ray.exceptions.RayError):  # an actor that exits returns nothing
-                ray.get(handle.close.remote(), timeout=10)
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(handle, no_restart=True)
-        end_keeper(spec)
-        self.model.close()
+        Clients cannot bring it back. A new :class:`ScoringService` may take the name.
+        """
+        self.model.replicas.end()
 
     def __enter__(self) -> ScoringService:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -13,7 +13,10 @@ _LATENCY_BOUNDS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """One batch: requests, tokens, seconds in the model, and seconds from arrival to answer of each request."""
+    """One batch: requests, tokens, seconds in the model, and seconds from arrival to answer of each finished request.
+
+    A large request is in several batches, and finished in the last of them.
+    """
 
     requests: int
     tokens: int
@@ -27,13 +30,15 @@ class ReplicaStats:
     def __init__(self) -> None:
         self.started = time.time()
         self.requests = self.tokens = self.batches = self.failures = self.largest_batch = 0
+        self._taken = 0  # requests in batches, those in several counted several times
         self.busy = 0.0
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
 
     def add(self, record: BatchRecord) -> None:
         """Count a batch."""
         self.batches += 1
-        self.requests += record.requests
+        self.requests += len(record.latencies)
+        self._taken += record.requests
         self.tokens += record.tokens
         self.busy += record.seconds
         self.largest_batch = max(self.largest_batch, record.requests)
@@ -52,7 +57,7 @@ class ReplicaStats:
             "failures": self.failures,
             "tokens": self.tokens,
             "batches": self.batches,
-            "requests_per_batch": self.requests / max(self.batches, 1),
+            "requests_per_batch": self._taken / max(self.batches, 1),
             "largest_batch": self.largest_batch,
             "tokens_per_second": self.tokens / self.busy if self.busy else 0.0,
             "busy": self.busy,

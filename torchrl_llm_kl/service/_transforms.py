@@ -30,7 +30,8 @@ class RayRetrieveLogProb(RetrieveLogProb):
         model_factory: returns the model, in the actor.
         actor_name: of the service; processes that pass the same name share it.
         device: of the model, in the actor.
-        kwargs: of :class:`ScoringService` (``num_replicas``, ``timeout``, ...) and of :class:`~torchrl_llm_kl.RetrieveLogProb`.
+        kwargs: of :class:`ScoringService` (``num_replicas``, ``timeout``, ...) and of :class:`~torchrl_llm_kl.RetrieveLogProb`
+            (``top_k=64`` for a teacher's distribution, ...).
     """
 
     def __init__(
@@ -129,7 +130,8 @@ def _served(
     if policy is not None:
         if kwargs.get("estimator") == "exact" or kwargs.get("reference") is not None:
             raise ValueError(
-                "an exact KL needs the models in this process: a service sends log-probs and entropies. Use a local transform."
+                "an exact KL needs the models in this process: a service sends log-probs, entropies and, with top_k=, the most "
+                "probable tokens and the log-prob of the rest. Use a local transform, or RayRetrieveLogProb(top_k=...)."
             )
         model, factory, _ = models[policy]
         if (factory is not None or not isinstance(model, str)) and not kwargs.get("detach", True):

@@ -20,8 +20,8 @@ class ServiceTransport:
         self.service = service
 
     def send_weights(self, weights: Any) -> None:
-        """Push weights under the next version, and wait until all replicas hold it."""
-        self.service.update_weights(weights, self.service.version + 1)
+        """Push weights under the next version; see :meth:`ScoringService.update_weights`."""
+        self.service.update_weights(weights)
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Nothing to set up."""
@@ -93,4 +93,4 @@ with warnings.catch_warnings():
             return state_dict_of(policy_or_weights)
 
         def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-            self.service.update_weights(server_weights, self.service.version + 1)
+            self.service.update_weights(server_weights)

@@ -1,56 +1,199 @@
-"""Pushed weights, kept for replicas that restart or missed them."""
+"""Pushed weights: cut into chunks, kept for replicas that restart or missed them, and on disk if asked."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import operator
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from torchrl_llm_kl.service._errors import WeightVersionError
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError, portable
 from torchrl_llm_kl.service._lifecycle import ServiceSpec, any_alive
-from torchrl_llm_kl.service._wire import state_dict_of
 
+#: Bytes of an object that holds weights; a larger weight is an object of its own.
+CHUNK = 256 * 2**20
 _LOOK = 15.0  # seconds between two checks of the keeper for replicas
 _ALONE = 120.0  # seconds without any replica until the keeper exits
+_ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
+_FETCH = 300.0  # seconds to fetch weights
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
+
+#: Type, shape and bytes of weights by name. Ray maps the bytes into memory where a copy would double them.
+Chunk = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
+
+
+def chunks_of(weights: Iterable[tuple[str, Tensor]], *, size: int = CHUNK) -> Iterator[Chunk]:
+    """Weights by name in chunks of at most ``size`` bytes; a larger weight is a chunk of its own."""
+    chunk: Chunk = {}
+    held = 0
+    for name, value in weights:
+        if value.layout != torch.strided:
+            raise TypeError(f"weights must be dense tensors, got {value.layout} for {name!r}.")
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if chunk and held + data.nbytes > size:
+            yield chunk
+            chunk, held = {}, 0
+        chunk[name] = (str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
+        held += data.nbytes
+    if chunk:
+        yield chunk
+
+
+def tensors_of(chunk: Chunk) -> dict[str, Tensor]:
+    """The weights of a chunk, on its memory: not to be written to."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        for name, (dtype, shape, data) in chunk.items():
+            flat = torch.from_numpy(data) if data.nbytes else torch.zeros(0, dtype=torch.uint8)
+            found[name] = flat.view(getattr(torch, dtype)).reshape(shape)
+    return found
+
+
+# ------------------------------------------------------------------ the keeper
+
+
+@dataclass(eq=False)
+class Push:
+    """Weights that were pushed together."""
+
+    token: str  # unique
+    chunks: list[Any] = field(default_factory=list)  # references
+    names: set[str] = field(default_factory=set)
+    version: int = 0  # once it is committed
+    seen: float = field(default_factory=time.monotonic)  # the last call for it
 
 
 class WeightKeeper:
-    """An actor that keeps pushed weights in the object store, so that a restarted replica can load them.
+    """An actor that keeps pushed weights in the object store, and in ``folder``, so that a restarted replica can load them.
 
-    It ends after the replicas. Replicas whose model has another ``source`` receive no weights.
+    A push is staged in chunks, which changes nothing, and then committed as a whole. The keeper ends after the replicas.
+    Replicas whose model has another ``source`` receive no weights.
     """
 
-    def __init__(self, replicas: Sequence[str], namespace: str, source: str) -> None:
+    def __init__(
+        self, service: str, replicas: Sequence[str], namespace: str, source: str, folder: str | None = None
+    ) -> None:
         import ray
 
-        self._version: int | None = None
-        self._pushed: list[tuple[frozenset[str], Any]] = []  # names and reference of each push, oldest first
-        self._lost = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._version = self._reserved = 0
+        self._pushed: list[Push] = []  # oldest first, without those that later ones replace
+        self._staged: dict[str, Push] = {}
+        self._lost: Exception | None = None
         self._replicas, self._namespace, self._source = list(replicas), namespace, source
+        self._files = None if folder is None else WeightFiles(folder, service, source)
+        if self._files is None and ray.get_runtime_context().was_current_actor_reconstructed:
+            self._lost = WeightVersionError(
+                "the weights that were pushed are lost, with the actor that kept them: push them again."
+            )
+        self._read()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def put(self, version: int, weights: Any) -> Exception | None:
-        """Store weights along with those of earlier pushes that they do not replace; an error for an old version."""
+    def next_version(self, seen: int = 0) -> int:
+        """A version that no other call gets, later than all pushed ones and than ``seen``."""
+        self._reserved = max(self._reserved, self._last(), seen) + 1
+        return self._reserved
+
+    def stage(self, token: str, chunk: Chunk) -> None:
+        """Store a part of a push."""
         import ray
 
-        if self._version is not None and version < self._version:
-            return WeightVersionError(
-                f"version {version} of the weights was pushed after version {self._version}: versions must increase."
-            )
-        weights = state_dict_of(weights)
-        names = frozenset(weights)
-        earlier = [] if self._lost else [push for push in self._pushed if not push[0] <= names]
-        self._pushed = [*earlier, (names, ray.put(weights))]
-        self._version, self._lost = version, False
-        return None
+        push = self._staged.setdefault(token, Push(token))
+        push.chunks.append(ray.put(chunk))
+        push.names |= chunk.keys()
+        push.seen = time.monotonic()
 
-    def get(self, source: str) -> tuple[int | None, list[Any], bool]:
-        """Version, references in the order of their pushes, and whether the weights were lost."""
+    def check(self, version: int | None) -> Exception | None:
+        """The error if ``version`` is earlier than the last one."""
+        last = self._last()
+        if version is None or version >= last:
+            return None
+        return WeightVersionError(
+            f"version {version} of the weights was pushed after version {last}: versions must increase."
+        )
+
+    def commit(self, token: str, chunks: int, version: int | None, seen: int = 0) -> int | Exception:
+        """Make a staged push of so many chunks the latest one; its version (the next one for None) or an error."""
+        for push in self._pushed:
+            if push.token == token:  # asked again
+                return push.version
+        push = self._staged.pop(token, Push(token))
+        if len(push.chunks) != chunks:
+            return ServiceError(f"{len(push.chunks)} of {chunks} chunks of a push are there: push the weights again.")
+        self._read()
+        error = self.check(version) or (None if self._files is None else self._lost)
+        if error is not None:
+            return error
+        push.version = self.next_version(seen) if version is None else version
+        earlier = [] if self._lost else [old for old in self._pushed if not old.names <= push.names]
+        if self._files is not None:
+            try:
+                self._files.write(push, [old.token for old in earlier])
+            except Exception as failed:
+                return portable(failed)
+        self._pushed = [*earlier, push]
+        self._version, self._lost = push.version, None
+        return push.version
+
+    def drop(self, token: str) -> None:
+        """Free a staged push."""
+        self._staged.pop(token, None)
+
+    def get(self, source: str, staged: str | None = None) -> tuple[int, list[tuple[str, list[Any]]], Exception | None]:
+        """Version; token and references of each push, oldest first, ``staged`` last; and why pushes were lost, if they were."""
         if source != self._source:
-            return None, [], False
-        return self._version, [reference for _, reference in self._pushed], self._lost
+            return 0, [], None
+        self._read()
+        found = [*self._pushed, *([self._staged[staged]] if staged in self._staged else [])]
+        return self._version, [(push.token, list(push.chunks)) for push in found], self._lost
+
+    def _last(self) -> int:
+        """The latest version; that of the replicas if it was lost here."""
+        if self._lost is not None:
+            self._version = max([self._version, *map(self._version_of, self._replicas)])
+        return self._version
+
+    def _version_of(self, replica: str) -> int:
+        import ray
+
+        try:
+            stats = ray.get(ray.get_actor(replica, namespace=self._namespace).stats.remote(), timeout=5.0)
+            return int(stats["version"])
+        except Exception:  # it is down: what it held is in no other place
+            return 0
+
+    def _read(self) -> None:
+        """Take up the files of the service's earlier life, once, or again after an error."""
+        if self._files is None or (self._pushed and self._lost is None):
+            return
+        try:
+            self._pushed = [self._load(*found) for found in self._files.read()]
+            self._version = max([self._version, *(push.version for push in self._pushed)])
+            self._lost = None
+        except Exception as error:
+            self._lost = portable(error)
+
+    def _load(self, token: str, version: int, weights: Iterable[tuple[str, Tensor]]) -> Push:
+        import ray
+
+        push = Push(token, version=version)
+        for chunk in chunks_of(weights):
+            push.chunks.append(ray.put(chunk))
+            push.names |= chunk.keys()
+        return push
 
     def _watch(self) -> None:
         import ray
@@ -58,6 +201,9 @@ class WeightKeeper:
         seen = time.monotonic()
         while time.monotonic() - seen < _ALONE:
             time.sleep(_LOOK)
+            for push in list(self._staged.values()):
+                if time.monotonic() - push.seen > _ABANDONED:
+                    self.drop(push.token)
             if any_alive(self._replicas, self._namespace):
                 seen = time.monotonic()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
@@ -76,47 +222,162 @@ def keeper_of(spec: ServiceSpec) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=-1,
-    ).remote(spec.replica_names, spec.namespace, spec.source)
+    ).remote(spec.name, spec.replica_names, spec.namespace, spec.source, spec.settings.get("weights_dir"))
 
 
 def _find_keeper(spec: ServiceSpec) -> Any | None:
     import ray
 
+    if spec.settings.get("weights_dir") is not None:  # it may have weights of the service's earlier life
+        return keeper_of(spec)
     try:
         return ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace)
     except ValueError:
         return None
 
 
-def kept_weights(spec: ServiceSpec, *, timeout: float = 300.0) -> tuple[int, list[Mapping[str, Any]]] | None:
-    """Version and weights of all pushes, to be applied in order; None if there were none, an error if they are lost."""
-    import ray
-
-    keeper = _find_keeper(spec)
-    if keeper is None:
-        return None
-    version, references, lost = ray.get(keeper.get.remote(spec.source), timeout=timeout)
-    if lost:
-        raise WeightVersionError(
-            "the weights that were pushed are lost, with the actor that kept them: push them again."
-        )
-    if version is None:
-        return None
-    try:
-        return version, ray.get(references, timeout=timeout)
-    except ray.exceptions.RayError as error:
-        raise WeightVersionError(
-            f"version {version} of the weights cannot be read again: push it again ({error})."
-        ) from error
-
-
 def end_keeper(spec: ServiceSpec) -> None:
-    """Drop the kept weights."""
+    """Drop the kept weights; files stay."""
     import ray
 
-    keeper = _find_keeper(spec)
-    if keeper is not None:
-        ray.kill(keeper, no_restart=True)
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace), no_restart=True)
+
+
+# ------------------------------------------------------------------ on disk
+
+
+class WeightFiles:
+    """The pushes of a service as safetensors files in a folder, one for each. Files appear and disappear as a whole."""
+
+    def __init__(self, folder: str, service: str, source: str) -> None:
+        self._folder, self._prefix, self._source = Path(folder), f"{quote(service, safe='')}-", source
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{self._prefix}{'[0-9]' * 8}.safetensors"))
+
+    def write(self, push: Push, keep: Sequence[str]) -> None:
+        """Write a push, then remove the files of earlier ones that are not in ``keep`` (tokens)."""
+        import ray
+        from safetensors.torch import save_file
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: value for ref in push.chunks for name, value in tensors_of(ray.get(ref)).items()}
+        earlier = self._files()
+        replaced = [old for old in earlier if self._about(old)["token"] not in keep]
+        number = int(earlier[-1].stem[-8:]) + 1 if earlier else 0
+        path = self._folder / f"{self._prefix}{number:08d}.safetensors"
+        partial = path.with_suffix(f".{os.getpid()}.part")
+        about = {"token": push.token, "version": str(push.version), "model": self._source}
+        try:
+            save_file(weights, partial, metadata=about)
+            with open(partial, "rb") as written:
+                os.fsync(written.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        for old in replaced:
+            old.unlink()
+
+    def read(self) -> Iterator[tuple[str, int, Iterator[tuple[str, Tensor]]]]:
+        """Token, version and weights, one by one, of each push, in their order."""
+        for path in self._files():
+            about = self._about(path)
+            if about["model"] != self._source:
+                raise WeightVersionError(
+                    f"{path} holds weights of another model: {about['model']}, this is {self._source}. Choose another "
+                    "weights_dir=, or remove the file."
+                )
+            yield about["token"], int(about["version"]), self._weights(path)
+
+    def _about(self, path: Path) -> dict[str, str]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                about: dict[str, str] = file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise WeightVersionError(
+                f"{path} cannot be read ({error}): remove it, and push the weights again."
+            ) from error
+        if not {"token", "version", "model"} <= about.keys():
+            raise WeightVersionError(f"{path} was not written by a service: remove it from weights_dir.")
+        return about
+
+    def _weights(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
+# ------------------------------------------------------------------ the replica's side
+
+
+class Pushes:
+    """What a replica has of the pushes that the keeper holds. For one thread, which it may block.
+
+    Args:
+        spec: the service.
+        check: returns weights under the model's own names, or raises an error.
+    """
+
+    def __init__(self, spec: ServiceSpec, check: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+        self._spec, self._check = spec, check
+        self._taken = ""  # token of the last push that is in the model
+        self._staged: tuple[str, Mapping[str, Tensor]] = ("", {})
+
+    def stage(self, token: str) -> None:
+        """Fetch and check a push before it is committed. Its bytes stay in the object store, one copy for each node."""
+        if token == self._taken:
+            return
+        self._staged = ("", {})
+        found = dict(self._ask(token)[1])
+        if token not in found:
+            raise ServiceError("the push is not known to the actor that keeps the weights: push them again.")
+        self._staged = (token, self._fetch(found[token]))
+
+    def missing(self) -> tuple[int, str, dict[str, Tensor]] | None:
+        """Version, token and weights that bring the model up to date; None if it is."""
+        version, pushes = self._ask()
+        tokens = [token for token, _ in pushes]
+        new = pushes[tokens.index(self._taken) + 1 :] if self._taken in tokens else pushes
+        if not new:
+            return None
+        weights: dict[str, Tensor] = {}
+        for token, references in new:
+            weights.update(self._staged[1] if token == self._staged[0] else self._fetch(references))
+        return version, tokens[-1], weights
+
+    def take(self, token: str) -> None:
+        """Note that the model has all pushes up to this one."""
+        self._taken = token
+        self.drop()
+
+    def drop(self) -> None:
+        """Free a staged push."""
+        self._staged = ("", {})
+
+    def _ask(self, staged: str | None = None) -> tuple[int, list[tuple[str, list[Any]]]]:
+        import ray
+
+        keeper = _find_keeper(self._spec)
+        if keeper is None:
+            return 0, []
+        version, pushes, lost = ray.get(keeper.get.remote(self._spec.source, staged), timeout=_FETCH)
+        if lost is not None and staged is None:
+            raise lost
+        return version, pushes
+
+    def _fetch(self, references: Sequence[Any]) -> Mapping[str, Tensor]:
+        import ray
+
+        try:
+            chunks = ray.get(list(references), timeout=_FETCH)
+        except ray.exceptions.RayError as error:
+            raise WeightVersionError(f"pushed weights cannot be read: push them again ({error}).") from error
+        return self._check({name: value for chunk in chunks for name, value in tensors_of(chunk).items()})
 
 
 def check_version(version: Any) -> int:

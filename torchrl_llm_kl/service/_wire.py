@@ -1,11 +1,18 @@
-"""The messages between clients and replicas: requests and replies as plain bytes, weights as a mapping of tensors."""
+"""The messages between clients and replicas: requests and replies as plain bytes, weights as a mapping of tensors.
+
+A message is a prefix of 12 bytes (a mark, the protocol version, the kind of message, the length of the head), a JSON head,
+and arrays whose sizes follow from the head. Reading one checks all of it: the other side may have another release, and a
+reader must take no more memory than the message has bytes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +20,26 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-# The settings but the last one, and version, caller and newest.
-_FIELDS = 8
+from torchrl_llm_kl.service._errors import ProtocolError
+
+#: Version of the format below. A change that the other side would misread gets the next number.
+PROTOCOL = 2
+#: The most tokens of ``top_k``.
+MAX_TOP_K = 1024
+
+_PREFIX = struct.Struct("<4sHHI")  # mark, protocol, kind, bytes of the head
+_MARK = b"KLRL"
+_REQUEST, _REPLY = 1, 2
+_READER = {_REQUEST: ("request", "client", "replica"), _REPLY: ("reply", "replica", "client")}
+_MAX_HEAD = 2**14  # bytes
+_MAX_TEXT = 256  # characters of a caller's or an adapter's name
+_MAX_WHOLE = 2**63 - 1
+_FLOAT_TYPES = {
+    name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and found.is_floating_point
+}
+
+
+# ------------------------------------------------------------------ settings
 
 
 @dataclass(frozen=True)
@@ -27,16 +52,46 @@ class Settings:
     entropy: bool = False  # whether to return entropies
     remember: bool = False  # whether to cache keys and values for requests that continue these sequences
     deterministic: bool = False  # whether scores must not depend on the other requests of a batch
+    top_k: int = 0  # number of most probable tokens to return with their log-probs, and the log-prob of the rest
+    top_k_dtype: str = "float32"  # of these log-probs in the reply; or "float16"
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """``dtype`` as torch's object; a ValueError if torch has no floating-point type of that name."""
         if self.dtype is None:
             return None
-        found = getattr(torch, self.dtype, None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise ValueError(f"dtype must be the name of a floating-point type such as 'bfloat16', got {self.dtype!r}.")
+        found = _FLOAT_TYPES.get(self.dtype) if isinstance(self.dtype, str) else None
+        if found is None:
+            raise ValueError(
+                f"dtype must be the name of a floating-point type such as 'bfloat16', got {_short(self.dtype)}."
+            )
         return found
+
+    def checked(self) -> Settings:
+        """These settings; a ValueError that names the first one of a wrong type or outside its range."""
+        number = self.temperature
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < _real(number) < math.inf:
+            raise ValueError(f"temperature must be a positive number, got {_short(number)}.")
+        if not isinstance(self.adapters, bool) and not _is_text(self.adapters, least=1):
+            raise ValueError(
+                f"adapters must be True, False or a name of 1 to {_MAX_TEXT} characters, got {_short(self.adapters)}."
+            )
+        for name in ("entropy", "remember", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {_short(getattr(self, name))}.")
+        if not _is_whole(self.top_k, MAX_TOP_K):
+            raise ValueError(f"top_k must be a whole number from 0 to {MAX_TOP_K}, got {_short(self.top_k)}.")
+        if self.top_k_dtype not in ("float32", "float16"):
+            raise ValueError(f"top_k_dtype must be 'float32' or 'float16', got {_short(self.top_k_dtype)}.")
+        _ = self.torch_dtype  # raises
+        return replace(self, temperature=float(number))
+
+
+_DEFAULTS = Settings()
+_NAMES = tuple(field.name for field in fields(Settings))
+
+
+# ------------------------------------------------------------------ requests and replies
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +105,7 @@ class Request:
     version: int | None = None  # required version of the weights; None for any
     caller: str = ""  # the sender; batches are fair between callers
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
+    deaths: int = 0  # replicas that died while they held it: it shares no batch with others
 
     @classmethod
     def of(
@@ -90,36 +146,62 @@ class Request:
         mask[torch.from_numpy(starts[self.lengths > 0])] = False
         return mask
 
+    def digest(self) -> str:
+        """Equal for requests of the same tokens, masks and settings."""
+        found = hashlib.blake2b(json.dumps(astuple(self.settings)).encode(), digest_size=16)
+        for array in (self.lengths.astype(np.int64), self.tokens.astype(np.int64), self.mask):
+            found.update(b"" if array is None else array.tobytes())
+        return found.hexdigest()
+
     def pack(self) -> bytes:
-        masks = [] if self.mask is None else [self.mask]
-        head = (
-            self.tokens.dtype.itemsize,
-            bool(masks),
-            *astuple(self.settings)[:-1],
-            self.version,
-            self.caller,
-            self.newest,
-            # Only where set: releases without it read all other requests, and refuse these.
-            *([True] if self.settings.deterministic else []),
-        )
-        return _join(head, self.lengths.astype(np.int64), self.tokens, *masks)
+        """The request as bytes: 4 or 8 for a token, 8 for a sequence, a bit for a token if there is a mask."""
+        head = {
+            "sequences": int(self.lengths.shape[0]),
+            "tokens": self.num_tokens,
+            "token_bytes": self.tokens.dtype.itemsize,
+            "masked": self.mask is not None,
+            "settings": {
+                name: value for name in _NAMES if (value := getattr(self.settings, name)) != getattr(_DEFAULTS, name)
+            },
+            "version": self.version,
+            "caller": self.caller,
+            "newest": self.newest,
+            "deaths": self.deaths,
+        }
+        return _join(_REQUEST, head, self.lengths.astype(np.int64), self.tokens, self.mask)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Request:
-        (width, masked, *settings), parts = _split(packed)
-        *plain, version, caller, newest = settings[:_FIELDS]
-        scoring = replace(Settings(*plain), deterministic=settings[_FIELDS:] == [True])
-        tokens = np.frombuffer(parts[1], np.int32 if width == 4 else np.int64)
-        mask = np.frombuffer(parts[2], np.uint8) if masked else None
-        return cls(
-            tokens,
-            np.frombuffer(parts[0], np.int64),
-            mask,
-            scoring,
-            version,
-            caller,
-            newest,
-        )
+        """The request in ``packed``; a :class:`ProtocolError` says what is wrong with it."""
+        head, arrays = _split(packed, _REQUEST)
+        sequences, tokens = head.whole("sequences"), head.whole("tokens")
+        width, masked = head.one_of("token_bytes", (4, 8)), head.flag("masked")
+        given = head.take("settings")
+        version, caller, newest = head.take("version"), head.text("caller"), head.whole("newest")
+        deaths = head.whole("deaths")
+        if not isinstance(given, dict) or not given.keys() <= set(_NAMES):
+            raise head.wrong("settings", given, f"an object with some of the names {', '.join(_NAMES)}")
+        if version is not None and not _is_whole(version):
+            raise head.wrong("version", version, "a whole number or null")
+        head.end()
+        try:
+            settings = Settings(**given).checked()
+        except ValueError as error:
+            raise ProtocolError(f"a request holds invalid settings: {error}") from None
+        bits = (tokens + 7) // 8 if masked else 0
+        arrays.expect(sequences * 8 + tokens * width + bits, f"{sequences} sequences and {tokens} tokens")
+        lengths, ids = arrays.next("<i8", sequences), arrays.next(f"<i{width}", tokens)
+        mask = arrays.next("u1", bits) if masked else None
+        if sequences and not (int(lengths.min()) >= 0 and int(lengths.max()) <= tokens):
+            wrong = lengths[(lengths < 0) | (lengths > tokens)][0]
+            raise ProtocolError(f"a request holds a sequence of length {wrong}, expected 0 to its {tokens} tokens.")
+        if int(lengths.sum()) != tokens:
+            raise ProtocolError(
+                f"the lengths of a request add up to {int(lengths.sum())}, expected its {tokens} tokens."
+            )
+        if mask is not None and tokens % 8 and int(mask[-1]) & (0xFF >> tokens % 8):
+            raise ProtocolError(f"the mask of a request has bits after its {tokens} tokens, expected zeros there.")
+        return cls(ids, lengths, mask, settings, version, caller, newest, deaths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,33 +211,194 @@ class Reply:
     log_prob: np.ndarray  # float32 or float64 [K]
     entropy: np.ndarray | None  # same type, [K]; None if not requested
     version: int  # of the weights that they come from
+    top_ids: np.ndarray | None = None  # the most probable tokens, in order: int32 [K, k]; None if not requested
+    top_log_probs: np.ndarray | None = None  # theirs: float32 or float16 [K, k]
+    rest_log_prob: np.ndarray | None = None  # log of the total probability of all other tokens: float32 [K]
 
     def pack(self) -> bytes:
-        entropies = [] if self.entropy is None else [self.entropy]
-        return _join((self.log_prob.dtype.itemsize, self.version), self.log_prob, *entropies)
+        """The reply as bytes; for the top ``k`` ``8k + 4`` a token, or ``6k + 4`` in float16."""
+        ids, values, rest = self.top_ids, self.top_log_probs, self.rest_log_prob
+        head = {
+            "scores": int(self.log_prob.shape[0]),
+            "score_bytes": self.log_prob.dtype.itemsize,
+            "entropy": self.entropy is not None,
+            "top_k": 0 if ids is None else int(ids.shape[1]),
+            "top_k_bytes": 4 if values is None else values.dtype.itemsize,
+            "version": self.version,
+        }
+        return _join(_REPLY, head, self.log_prob, self.entropy, rest, ids, values)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Reply:
-        (width, version), parts = _split(packed)
-        numbers = [np.frombuffer(part, np.float32 if width == 4 else np.float64) for part in parts]
-        return cls(numbers[0], numbers[1] if len(numbers) > 1 else None, version)
+        """The reply in ``packed``; a :class:`ProtocolError` says what is wrong with it."""
+        head, arrays = _split(packed, _REPLY)
+        count, width, entropy = head.whole("scores"), head.one_of("score_bytes", (4, 8)), head.flag("entropy")
+        k, narrow = head.whole("top_k", MAX_TOP_K), head.one_of("top_k_bytes", (2, 4))
+        version = head.whole("version")
+        head.end()
+        top_k = (4 + k * (4 + narrow)) if k else 0
+        arrays.expect(count * ((1 + entropy) * width + top_k), f"{count} scores and their top {k}")
+        log_prob = arrays.next(f"<f{width}", count)
+        entropies = arrays.next(f"<f{width}", count) if entropy else None
+        if not k:
+            return cls(log_prob, entropies, version)
+        rest, ids = arrays.next("<f4", count), arrays.next("<i4", count * k).reshape(count, k)
+        values = arrays.next(f"<f{narrow}", count * k).reshape(count, k)
+        if count and int(ids.min()) < 0:
+            raise ProtocolError(f"a reply holds token id {int(ids.min())} among the top {k}, expected at least 0.")
+        return cls(log_prob, entropies, version, ids, values, rest)
+
+    def check_answers(self, count: int, settings: Settings) -> None:
+        """Raise a :class:`ProtocolError` unless this replies to a request for ``count`` scores with ``settings``."""
+        k = 0 if self.top_ids is None else int(self.top_ids.shape[1])
+        found = (int(self.log_prob.shape[0]), self.entropy is not None, k)
+        expected = (count, settings.entropy, settings.top_k)
+        if found != expected:
+            names = ("scores", "entropy", "top_k")
+            raise ProtocolError(
+                f"a reply holds {dict(zip(names, found, strict=True))}, expected "
+                f"{dict(zip(names, expected, strict=True))}: it answers another request."
+            )
 
 
-def _join(head: tuple[object, ...], *arrays: np.ndarray) -> bytes:
-    """A JSON head with the sizes of the arrays, then the arrays: Ray sends one object faster than several."""
-    text = json.dumps([head, [array.nbytes for array in arrays]]).encode()
-    return b"".join((struct.pack("<I", len(text)), text, *(array.tobytes() for array in arrays)))
+# ------------------------------------------------------------------ bytes
 
 
-def _split(packed: bytes) -> tuple[list[Any], list[memoryview]]:
+class _Head:
+    """The fields of a message, each read once with its type and range."""
+
+    def __init__(self, fields: dict[str, Any], what: str) -> None:
+        self._fields, self._what = fields, what
+
+    def take(self, name: str) -> Any:
+        if name not in self._fields:
+            raise ProtocolError(f"a {self._what} has no field {name!r}.")
+        return self._fields.pop(name)
+
+    def whole(self, name: str, most: int = _MAX_WHOLE) -> int:
+        value = self.take(name)
+        if not _is_whole(value, most):
+            raise self.wrong(name, value, f"a whole number from 0 to {most}")
+        return int(value)
+
+    def one_of(self, name: str, choices: tuple[int, ...]) -> int:
+        value = self.take(name)
+        if not _is_whole(value) or value not in choices:
+            raise self.wrong(name, value, f"one of {choices}")
+        return int(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.take(name)
+        if not _is_text(value):
+            raise self.wrong(name, value, f"a string of at most {_MAX_TEXT} characters")
+        return str(value)
+
+    def wrong(self, name: str, value: Any, expected: str) -> ProtocolError:
+        return ProtocolError(f"{name} of a {self._what} is {_short(value)}, expected {expected}.")
+
+    def end(self) -> None:
+        if self._fields:
+            raise ProtocolError(f"a {self._what} has unknown fields: {_short(sorted(self._fields))}.")
+
+
+class _Arrays:
+    """The arrays of a message, in order."""
+
+    def __init__(self, view: memoryview, what: str) -> None:
+        self._view, self._what = view, what
+
+    def expect(self, size: int, content: str) -> None:
+        """Raise a :class:`ProtocolError` unless there are ``size`` bytes for the ``content``."""
+        if self._view.nbytes != size:
+            raise ProtocolError(f"a {self._what} has {self._view.nbytes} bytes for {content}, expected {size}.")
+
+    def next(self, dtype: str, count: int) -> np.ndarray:
+        end = np.dtype(dtype).itemsize * count
+        found: np.ndarray = np.frombuffer(self._view[:end], dtype)
+        self._view = self._view[end:]
+        return found
+
+
+def _join(kind: int, head: Mapping[str, object], *arrays: np.ndarray | None) -> bytes:
+    """One object, which Ray sends faster than several. The head is padded so that the arrays are aligned."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-(_PREFIX.size + len(text)) % 8)
+    little = [x.astype(x.dtype.newbyteorder("<"), copy=False) for x in arrays if x is not None]
+    parts = [array.tobytes() for array in little]
+    return b"".join((_PREFIX.pack(_MARK, PROTOCOL, kind, len(text)), text, *parts))
+
+
+def _split(packed: bytes, kind: int) -> tuple[_Head, _Arrays]:
+    what, sender, reader = _READER[kind]
+    if not isinstance(packed, (bytes, bytearray)):
+        raise ProtocolError(f"expected a {what} as bytes, got {type(packed).__name__}.")
     view = memoryview(packed)
-    start = 4 + struct.unpack_from("<I", view)[0]
-    head, sizes = json.loads(bytes(view[4:start]))
-    parts = []
-    for size in sizes:
-        parts.append(view[start : start + size])
-        start += size
-    return head, parts
+    start = bytes(view[:4])
+    if len(view) < _PREFIX.size or start != _MARK:
+        raise ProtocolError(
+            f"a {what} of {len(view)} bytes begins with {start!r}, expected {_MARK!r} and a protocol version (here "
+            f"{PROTOCOL}): it is damaged, or the {sender} has a release without versions. Update torchrl_llm_kl there."
+        )
+    _, protocol, found, size = _PREFIX.unpack_from(view)
+    if protocol != PROTOCOL:
+        older = sender if protocol < PROTOCOL else reader
+        raise ProtocolError(
+            f"the {sender} speaks version {protocol} of the protocol, this {reader} version {PROTOCOL}: update "
+            f"torchrl_llm_kl on the side of the {older}."
+        )
+    if found != kind:
+        raise ProtocolError(f"expected a {what} (kind {kind}), got a message of kind {found}.")
+    end = _PREFIX.size + size
+    if size > _MAX_HEAD or end > len(view):
+        raise ProtocolError(f"a {what} of {len(view)} bytes declares a head of {size}, expected at most {_MAX_HEAD}.")
+    text = bytes(view[_PREFIX.size : end])
+    try:
+        fields = json.loads(text.decode(), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
+        raise ProtocolError(f"the head of a {what} is no valid JSON: {error!s:.100}.") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"the head of a {what} is {_short(fields)}, expected a JSON object.")
+    return _Head(fields, what), _Arrays(view[end:], what)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _is_whole(value: Any, most: int = _MAX_WHOLE) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _is_text(value: Any, least: int = 0) -> bool:
+    """Whether it is a string of at least ``least`` characters, all of which can be encoded."""
+    if not isinstance(value, str) or not least <= len(value) <= _MAX_TEXT:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _real(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def _short(value: Any) -> str:
+    """A value in an error message; deep or long ones are cut."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # too deep, or a number of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ------------------------------------------------------------------ weights
 
 
 def state_dict_of(weights: Any) -> dict[str, Tensor]:

@@ -115,6 +115,10 @@ class StepTransform(StepMixin, Transform):
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
         """Per-token entries written beside the observations: key -> feature shape after the token dimension."""
 
+    def entry_dtype(self, key: NestedKey) -> torch.dtype:
+        """The dtype of a per-token entry."""
+        return torch.float32
+
     def __setattr__(self, name: str, value: Any) -> None:
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(value))
@@ -129,29 +133,31 @@ class StepTransform(StepMixin, Transform):
                 container.empty_cache()
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Declare the per-token entries: float32 of shape ``[*B, -1, *F]``, one number per token."""
+        """Declare the per-token entries, ``[*B, -1, *F]``."""
         for key, features in self.token_entries.items():
-            declare_entry(observation_spec, key, features)
+            declare_entry(observation_spec, key, features, self.entry_dtype(key))
         return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         # After a reset there are no tokens yet: the declared entries exist, with length 0.
         lengths = torch.zeros(tensordict_reset.batch_size.numel(), dtype=torch.long)
         for key, features in self.token_entries.items():
-            empty = torch.zeros((0, *features), device=tensordict_reset.device)
+            empty = torch.zeros((0, *features), dtype=self.entry_dtype(key), device=tensordict_reset.device)
             tensordict_reset = write_ragged(tensordict_reset, key, empty, Rows(lengths, tensordict_reset.batch_size))
         return tensordict_reset
 
 
-def declare_entry(spec: Composite, key: NestedKey, features: tuple[int, ...]) -> None:
-    """Add an entry ``[*B, -1, *F]`` of float32 to a spec."""
+def declare_entry(
+    spec: Composite, key: NestedKey, features: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> None:
+    """Add an entry ``[*B, -1, *F]`` to a spec."""
     path: Any = unravel_key(key)
     path = (path,) if isinstance(path, str) else path
     for name in path[:-1]:
         if spec.get(name, None) is None:
             spec[name] = Composite(shape=spec.shape, device=spec.device)
         spec = spec[name]
-    spec[path[-1]] = Unbounded(shape=(*spec.shape, -1, *features), device=spec.device, dtype=torch.float32)
+    spec[path[-1]] = Unbounded(shape=(*spec.shape, -1, *features), device=spec.device, dtype=dtype)
 
 
 # ------------------------------------------------------------------ envs and collectors around a transform

@@ -36,6 +36,12 @@ def check_scored_model(model: Any, name: str = "model", transform: str = "Retrie
     return model
 
 
+def _check_top_k(top_k: int) -> int:
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"top_k must be a whole number of at least 0, got {top_k!r}.")
+    return top_k
+
+
 def _check_reference(reference: Any) -> Any:
     check_distributions(reference)
     return reference
@@ -52,6 +58,8 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
 
 
 _MOMENTS = ("collision", "discriminator")
+# Names below `top_k_key` -> fields of the scores.
+_TOP_K = {"ids": "top_indices", "log_probs": "top_log_probs", "rest_log_prob": "tail_log_prob"}
 # Attributes that hold a model.
 _MODELS = ("model", "reference", "ref_model")
 
@@ -179,13 +187,17 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         moments_key: below which key to write ``"collision"`` and ``"discriminator"`` of that distribution, if anywhere: inputs
             of the advantages ``optimal_token_baseline`` and ``clip_v``; see :class:`~torchrl_llm_kl.scoring.Scores`. They have
             no gradient, and a model behind a service does not return them.
+        top_k: number of most probable tokens to write at each scored token: a teacher's distribution for distillation. Default
+            0, none. They have no gradient.
+        top_k_key: below which key they go: ``"ids"`` (int64) and ``"log_probs"`` ``[*B, T, top_k]``, in descending order, and
+            ``"rest_log_prob"`` ``[*B, T]``, the log of the total probability of all other tokens. Default ``"top_k"``.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
     ``history_key`` and ``device``.
 
     Shapes:
-        float32 nats ``[*B, T]``, in the layout above, exactly 0 at padding and at tokens that are not scored.
+        float32 nats ``[*B, T]``, in the layout above, exactly 0 at padding and at tokens that are not scored (ids too).
 
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
@@ -204,7 +216,12 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     .. seealso:: :class:`RetrieveKL`, :class:`KLComputation`.
     """
 
-    checks: ClassVar[Checks] = {**StepTransform.checks, "model": check_scored_model, "reference": _check_reference}
+    checks: ClassVar[Checks] = {
+        **StepTransform.checks,
+        "model": check_scored_model,
+        "reference": _check_reference,
+        "top_k": _check_top_k,
+    }
     fixed = ScoringTransform.fixed | {"history_key"}
 
     def __init__(
@@ -229,6 +246,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         exact_kl_key: NestedKey | None = None,
         entropy_key: NestedKey | None = None,
         moments_key: NestedKey | None = None,
+        top_k: int = 0,
+        top_k_key: NestedKey = "top_k",
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
@@ -262,13 +281,14 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self.reference = reference
         self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
         self.entropy_key, self.moments_key = entropy_key, moments_key
+        self.top_k, self.top_k_key = top_k, top_k_key
         self.declare()
         self.check_models()
 
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The model's input; the log-probs, and the exact KL, the entropy and the moments if requested."""
+        """The model's input; the log-probs, and the exact KL, the entropy, the moments and the top k if requested."""
         out = [self.log_probs_full_key]
         if self.reference is not None:
             out.append(self.exact_kl_key)
@@ -276,12 +296,23 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             out.append(self.entropy_key)
         if self.moments_key is not None:
             out += [sub_key(self.moments_key, name) for name in _MOMENTS]
-        return list(self._known_interface().in_keys), out
+        return list(self._known_interface().in_keys), out + list(self._top_k_fields)
+
+    @property
+    def _top_k_fields(self) -> dict[NestedKey, str]:
+        """The entries of the top k, and their fields of the scores."""
+        return {sub_key(self.top_k_key, name): field for name, field in _TOP_K.items()} if self.top_k else {}
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
         """All entries that are written."""
-        return dict.fromkeys(self.out_keys, ())
+        entries: dict[NestedKey, tuple[int, ...]] = dict.fromkeys(self.out_keys, ())
+        wide = [key for key, field in self._top_k_fields.items() if field != "tail_log_prob"]
+        return {**entries, **dict.fromkeys(wide, (self.top_k,))}
+
+    def entry_dtype(self, key: NestedKey) -> torch.dtype:
+        """int64 for token ids, else float32."""
+        return torch.int64 if self._top_k_fields.get(key) == "top_indices" else torch.float32
 
     @property
     def tokenizer(self) -> Any:
@@ -298,8 +329,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         return {key: values for key, values in found.items() if values is not None} | self.requested(scores)
 
     def requested(self, scores: Scores) -> dict[NestedKey, Ragged]:
-        """The entropy and the moments among the scores, by key."""
+        """The entropy, the moments and the top k among the scores, by key."""
         found = {self.entropy_key: scores.entropy}
+        found |= {key: getattr(scores, field) for key, field in self._top_k_fields.items()}
         if self.moments_key is not None:
             found |= {sub_key(self.moments_key, name): getattr(scores, name) for name in _MOMENTS}
         return {key: values for key, values in found.items() if key is not None and values is not None}
@@ -317,8 +349,10 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     @property
     def _requested(self) -> dict[str, Any]:
-        moments = {} if self.moments_key is None else {"moments": True}
-        return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)} | moments
+        extras: dict[str, Any] = {} if self.moments_key is None else {"moments": True}
+        if self.top_k:
+            extras["top_k"] = self.top_k
+        return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)} | extras
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
         """Whether both tokenise text alike, judging by their settings."""
@@ -340,6 +374,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             scorer = self._slot.get(model, adapters=self.adapters, **self._settings)
             if self.entropy_key is not None and scorer.path == "wrapper":
                 check_distributions(model, what="the entropy")
+            if self.top_k and scorer.path == "wrapper":
+                check_distributions(model, what="top_k")
 
     @property
     def reference_scorer(self) -> LogProbScorer | None:

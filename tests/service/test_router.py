@@ -1,0 +1,217 @@
+"""Which replica scores a sequence: pure functions of the call and of earlier calls. Without Ray."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from torchrl_llm_kl.service._router import BALANCE, Router, _Earlier, _Home, _prefix_sums
+
+
+def rows(count: int, *, prefix: int = 0, length: int = 40, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    start = np.arange(prefix)
+    return [np.concatenate([start, rng.integers(0, 1000, length)]) for _ in range(count)]
+
+
+def assign(
+    router: Router, call: list[np.ndarray], scored: int, replicas: int | list[int], *, goes_on: bool = False
+) -> list[int]:
+    numbers = range(replicas) if isinstance(replicas, int) else replicas
+    lengths = np.array([len(row) for row in call], np.int64)
+    first = np.minimum(scored, lengths)
+    return router.assign(np.concatenate(call), lengths, first, list(numbers), goes_on=goes_on).tolist()
+
+
+def groups(prompts: int, responses: int, *, seed: int = 0, spread: int = 0) -> list[np.ndarray]:
+    """Responses to prompts of 60 tokens; their lengths differ by up to ``spread``."""
+    rng = np.random.default_rng(seed)
+    return [
+        np.concatenate([prompt, rng.integers(0, 1000, 30 + rng.integers(spread + 1))])
+        for prompt in rng.integers(0, 1000, (prompts, 60))
+        for _ in range(responses)
+    ]
+
+
+def imbalance(call: list[np.ndarray], chosen: list[int], replicas: int) -> float:
+    tokens = np.bincount(chosen, weights=[len(row) for row in call], minlength=replicas)
+    return float(tokens.max() / tokens.mean())
+
+
+# ------------------------------------------------------------------ balance within a call
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("prompts", [16, 64, 256])
+def test_a_call_is_balanced_and_responses_to_one_prompt_stay_together(prompts: int, seed: int) -> None:
+    """Plain rendezvous hashing gives 16 prompts on four replicas a largest share of 1.75 times the mean."""
+    call = groups(prompts, 8, seed=seed)
+    chosen = assign(Router(), call, 60, 4)
+    assert imbalance(call, chosen, 4) <= BALANCE == 1.25
+    together = np.array(chosen).reshape(prompts, 8)
+    assert (together == together[:, :1]).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_call_of_unequal_prompts_is_balanced_by_tokens(seed: int) -> None:
+    call = groups(24, 4, seed=seed, spread=200)
+    assert imbalance(call, assign(Router(), call, 60, 4), 4) <= BALANCE
+
+
+def test_the_choice_is_the_same_in_every_process_and_in_any_order() -> None:
+    call = groups(16, 8, spread=50)
+    chosen = assign(Router(), call, 60, 4)
+    assert chosen == assign(Router(), call, 60, 4)
+    order = np.random.default_rng(1).permutation(len(call))
+    assert [chosen[i] for i in order] == assign(Router(), [call[i] for i in order], 60, 4)
+    assert chosen[:16] == [3] * 8 + [0] * 8, "in every release too"
+
+
+def test_a_prompt_alone_goes_to_one_replica_in_every_call() -> None:
+    for prompt in rows(20, length=60):
+        found = {assign(Router(), [np.concatenate([prompt, tail])], 60, 4)[0] for tail in rows(8, length=25)}
+        assert len(found) == 1
+
+
+def test_one_long_prompt_does_not_crowd_the_others() -> None:
+    long = np.arange(10_000)
+    chosen = assign(Router(), [long, *rows(30)], 20_000, 3)
+    assert chosen[0] not in chosen[1:]
+
+
+def test_few_prompts_are_spread() -> None:
+    """Each is more than 1.25 times the mean: one a replica is the best that there is."""
+    for seed in range(10):
+        assert len(set(assign(Router(), rows(3, seed=seed), 30, 4))) == 3
+
+
+@pytest.mark.parametrize("prefixes", [(0,), (100,), (30, 60), (10, 20, 30, 40)])
+@pytest.mark.parametrize("scored", [1, 120], ids=["everything is scored", "the answer is scored"])
+def test_calls_of_one_sequence_spread_for_any_system_prompts(prefixes: tuple[int, ...], scored: int) -> None:
+    talks = [row for prefix in prefixes for row in rows(400 // len(prefixes), prefix=prefix, seed=prefix)]
+    shares = np.bincount([assign(Router(), [talk], scored, 4)[0] for talk in talks], minlength=4)
+    assert shares.min() > 60, shares  # 100 on average, with a standard deviation of 8.7
+
+
+def test_the_work_of_a_lost_replica_spreads_and_the_rest_stays() -> None:
+    talks = rows(400)
+    before = [assign(Router(), [talk], 1, 4)[0] for talk in talks]
+    after = [assign(Router(), [talk], 1, [0, 1, 3])[0] for talk in talks]
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != 2)
+    moved = np.bincount([new for old, new in zip(before, after, strict=True) if old == 2], minlength=4)
+    assert moved[[0, 1, 3]].min() > 15, "they spread over all others"
+
+
+def test_empty_sequences_and_calls() -> None:
+    empty = np.zeros(0, np.int64)
+    assert Router().assign(empty, empty, empty, [0, 1]).tolist() == []
+    router = Router()
+    found = assign(router, [empty, *rows(3), empty], 0, 4, goes_on=True)
+    assert found[0] == found[-1]
+    assert len(router._earlier) == 3
+
+
+# ------------------------------------------------------------------ conversations
+
+
+def test_a_growing_conversation_keeps_its_replica() -> None:
+    """Each turn scores its own tokens, so that the prompt before them differs each time."""
+    router, talks = Router(), rows(50)
+    first = assign(router, [talk[:20] for talk in talks], 12, 5, goes_on=True)
+    for end, scored in ((30, 25), (40, 33)):
+        assert assign(router, [talk[:end] for talk in talks], scored, 5, goes_on=True) == first
+        again = [assign(router, [talk[:end]], scored, 5, goes_on=True)[0] for talk in talks]
+        assert again == first, "alone as together"
+    assert set(first) == set(range(5))
+
+
+def test_turns_of_one_conversation_in_one_call_stay_together() -> None:
+    talks = rows(20, length=200)
+    call = [talk[:end] for end in (150, 70, 200, 20) for talk in talks]
+    chosen = np.array(assign(Router(), call, 1, 5, goes_on=True)).reshape(4, 20)
+    assert (chosen == chosen[:1]).all()
+
+
+def test_a_conversation_moves_when_its_replica_is_lost_and_stays_there() -> None:
+    router, talks = Router(), rows(40)
+    first = assign(router, [talk[:20] for talk in talks], 12, 4, goes_on=True)
+    moved = assign(router, [talk[:30] for talk in talks], 25, [0, 1, 3], goes_on=True)
+    assert all(new == old for old, new in zip(first, moved, strict=True) if old != 2)
+    assert assign(router, talks, 33, 4, goes_on=True) == moved, "its keys and values are at the new one"
+
+
+def test_the_longest_earlier_sequence_counts() -> None:
+    """Two conversations with the same first turn, which other replicas continued."""
+    router, start, ends = Router(), np.arange(37), rows(2, length=70)
+    longer = [np.concatenate([start, end]) for end in ends]
+    for row, replica in zip([start, *longer], [3, 1, 2], strict=True):
+        sums = _prefix_sums(row, np.array([len(row)]))
+        home = _Home(0)
+        home.replica = replica
+        router._earlier.add(sums, home)
+    later = [np.concatenate([row, np.zeros(30, np.int64)]) for row in [start, *longer]]
+    assert assign(router, later, 200, 4, goes_on=True) == [3, 1, 2]
+
+
+def test_every_prefix_is_found_and_nothing_else() -> None:
+    """Against a search by comparison, around the borders of blocks."""
+    rng, earlier, kept = np.random.default_rng(0), _Earlier(1000), {}
+    for n in rng.integers(1, 130, 300):
+        row = rng.integers(0, 2, n)  # many sequences start with others
+        kept[tuple(row)] = home = _Home(len(kept))
+        earlier.add(_prefix_sums(row, np.array([n])), home)
+    for _ in range(500):
+        start = list(kept)[rng.integers(len(kept))]
+        row = np.concatenate([start, rng.integers(0, 2, rng.integers(40))]).astype(np.int64)
+        starts = [known for known in kept if tuple(row[: len(known)]) == known]
+        assert earlier.find(_prefix_sums(row, np.array([len(row)]))) is kept[max(starts, key=len)]
+
+
+def test_the_oldest_sequences_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrl_llm_kl.service._router._REMEMBERED", 3)
+    router, talks = Router(), rows(4)
+    first = [assign(router, [talk[:20]], 12, 64, goes_on=True)[0] for talk in talks]
+    assert len(router._earlier) == 3
+    assert sum(sum(lengths.values()) for lengths in router._earlier._lengths.values()) == 3
+    assert [assign(router, [talk], 33, 64, goes_on=True)[0] for talk in talks[1:]] == first[1:]
+    for n in range(1, 200):
+        assign(router, [np.arange(n)], n, 64, goes_on=True)
+    assert len(router._earlier._lengths) <= 3, "nothing is kept of sequences that were dropped"
+
+
+def test_prefix_sums_tell_order_position_and_number_apart() -> None:
+    lengths = np.array([3, 3, 3, 2, 0, 3])
+    sums = _prefix_sums(np.array([1, 2, 3, 3, 2, 1, 1, 2, 4, 1, 2, -1, 2, 3]), lengths)
+    ends = lengths.cumsum()
+    whole = (sums[ends] - sums[ends - lengths]).tolist()
+    assert len(set(whole)) == 6
+    assert len(set((sums[[2, 8, 11]] - sums[[0, 6, 9]]).tolist())) == 1, "the same two tokens"
+    many = np.arange(100_000)
+    wide, narrow = (_prefix_sums(many.astype(dtype), np.array([60_000, 40_000])) for dtype in (np.int64, np.int32))
+    assert (wide == narrow).all()
+    assert len(set(wide.tolist())) == len(wide)
+
+
+def test_threads_share_a_router() -> None:
+    """Each thread continues its own conversations, while the oldest of all are dropped."""
+    router, errors = Router(), []
+
+    def talk(seed: int) -> None:
+        try:
+            for part in range(30):
+                talks = rows(20, length=90, seed=1000 * seed + part)
+                first = assign(router, [row[:50] for row in talks], 30, 4, goes_on=True)
+                assert assign(router, talks, 70, 4, goes_on=True) == first
+        except BaseException as error:
+            errors.append(error)
+
+    router._earlier = _Earlier(4000)
+    threads = [threading.Thread(target=talk, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    assert len(router._earlier) == 4000

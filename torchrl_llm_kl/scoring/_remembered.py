@@ -1,0 +1,304 @@
+"""A model whose scores are remembered on disk, and its scorer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from hashlib import blake2b
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
+from torchrl_llm_kl.scoring._invariant import PACK
+from torchrl_llm_kl.scoring._model import locked
+from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
+from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
+from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
+from torchrl_llm_kl.scoring._wrapping import Ranks
+
+# Counts up when scores change by more than rounding.
+_FORMAT = 1
+# What transforms read from a TorchRL wrapper or a service's proxy, besides its keys.
+_INTERFACE = {"interface", "input_mode", "generate", "return_log_probs", "pad_output", "layout"}
+_INTERFACE |= {"tokenizer", "chat_template", "chat_template_name"}
+
+
+class RememberedModel(nn.Module):
+    """A model whose log-probs and entropies are remembered on disk: what was scored once is read, not forwarded.
+
+    For frozen references: further epochs over a replay buffer, repeated runs. Pass it wherever a transform or a loss takes a
+    reference; processes may share the folder. Scores are found by weights, settings and tokens: a change of one of them is a
+    miss, even of one weight, in place. They have the bits of their first computation, so that they differ from a new one by
+    its rounding (not at all with ``deterministic=True``). A sequence of which only some tokens were scored is forwarded for the
+    others. Gradients, top-k, moments and an exact KL are not remembered.
+
+    The weights are read once, when the first score is requested, and again after they changed (see :func:`fingerprint_of`); a
+    service reports the fingerprint of its weights at each call, so that a push misses.
+
+    Args:
+        model: what a :class:`LogProbScorer` takes (for a wrapper of another backend ``fingerprint`` is required), or a
+            :class:`~torchrl_llm_kl.service.RemoteModel`.
+        store: a :class:`ScoreStore`, or a folder for one.
+
+    Keyword Args:
+        fingerprint: states the weights in place of reading them; the caller answers for changing it with them.
+
+    Raises:
+        TypeError: if ``model`` is a scorer, or its weights are not in this process and ``fingerprint`` is not given.
+        ValueError: when it scores, if the model is wrapped or sharded over ranks.
+
+    Example:
+        >>> import tempfile
+        >>> class Uniform(torch.nn.Module):
+        ...     def forward(self, input_ids):
+        ...         return (torch.zeros(*input_ids.shape, 4),)
+        >>> reference = RememberedModel(Uniform(), tempfile.mkdtemp())
+        >>> scorer = reference.make_scorer()
+        >>> for _ in range(2):
+        ...     print(scorer.score([[0, 1, 2]]).to_list(), reference.store.tokens_recalled)
+        [tensor([ 0.0000, -1.3863, -1.3863])] 0
+        [tensor([ 0.0000, -1.3863, -1.3863])] 2
+    """
+
+    log_probs_only = True  # no distributions: see check_distributions
+    place = "remembered on disk"
+
+    def __init__(
+        self, model: Any, store: ScoreStore | str | os.PathLike[str], *, fingerprint: str | None = None
+    ) -> None:
+        super().__init__()
+        if isinstance(model, LogProbScorer):
+            raise TypeError("model is a scorer: pass its model; settings come from where the scores are requested.")
+        self.store = store if isinstance(store, ScoreStore) else ScoreStore(store)
+        self._stated, self._watch = fingerprint, WeightWatch()
+        self._tokenizer: tuple[Any, str] = (None, "")
+        self.model = model
+        if fingerprint is None and not hasattr(model, "make_scorer"):
+            module_of(model)
+
+    def __getattr__(self, name: str) -> Any:
+        of_wrapper = name in _INTERFACE or name.endswith(("_key", "_keys"))
+        return getattr(self.model, name) if of_wrapper else super().__getattr__(name)
+
+    def make_scorer(self, **settings: Any) -> RememberedScorer:
+        """A scorer with these settings of :class:`LogProbScorer`, or of the service's."""
+        return RememberedScorer(self, settings)
+
+    def forget(self) -> None:
+        """Read the weights again at the next score. Only needed after a few weights were changed through ``.data``."""
+        self._watch.forget()
+
+    def weights(self) -> tuple[int | None, str] | None:
+        """Version, if there are versions, and fingerprint of the current weights; None if a service is changing them."""
+        if isinstance(self.model, nn.Module) and Ranks([self.model]).groups:
+            raise ValueError(
+                f"{type(self.model).__name__} is wrapped or sharded over ranks, which would wait for one that finds "
+                "its scores: remember the scores of a model in one process, or of a service."
+            )
+        if self._stated is not None:
+            return None, f"stated {self._stated}"
+        if hasattr(self.model, "make_scorer"):
+            found: tuple[int | None, str] | None = self.model.fingerprint()
+            return found
+        module = module_of(self.model)
+        return None, f"{self._watch.fingerprint(module)} {code_of(module)}"
+
+    def vocabulary(self) -> str:
+        """A digest of the tokenizer's vocabulary; empty if the model does not tokenise."""
+        tokenizer = getattr(getattr(self.model, "interface", self.model), "tokenizer", None)
+        if tokenizer is not self._tokenizer[0]:
+            entries: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+            text = json.dumps([type(tokenizer).__name__, sorted(entries.items())])
+            self._tokenizer = tokenizer, blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._tokenizer[1]
+
+
+class RememberedScorer:
+    """Scores of a :class:`RememberedModel`, with the interface of :class:`LogProbScorer`.
+
+    Args:
+        model: the model.
+        settings: those of the scorer that computes what is not in the store.
+    """
+
+    def __init__(self, model: RememberedModel, settings: dict[str, Any]) -> None:
+        self.model, self._settings, self._slot = model, settings, ScorerSlot()
+        self.path, self.temperature = self.inner.path, self.inner.temperature
+
+    @property
+    def inner(self) -> Any:
+        """The scorer of the model itself."""
+        return self._slot.get(self.model.model, **self._settings)
+
+    def score(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
+        """Log-probs, as :meth:`LogProbScorer.score` returns them."""
+        return self.evaluate(sequences, mask, **options).log_prob
+
+    def evaluate(
+        self,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        entropy: bool = False,
+        top_k: int = 0,
+        moments: bool = False,
+        reference: Any = None,
+        direction: str = "reverse",
+        grad: bool = False,
+        remember: bool = False,
+    ) -> Scores:
+        """Scores, as :meth:`LogProbScorer.evaluate` returns them; only log-probs and entropies without gradient are stored."""
+        tokens, mask = read_sequences(sequences, mask, attention_mask)
+        options: dict[str, Any] = {"entropy": entropy, "remember": remember}
+        inner = self.inner
+        if grad or top_k or moments or reference is not None:
+            options |= {
+                "top_k": top_k,
+                "moments": moments,
+                "reference": reference,
+                "direction": direction,
+                "grad": grad,
+            }
+            found: Scores = inner.evaluate(tokens, mask, **options)
+            return found
+        # No updater changes the weights of a model in this process between the look at them and the forward.
+        with nullcontext() if hasattr(inner, "begin") else locked(inner.model):
+            return self._begin(inner, tokens, mask, options)()
+
+    def begin(
+        self,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Callable[[], Scores]:
+        """Look the scores up and request the others of a service; returns a function that waits for :meth:`evaluate`'s result.
+
+        A model of this process is scored when that function is called.
+        """
+        tokens, mask = read_sequences(sequences, mask, attention_mask)
+        plain = {name: options.pop(name, False) for name in ("entropy", "remember")}
+        inner = self.inner
+        if any(options.values()) or not hasattr(inner, "begin"):
+            return partial(self.evaluate, tokens, mask, **plain, **options)
+        return self._begin(inner, tokens, mask, plain)
+
+    def forget(self) -> None:
+        """Clear the scorer's cache, and read the weights again at the next score. The store is kept."""
+        self.inner.forget()
+        self.model.forget()
+
+    def _begin(self, inner: Any, tokens: Ragged, mask: Tensor | None, options: dict[str, Any]) -> Callable[[], Scores]:
+        request = Request.build(tokens, mask)
+        weights = self.model.weights()
+        if weights is None or not bool(request.mask.any()):
+            return partial(inner.evaluate, tokens, mask, **options)
+        version, lookup = weights[0], _Lookup(self.model.store, request, self._contexts(inner, weights[1], **options))
+        if lookup.complete:
+            return lambda: lookup.scores(tokens, version)
+        some, chosen = lookup.missing()
+        begin = getattr(inner, "begin", None)
+        start = partial(inner.evaluate, some, chosen, **options) if begin is None else begin(some, chosen, **options)
+
+        def finish() -> Scores:
+            try:
+                found: Scores = start()
+            except ValueError:  # it names a sequence among those that were sent: let it name the caller's
+                found = inner.evaluate(tokens, mask, **options)
+                return found
+            if (
+                version is not None and getattr(found, "version", None) != version
+            ):  # other weights were pushed meanwhile
+                found = inner.evaluate(tokens, mask, **options)
+                return found
+            lookup.take(found)
+            if self.model.weights() == weights:
+                lookup.store_new()
+            return lookup.scores(tokens, version)
+
+        return finish
+
+    def _contexts(self, inner: Any, weights: str, *, entropy: bool, remember: bool) -> dict[str, bytes]:
+        """For each column, the key of all that a score depends on besides the tokens."""
+        settings = {"temperature": float(self.temperature), "adapters": self._settings.get("adapters", True)}
+        settings["dtype"] = self._settings.get("dtype") or (None if hasattr(inner, "begin") else _autocast(inner.model))
+        if self._settings.get("deterministic"):
+            # The same bits in every call are promised for one number of threads and one size of packs.
+            size = self._settings.get("tokens_per_batch") or PACK
+            settings["deterministic"] = (torch.__version__, torch.get_num_threads(), size)
+        about = json.dumps([_FORMAT, weights, self.model.vocabulary(), settings], default=str)
+        names = ["log_prob"] + ["entropy"] * entropy
+        return {name: blake2b(f"{name} {about}".encode(), digest_size=32).digest() for name in names}
+
+
+def _autocast(model: Any) -> torch.dtype | None:
+    """The dtype of an autocast around the call, on the model's device."""
+    weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    device = "cpu" if weight is None else weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+class _Lookup:
+    """The scores of a request that the store holds; takes the others."""
+
+    def __init__(self, store: ScoreStore, request: Request, contexts: dict[str, bytes]) -> None:
+        self._store, self._request = store, request
+        self._mask, self._lengths = request.mask.numpy(), request.tokens.lengths.tolist()
+        rows = np.split(request.tokens.values.numpy().astype("<i8"), np.cumsum(self._lengths)[:-1])
+        texts = [row.tobytes() for row in rows]
+        self._keys = {
+            name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
+            for name, context in contexts.items()
+        }
+        found = {name: store.read(keys, self._lengths) for name, keys in self._keys.items()}
+        self._known = {name: known for name, (known, _) in found.items()}
+        self._values = {name: values for name, (_, values) in found.items()}
+        self._missing = self._mask & ~np.logical_and.reduce(list(self._known.values()))
+        wanted, missing = int(self._mask.sum()), int(self._missing.sum())
+        store.tokens_seen += wanted
+        store.tokens_recalled += wanted - missing
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing has to be computed."""
+        return not self._missing.any()
+
+    def missing(self) -> tuple[Ragged, Tensor]:
+        """The sequences that lack a score, and the mask of the tokens that lack one."""
+        tokens, mask = self._request.tokens, torch.from_numpy(self._missing)
+        lacks = torch.zeros(tokens.num_sequences, dtype=torch.bool).index_fill(0, tokens.sequence_ids[mask], True)
+        self._rows = lacks[tokens.sequence_ids]
+        return Ragged.from_list(list(tokens.values[self._rows].split(tokens.lengths[lacks].tolist()))), mask[self._rows]
+
+    def take(self, scores: Scores) -> None:
+        """Take the computed scores of :meth:`missing`; what was stored before stays."""
+        mask = self._missing
+        for name, known in self._known.items():
+            computed = getattr(scores, name).values.detach().cpu()[torch.from_numpy(mask)[self._rows]].numpy()
+            if computed.dtype != self._values[name].dtype:
+                self._values[name] = self._values[name].astype(computed.dtype)
+            new = mask & ~known
+            self._values[name][new] = computed[new[mask]]
+
+    def store_new(self) -> None:
+        """Store what was computed."""
+        for name, keys in self._keys.items():
+            self._store.add(keys, self._lengths, self._missing & ~self._known[name], self._values[name])
+
+    def scores(self, tokens: Ragged, version: int | None) -> Scores:
+        """All scores, in the layout of ``tokens``."""
+        elements = self._request.mask.nonzero().squeeze(-1)
+        columns: dict[str, Any] = {name: torch.from_numpy(x[self._mask]) for name, x in self._values.items()}
+        found = cast(VersionedScores, VersionedScores.spread(tokens, elements, **columns))
+        found.version = version
+        return found

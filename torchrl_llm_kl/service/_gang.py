@@ -1,0 +1,334 @@
+""":class:`GangEngine`: one replica's model over several processes, which start and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import ModelInterface
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, Scores
+from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
+from torchrl_llm_kl.service._wire import Settings
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.service._rank import RankScores, Shard, Share
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
+_TICK = 1.0  # seconds between two looks at the progress of the ranks
+
+
+class GangEngine:
+    """An engine for a model that is sharded over several Ray actors, the ranks of one ``torch.distributed`` group.
+
+    Pass it as the factory of a service: each replica then creates its own ranks in a placement group, and ends with
+    them. If one rank dies or hangs, the replica exits, and Ray starts the replica with all its ranks again.
+
+    Args:
+        factory: returns the model, on every rank; the process group exists when it is called.
+
+    Keyword Args:
+        ranks: number of processes.
+        shard: ``"fsdp2"`` shards each layer (``fully_shard``); each rank scores a part of the sequences. ``"tp"`` applies
+            the tensor parallel plan of transformers, ``"none"`` nothing (the factory may have sharded the model). Or a
+            function of the model and the mesh ``[ranks]`` that returns the sharded model.
+        split_rows: whether each rank scores a part of the sequences instead of all of them. By default with
+            ``"fsdp2"``, and with ``"none"`` if no parameter is sharded.
+        num_cpus: per rank, as are ``num_gpus`` and ``resources``; the service's own are for the replica's process, which
+            only passes requests on: give it few.
+        strategy: of the placement group; ``"STRICT_PACK"`` keeps all ranks on one node.
+        backend: of the process group; by default ``"nccl"`` with GPUs, else ``"gloo"``.
+        start_timeout: seconds until all ranks are placed and have loaded the model.
+        timeout: seconds without progress of any rank until a call counts as hung.
+        tokens_per_batch: per forward of a rank; see :class:`~torchrl_llm_kl.LogProbScorer`.
+        memory: bytes of keys and values that each rank caches for continued conversations.
+
+    Raises:
+        ServiceTimeout: if the cluster has no room for the ranks within ``start_timeout``.
+        EngineLost: if a rank dies, or hangs for ``timeout`` seconds.
+        Exception: the error of the factory.
+
+    Example:
+        >>> gang = partial(GangEngine, load, ranks=8, shard="fsdp2", num_gpus=1)  # doctest: +SKIP
+        >>> service = ScoringService(factory=gang, name="reference", num_cpus=0.1)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        *,
+        ranks: int,
+        shard: Shard = "fsdp2",
+        split_rows: bool | None = None,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        resources: Mapping[str, float] | None = None,
+        strategy: str = "STRICT_PACK",
+        backend: str | None = None,
+        start_timeout: float = 600.0,
+        timeout: float = 300.0,
+        tokens_per_batch: int | None = None,
+        memory: int = DEFAULT_MEMORY,
+    ) -> None:
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}.")
+        if not callable(shard) and shard not in ("fsdp2", "tp", "none"):
+            raise ValueError(f"shard must be 'fsdp2', 'tp', 'none' or a function, got {shard!r}.")
+        self._timeout = timeout
+        self._bundle = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
+        self._bundle = {name: amount for name, amount in self._bundle.items() if amount}
+        self._cached = (0, 0)
+        self._progress: list[int] = [0] * ranks
+        self._polls: dict[int, Any] = {}
+        self._ranks: list[Any] = []
+        self._lives: list[Any] = []
+        self._group: Any = None
+        self._lost: EngineLost | None = None
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        try:
+            self._create(ranks, num_cpus, num_gpus, resources, strategy, start_timeout)
+            import ray
+
+            backend = backend or ("nccl" if num_gpus else "gloo")
+            # The store lives in this process, on a free port, so that it ends with the gang.
+            address = ray.util.get_node_ip_address()
+            self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            settings = {"tokens_per_batch": tokens_per_batch, "memory": memory}
+            where = (address, self._store.port)
+            start = (ray.put(factory), shard, where, backend, max(start_timeout, timeout), settings)
+            made = self._ask("start", [start] * ranks, limit=start_timeout)
+        except BaseException:
+            self.close()
+            raise
+        self._interface = made[0][0]
+        self._split = all(may for _, may in made) if split_rows is None else split_rows
+
+    def _create(
+        self,
+        ranks: int,
+        num_cpus: float,
+        num_gpus: float,
+        resources: Mapping[str, float] | None,
+        strategy: str,
+        timeout: float,
+    ) -> None:
+        """Place the ranks. The group and the ranks end with this process, which owns them."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from torchrl_llm_kl.service._rank import GangRank
+
+        self._group = ray.util.placement_group([self._bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
+        end = time.monotonic() + timeout
+        while not self._group.wait(min(10.0, max(end - time.monotonic(), 0.01))):
+            free = ray.available_resources()
+            text = f"{ranks} ranks with {self._bundle} each ({strategy}) have no room; the cluster has {free} free"
+            if time.monotonic() >= end:
+                raise ServiceTimeout(f"{text}, for {timeout:g} s. Add nodes, ask for less, or raise start_timeout=.")
+            _LOG.warning("%s: waiting.", text)
+        make_remote: Any = ray.remote
+        remote = make_remote(concurrency_groups=GangRank.GROUPS)(GangRank)
+        for rank in range(ranks):
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+            options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
+            self._ranks.append(remote.options(scheduling_strategy=where, **options).remote(rank, ranks))
+        self._lives = [rank.life.remote() for rank in self._ranks]
+
+    # ------------------------------------------------------------------ scores
+
+    def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
+        """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
+        return self.evaluate(sequences, mask, replace(settings, entropy=False)).log_prob
+
+    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Scores:
+        """Log-probs and what else the settings ask for, as one process computes them."""
+        ranks = len(self._ranks)
+        try:
+            shares = split(sequences, mask, ranks) if self._split else None
+            return self._evaluate(sequences, mask, settings, shares)
+        except ValueError:
+            if not self._split or ranks == 1:
+                raise
+        # The message of a rank counts the sequences of its share: let one rank score them all.
+        return self._evaluate(sequences, mask, settings, [*split(sequences, mask, 1), *[None] * (ranks - 1)])
+
+    def _evaluate(
+        self, sequences: Ragged, mask: Tensor, settings: Settings, shares: Sequence[Share | None] | None
+    ) -> Scores:
+        import ray
+
+        from torchrl_llm_kl.service._rank import Share
+
+        if shares is None:  # one object for all ranks
+            whole = ray.put(split(sequences, mask, 1)[0])
+            answers: list[RankScores] = self._ask("evaluate", [(whole, settings)] * len(self._ranks))
+            found, parts = answers[:1], answers[:1]
+        else:
+            answers = self._ask("evaluate", [(share or Share.nothing(), settings) for share in shares])
+            found, parts = answers, [answer for answer, share in zip(answers, shares, strict=True) if share is not None]
+        self._cached = (sum(x.cached_tokens[0] for x in found), sum(x.cached_tokens[1] for x in found))
+        names = parts[0].columns
+        columns = {name: torch.from_numpy(np.concatenate([part.columns[name] for part in parts])) for name in names}
+        return Scores.spread(sequences, mask.cpu().nonzero().squeeze(-1), **columns)
+
+    def progress(self) -> int:
+        """Sum of the ranks' progress, as of the last second of a call."""
+        return sum(self._progress)
+
+    def interface(self) -> tuple[ModelInterface, bool]:
+        """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+        found: tuple[ModelInterface, bool] = self._interface
+        return found
+
+    def cached_tokens(self) -> tuple[int, int]:
+        """Number of tokens of continued conversations so far, and how many of them were found in the ranks' caches."""
+        return self._cached
+
+    # ------------------------------------------------------------------ weights
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights as they are; an error if one does not fit the whole model. Every rank checks, to stay in step."""
+        import ray
+
+        self._ask("check_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
+        return dict(weights)
+
+    def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        """Copy whole weights into the shards: one copy in the object store, of which each rank takes its own.
+
+        The ranks check them again, since their names in the shards are found there.
+        """
+        import ray
+
+        self._ask("update_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
+
+    # ------------------------------------------------------------------ ranks
+
+    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], *, limit: float | None = None) -> list[Any]:
+        """Call a method of all ranks, each with its arguments; their answers, or the error of one of them.
+
+        Raises :class:`EngineLost` if a rank dies, if no rank makes progress for ``timeout`` seconds (or the call takes
+        ``limit``), or if the ranks are out of step after an error.
+        """
+        with self._turn:  # two calls at once would reach the ranks in different orders
+            answers = self._wait_for(method, arguments, limit)
+            errors = [answer for answer in answers if isinstance(answer, Exception)]
+            if not errors:
+                return answers
+            if method != "start":
+                apart = [x for x in self._wait_for("in_step", [()] * len(self._ranks), None) if x is not None]
+                if apart or (method == "update_weights" and len(errors) < len(answers)):
+                    raise self._lose(
+                        f"its ranks are out of step after {errors[0]!r}: {(apart or ['weights differ'])[0]}"
+                    )
+        # Another rank's error is on all ranks: raise that of the rank that has it.
+        raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
+
+    def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]], limit: float | None) -> list[Any]:
+        import ray
+
+        if self._lost is not None:
+            raise self._lost
+        answers: list[Any] = [None] * len(arguments)
+        waiting: dict[Any, int] = {}
+        start = moved = time.monotonic()
+        for i, (rank, args) in enumerate(zip(self._ranks, arguments, strict=True)):
+            waiting[getattr(rank, method).remote(*args)] = i
+        while waiting:
+            ready, _ = ray.wait([*waiting, *self._lives], num_returns=1, timeout=_TICK)
+            for reference in ready:
+                try:
+                    answer = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    rank = waiting[reference] if reference in waiting else self._lives.index(reference)
+                    raise self._lose(f"rank {rank} died: {error}") from error
+                if limit is not None and isinstance(answer, Exception):
+                    return [answer]  # a rank that cannot start: the others would wait for it
+                answers[waiting.pop(reference)] = answer
+            if ready or self._poll():
+                moved = time.monotonic()
+            if limit is not None and time.monotonic() - start > limit:
+                raise self._lose(f"ranks {sorted(waiting.values())} did not answer {method}() within {limit:g} s.")
+            if limit is None and time.monotonic() - moved > self._timeout:
+                raise self._lose(f"ranks {sorted(waiting.values())} made no progress for {self._timeout:g} s.")
+        return answers
+
+    def _poll(self) -> bool:
+        """Read progress that has arrived, and request it again; whether any rank made some."""
+        import ray
+
+        before = self.progress()
+        for i, rank in enumerate(self._ranks):
+            if i in self._polls:
+                if not ray.wait([self._polls[i]], timeout=0)[0]:
+                    continue
+                with contextlib.suppress(ray.exceptions.RayError):  # the next wait finds the dead rank
+                    self._progress[i] = ray.get(self._polls[i])
+            self._polls[i] = rank.progress.remote()
+        return self.progress() != before
+
+    def when_lost(self, end: Callable[[EngineLost], None]) -> None:
+        """Call ``end`` in a thread when a rank dies, also while no call waits for it."""
+
+        def watch() -> None:
+            import ray
+
+            lives = list(self._lives)
+            ended, _ = ray.wait(lives, num_returns=1)
+            with self._lock:
+                closed = not self._ranks
+            if not closed:
+                end(self._lose(f"rank {lives.index(ended[0])} died."))
+
+        threading.Thread(target=watch, name="gang", daemon=True).start()
+
+    def _lose(self, why: str) -> EngineLost:
+        self._lost = self._lost or EngineLost(f"the gang of {len(self._progress)} ranks is lost: {why}")
+        self.close()
+        return self._lost
+
+    def close(self) -> None:
+        """End all ranks and free their resources."""
+        import ray
+
+        with self._lock:
+            ranks, group = self._ranks, self._group
+            self._ranks, self._group = [], None
+        self._lost = self._lost or EngineLost("the gang was closed.")
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            for rank in ranks:
+                ray.kill(rank, no_restart=True)
+            if group is not None:
+                ray.util.remove_placement_group(group)
+
+
+def split(sequences: Ragged, mask: Tensor, ranks: int) -> list[Share | None]:
+    """One share for each rank: neighbouring sequences, with about equally many tokens; None for a rank without any.
+
+    Answers to one prompt are neighbours, so that most of them share its forward.
+    """
+    from torchrl_llm_kl.service._rank import Share
+
+    lengths = sequences.lengths.cpu().numpy()
+    tokens, chosen = sequences.values.cpu().numpy().astype(np.int64), mask.cpu().numpy()
+    ends = np.cumsum(lengths)
+    owner = ((ends - lengths / 2) * ranks / max(int(ends[-1]), 1)).astype(int).clip(0, ranks - 1)
+    shares: list[Share | None] = []
+    for rank in range(ranks):
+        mine = np.flatnonzero(owner == rank)
+        if mine.size:
+            start, end = int(ends[mine[0]] - lengths[mine[0]]), int(ends[mine[-1]])
+            shares.append(Share(tokens[start:end], lengths[mine], chosen[start:end]))
+        else:
+            shares.append(None)
+    return shares

@@ -1,0 +1,146 @@
+"""A push of weights: staged by all replicas at once, then committed by those that answer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._replicas import Replicas
+from torchrl_llm_kl.service._weights import chunks_of, keeper_of
+from torchrl_llm_kl.service._wire import state_dict_of
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
+
+
+class PushedVersion(int):
+    """The version of pushed weights: an ``int`` that :meth:`ScoringService.update_weights` returns.
+
+    Attributes:
+        missed: names of the replicas that did not take the weights in time. They load them before they answer a client that
+            has seen this version.
+
+    Example:
+        >>> version = service.update_weights(policy)  # doctest: +SKIP
+        >>> version, version.missed  # doctest: +SKIP
+        (7, ('reference:1',))
+    """
+
+    missed: tuple[str, ...] = ()
+
+
+def ask_all(
+    call: Callable[[int], Any], replicas: Iterable[int], *, wait: float, needed: Collection[int] | None = None
+) -> dict[int, Any]:
+    """Answers of ``call(replica)`` of all replicas at once, by replica: the value, or the exception that was raised.
+
+    Returns when all (or those that are ``needed``) have answered, or ``wait`` seconds after the first that returned.
+    """
+    done: queue.SimpleQueue[tuple[int, Any, bool]] = queue.SimpleQueue()
+
+    def ask(replica: int) -> None:
+        try:
+            done.put((replica, call(replica), True))
+        except BaseException as error:
+            done.put((replica, error, False))
+
+    asked = list(replicas)
+    for replica in asked:  # daemons: a replica that hangs must not keep this process alive
+        threading.Thread(target=ask, args=(replica,), name=f"push-{replica}", daemon=True).start()
+    found: dict[int, Any] = {}
+    end: float | None = None
+    while not set(asked if needed is None else needed) <= found.keys():
+        try:
+            replica, answer, returned = done.get(timeout=None if end is None else max(end - time.monotonic(), 0.0))
+        except queue.Empty:
+            break
+        found[replica] = answer
+        if end is None and returned:
+            end = time.monotonic() + wait
+    return found
+
+
+def push_weights(
+    replicas: Replicas, weights: Any, version: int | None, *, timeout: float, wait: float
+) -> PushedVersion:
+    """Push weights to a service; see :meth:`ScoringService.update_weights`."""
+    import ray
+
+    try:
+        replicas.start()  # joins the cluster
+    except ServiceClosedError:
+        raise
+    except ServiceError as error:  # one of them can only be made by another process: the others take the weights
+        _LOG.warning("%s", error)
+    spec, token, end = replicas.spec, uuid.uuid4().hex, time.monotonic() + timeout
+    keeper, everyone = keeper_of(spec), replicas.active
+
+    def left(least: float = 0.001) -> float:
+        return max(end - time.monotonic(), least)
+
+    def kept(answer: Any) -> Any:
+        try:
+            found = ray.get(answer, timeout=left())
+        except ray.exceptions.GetTimeoutError:
+            raise ServiceTimeout(
+                f"the weights of {spec.name!r} were not stored within {timeout:g} s: check that the object store has room."
+            ) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    kept(keeper.check.remote(version))
+    try:
+        given = state_dict_of(kept(weights) if isinstance(weights, ray.ObjectRef) else weights)
+        if not given:
+            raise ValueError("there are no weights in the update: pass at least one.")
+        count = 0
+        for chunk in chunks_of(given.items()):
+            kept(keeper.stage.remote(token, chunk))
+            count += 1
+        staged = ask_all(lambda i: replicas.call(i, "stage_weights", token, timeout=left()), everyone, wait=wait)
+        ready = _ready(staged, spec.name, timeout)
+        pushed = PushedVersion(kept(keeper.commit.remote(token, count, version, replicas.newest)))
+    except BaseException:
+        with contextlib.suppress(Exception):
+            keeper.drop.remote(token)
+            ask_all(lambda i: replicas.call(i, "drop_weights", timeout=left(wait)), everyone, wait=0.0, needed=())
+        raise
+    replicas.newest = max(replicas.newest, pushed)
+    # Those that hold nothing are told too: they load the weights when they can, and nobody waits for them.
+    taken = ask_all(
+        lambda i: replicas.call(i, "refresh_weights", timeout=left(wait)), everyone, wait=wait, needed=ready
+    )
+    missed = [i for i in everyone if i not in taken or taken[i] is not None]
+    pushed.missed = tuple(map(spec.replica_name, missed))
+    if missed:
+        why = {spec.replica_name(i): str(taken.get(i) or staged.get(i) or "no answer") for i in missed}
+        _LOG.warning(
+            "version %d of the weights: replicas that load it when they are back, since they did not take it within "
+            "%g s: %s",
+            pushed,
+            wait,
+            why,
+        )
+    return pushed
+
+
+def _ready(staged: dict[int, Any], name: str, timeout: float) -> list[int]:
+    """Replicas that hold a push; raises the error of weights that do not fit, or of all replicas."""
+    failed = [answer for answer in staged.values() if answer is not None]
+    for error in failed:
+        unfit = isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ServiceError)
+        if unfit or isinstance(error, ServiceClosedError) or not isinstance(error, Exception):
+            raise error
+    ready = [replica for replica, answer in staged.items() if answer is None]
+    if not ready:
+        if failed:
+            raise failed[0]
+        raise ServiceTimeout(f"no replica of {name!r} took the weights within {timeout:g} s.")
+    return ready

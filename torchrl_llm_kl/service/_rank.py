@@ -1,0 +1,219 @@
+"""One rank of a gang: a Ray actor with a share of the model, in step with the other ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import is_wrapper, unwrap
+from torchrl_llm_kl.service._engine import TransformersEngine
+from torchrl_llm_kl.service._errors import portable
+from torchrl_llm_kl.service._wire import Settings
+
+#: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
+Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The sequences that a rank scores, laid end to end."""
+
+    tokens: np.ndarray  # int64 [n]
+    lengths: np.ndarray  # int64 [s]
+    mask: np.ndarray  # bool [n]
+
+    @classmethod
+    def nothing(cls) -> Share:
+        """One token and nothing to score: a rank without sequences takes part in the others' collectives."""
+        return cls(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool))
+
+
+@dataclass(frozen=True, eq=False)
+class RankScores:
+    """Fields of :class:`~torchrl_llm_kl.Scores` at the scored tokens of a share, by name; and the cache's counters."""
+
+    columns: dict[str, np.ndarray]
+    cached_tokens: tuple[int, int]
+
+
+class RankEngine(TransformersEngine):
+    """The engine of a model whose weights may be shards. All ranks call it alike."""
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Check whole weights; returns this rank's shards of them, without communication."""
+        own = self._module().state_dict(keep_vars=True)
+        return {name: _like(own[name], value) for name, value in super().check_weights(weights).items()}
+
+    def _module(self) -> nn.Module:
+        module = super()._module()
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # after a forward the root's parameters may still be whole
+        return module
+
+
+def _like(own: Tensor, value: Tensor) -> Tensor:
+    """``value`` sharded as ``own`` is."""
+    if not isinstance(own, DTensor) or isinstance(value, DTensor):
+        return value
+    value = value.to(own.device)
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
+class GangRank:
+    """An actor. The model runs in one thread; progress and life are asked in threads of their own."""
+
+    GROUPS: ClassVar[dict[str, int]] = {"watch": 1, "life": 1}  # threads for each group of calls
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._engine: RankEngine | None = None
+
+    def start(
+        self,
+        factory: Callable[[], Any],
+        shard: Shard,
+        store: tuple[str, int],
+        backend: str,
+        timeout: float,
+        settings: Mapping[str, Any],
+    ) -> Any:
+        """Join the other ranks and load the model; its interface, and whether ranks may score different sequences."""
+        # Ray shows each rank its own GPU alone, as device 0.
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
+        limit = timedelta(seconds=timeout)
+        try:
+            server = dist.TCPStore(*store, self._ranks, is_master=False, timeout=limit)
+            options: dict[str, Any] = {"store": server, "rank": self._rank, "world_size": self._ranks}
+            dist.init_process_group(backend, timeout=limit, **options)
+            mesh = init_device_mesh("cuda" if "nccl" in backend else "cpu", (self._ranks,))
+            made = shard_model(factory(), shard, mesh)
+            self._engine = RankEngine(made, **settings)
+            if (error := self.in_step()) is not None:
+                raise error
+            return self._engine.interface(), may_split(made, shard)
+        except Exception as error:
+            return portable(error)
+
+    def evaluate(self, share: Share, settings: Settings) -> RankScores | Exception:
+        """Scores of a share, or the error as a value."""
+        engine = self._engine
+        assert engine is not None
+        try:
+            rows = Ragged.from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
+            mask = torch.tensor(share.mask)
+            found = engine.evaluate(rows, mask, settings)
+            columns = {name: x.values[mask].cpu().numpy() for name, x in found._asdict().items() if x is not None}
+            return RankScores(columns, engine.cached_tokens())
+        except Exception as error:
+            return portable(error)
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> Exception | None:
+        """The error if whole weights do not fit the model."""
+        return self._weights("check_weights", weights)
+
+    def update_weights(self, weights: Mapping[str, Tensor]) -> Exception | None:
+        """Copy this rank's shards of whole weights into the model; returns the error if they do not fit."""
+        return self._weights("update_weights", weights)
+
+    def _weights(self, method: str, weights: Mapping[str, Tensor]) -> Exception | None:
+        try:
+            getattr(self._engine, method)(weights)
+        except Exception as error:
+            return portable(error)
+        return None
+
+    def in_step(self) -> Exception | None:
+        """Meet the other ranks; the error if that fails."""
+        try:
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            dist.all_reduce(torch.ones(1, device=device))
+        except Exception as error:
+            return portable(error)
+        return None
+
+    @ray.method(concurrency_group="watch")
+    def progress(self) -> int:
+        """That of the engine."""
+        return 0 if self._engine is None else self._engine.progress()
+
+    @ray.method(concurrency_group="life")
+    def life(self) -> None:
+        """Return never: the reference to this call gets ready when the process ends."""
+        threading.Event().wait()
+
+
+# ------------------------------------------------------------------ sharding
+
+
+def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
+    """``made``, a model or a TorchRL wrapper of one, sharded in place, or what the function ``shard`` returns."""
+    if callable(shard):
+        sharded = shard(made, mesh)
+        return made if sharded is None else sharded
+    if shard == "none":
+        return made
+    model = unwrap(made) if is_wrapper(made) else made
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard={shard!r} needs a torch module, the factory returned {type(made).__name__}.")
+    (_shard_by_layer if shard == "fsdp2" else _shard_by_plan)(model, mesh)
+    return made
+
+
+def may_split(made: Any, shard: Shard) -> bool:
+    """Whether ranks may score different sequences: not those of a tensor parallel model."""
+    if shard == "fsdp2":
+        return True
+    model = unwrap(made) if is_wrapper(made) else made
+    sharded = isinstance(model, nn.Module) and any(isinstance(p, DTensor) for p in model.parameters())
+    return shard == "none" and not sharded
+
+
+def _shard_by_layer(model: nn.Module, mesh: DeviceMesh) -> None:
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    decoder = model if get_decoder is None else get_decoder()
+    for layer in getattr(decoder, "layers", ()):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _shard_by_plan(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply the tensor parallel plan that transformers has for the model; embeddings stay whole."""
+    styles: dict[str, Any] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),  # its name in earlier versions of transformers
+    }
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    plan = {name: style for name, style in plan.items() if "embed" not in name}
+    unknown = sorted(set(plan.values()) - styles.keys())
+    if not plan or unknown:
+        found = f"a plan with {', '.join(unknown)}" if unknown else "no plan"
+        raise ValueError(
+            f"shard='tp': transformers has {found} for {type(model).__name__}; this needs one of {', '.join(styles)} "
+            "alone. Pass shard='fsdp2', or a function that shards the model."
+        )
+    heads = getattr(getattr(model, "config", None), "num_key_value_heads", mesh.size())
+    if heads % mesh.size():
+        raise ValueError(
+            f"shard='tp': the model has {heads} heads of keys and values, which {mesh.size()} ranks cannot share "
+            "equally. Pass ranks= a divisor of it, or shard='fsdp2'."
+        )
+    model.to(mesh.device_type)
+    parallelize_module(model, mesh, {name: styles[style] for name, style in plan.items()})
