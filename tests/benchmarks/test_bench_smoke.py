@@ -62,7 +62,9 @@ def test_every_workload_runs_and_renders_again(tmp_path):
     for result in run.results:
         assert f"| **{result.name}** | {result.title} |" in page
         assert result.outcome.ours.seconds > 0
-        assert result.outcome.difference is None or result.outcome.difference < 1e-4
+        assert result.outcome.difference is None or result.outcome.difference < (
+            1e-2 if result.name == "bf16" else 1e-4
+        )
     assert {r.name for r in run.results if r.outcome.roofline} == {"a4", "a16", "b"}
 
     assert invoke("render", "--out", str(tmp_path)).exit_code == 0

@@ -211,6 +211,7 @@ def test_errors_and_lost_replicas(make: Any) -> None:
 # ------------------------------------------------------------------ with Ray
 
 
+@pytest.mark.slow
 def test_with_ray() -> None:
     """One forward takes a second; of two calls, one is cancelled while the other runs."""
     with ScoringService(factory=partial(delayed, 1.0), num_cpus=0) as service:

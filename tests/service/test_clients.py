@@ -26,6 +26,7 @@ def names() -> set[str]:
     return {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)}
 
 
+@pytest.mark.slow
 def test_eight_processes_at_once_share_one_batch() -> None:
     local = LogProbScorer(model())
     clients = [Client.remote() for _ in range(8)]
@@ -141,6 +142,7 @@ def test_drivers_with_the_same_name_and_with_another_configuration(drivers: list
     until(lambda: "contested:0" not in names())
 
 
+@pytest.mark.slow
 def test_a_detached_service_outlives_its_driver(drivers: list[subprocess.Popen[str]]) -> None:
     make = 'print(ScoringService(factory=model, name="stays", num_cpus=0.1, lifetime="detached").stats()[0]["pid"])'
     drivers.append(driver(make))
@@ -174,7 +176,7 @@ def test_the_service_ends_with_its_last_client() -> None:
     assert "shortlived:0" in names(), "another client uses it"
     assert other.call(0, "health")
     del other
-    until(lambda: "shortlived:0" not in names(), seconds=10)
+    until(lambda: "shortlived:0" not in names(), seconds=40)
 
 
 @pytest.mark.slow

@@ -26,13 +26,13 @@ from remote_models import delayed, delayed_while, model, quits
 from torch import nn
 
 from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import (
     RemoteModel,
     ScoringService,
     ServiceClosedError,
     ServiceConfigError,
     ServiceError,
-    fingerprint_of,
 )
 from torchrl_llm_kl.service._control import HUNG, READY, Plan, Scaling
 from torchrl_llm_kl.service._control_actor import control_of
@@ -119,6 +119,7 @@ def test_the_loss_of_the_control_actor_harms_nobody(service: ScoringService, loc
     assert pids(service)[1] == before[1]
 
 
+@pytest.mark.slow
 def test_the_control_actor_is_created_again_by_whoever_needs_it(service: ScoringService, local: LogProbScorer) -> None:
     before, fingerprint = pids(service), service.fingerprint
     ray.kill(control(service), no_restart=True)
@@ -238,6 +239,7 @@ def test_a_factory_that_ends_its_process_is_an_error_with_the_cause(tmp_path: Pa
 # ------------------------------------------------------------------ replicas that hang, or cannot be reached
 
 
+@pytest.mark.slow
 def test_a_stopped_replica_blocks_nobody_and_is_started_again(service: ScoringService, local: LogProbScorer) -> None:
     before = pids(service)
     with callers(service.model, calls=30) as load:
@@ -264,6 +266,7 @@ def test_a_stopped_replica_blocks_nobody_and_is_started_again(service: ScoringSe
     assert after[1] != before[1]
 
 
+@pytest.mark.slow
 def test_an_unreachable_replica_is_reported_by_name(service: ScoringService) -> None:
     """While its process is stopped and not yet taken for hung for good."""
     before = pids(service)
@@ -367,6 +370,7 @@ class _Hog:
         pass
 
 
+@pytest.mark.slow
 def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog: pytest.LogCaptureFixture) -> None:
     total = ray.cluster_resources()["CPU"]
     free = int(ray.available_resources()["CPU"])

@@ -164,6 +164,7 @@ def test_weights_reach_every_rank(service: ScoringService, local: LogProbScorer)
     assert_same(service.model.make_scorer().score(rows).values, local.score(rows).values)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_mid_batch(service: ScoringService, local: LogProbScorer, folder: Path) -> None:
     """The gang is started again with all its ranks and takes the pushed weights; no answer is lost or wrong."""
     service.update_weights(build().state_dict(), version=3)

@@ -396,6 +396,7 @@ def test_refused_requests_leave_their_neighbours(server: PromptServer) -> None:
 # ------------------------------------------------------------------ as a replica
 
 
+@pytest.mark.slow
 def test_a_service_of_a_server(server: PromptServer) -> None:
     """With failures while four callers wait: no answer is lost or wrong."""
     factory = partial(HTTPEngine, server.url, model=MODEL, timeout=30.0)

@@ -31,8 +31,8 @@ def loopback(monkeypatch: pytest.MonkeyPatch, made: Any, max_tokens: int = 4) ->
     core = ScoringCore(TransformersEngine(made))
 
     class Exchange:
-        def __init__(self, replicas: Any, parts: Any, *, timeout: float) -> None:
-            self.parts = parts
+        def __init__(self, replicas: Any, router: Any, whole: Any, *, timeout: float) -> None:
+            self.parts = whole.divided(router, [0, 1])
 
         async def arrival(self) -> None:
             pass

@@ -45,6 +45,7 @@ def finished(tmp_path_factory):
     return out, done.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_its_model_and_plot_and_those_before(tmp_path):
     """Ctrl-C in a folder that holds an earlier run."""
     out = tmp_path / "out"
