@@ -140,28 +140,43 @@ def test_graph_break_between_two_sweeps():
     assert_close(value_and_gradients(compiled, args), value_and_gradients(run, args))
 
 
-SETTINGS = ([3, 40], True, [0.7, 0.3], torch.float64, torch.float64, [1.7, 0.6, 5.0, 1.7, 1.3, 0.0])
+WHOLE = [0.0, 1.0, 0.0]
+SETTINGS = ([3, 40], True, [0.7, 0.3], WHOLE, torch.float64, torch.float64, [1.7, 0.6, 5.0, 1.7, 1.3, 0.0])
 
 
-@pytest.mark.parametrize("shares", [[1.0, 0.0], [0.0, 1.0], [0.7, 0.3]], ids=str)
+@pytest.mark.parametrize(
+    ("shares", "truncation"),
+    [([1.0, 0.0], WHOLE), ([0.0, 1.0], WHOLE), ([0.7, 0.3], WHOLE), ([1.0, 0.0], [5.0, 0.9, 0.1])],
+    ids=str,
+)
 @pytest.mark.parametrize("with_targets", [True, False])
-def test_operators_keep_the_contract_of_torch(shares, with_targets):
+def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets):
     """Declared shapes, dtypes, strides, aliases and mutations match the actual ones."""
     ops = torch.ops.torchrl_llm_kl
     *tensors, targets = (t.detach() for t in arguments())
-    everything = [targets if with_targets else None, *tensors[:5], None]
-    settings = (*SETTINGS[:2], shares, *SETTINGS[3:])
+    everything = [targets if with_targets else None, *tensors[:5], None, None, None]
+    settings = (*SETTINGS[:2], shares, truncation, *SETTINGS[4:])
     torch.library.opcheck(ops.head_forward, (everything, *settings))
     present = iter(ops.head_forward(everything, *settings))
     fields = [True, with_targets, with_targets, True]
     result = [next(present) if field else None for field in fields]
     statistics = list(present)
-    assert len(statistics) == (6 if min(shares) > 0 else 4)
+    assert len(statistics) == (6 if min(shares) > 0 else 4) + (truncation != WHOLE)
     grads = [torch.ones(N, dtype=torch.float64), None, None, torch.ones(N, dtype=torch.float64)]
     needed = [True, True, False, True, True, False]
     torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
-    alone = ([None, *tensors[:3]], 5, SETTINGS[0], False, [1.0, 0.0], torch.float64, None, SETTINGS[-1][:3])
+    alone = (
+        [None, *tensors[:3], *[None] * 5],
+        5,
+        SETTINGS[0],
+        False,
+        [1.0, 0.0],
+        WHOLE,
+        torch.float64,
+        None,
+        SETTINGS[-1][:3],
+    )
     torch.library.opcheck(ops.head_top_k, alone)
-    torch.library.opcheck(ops.head_top_k, ([targets, *tensors[:3]], *alone[1:]))
+    torch.library.opcheck(ops.head_top_k, ([targets, *alone[0][1:]], *alone[1:]))
     assert tensors[0].shape == (N, H)
     assert tensors[1].shape == (V, H)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import check_choice, wide_dtype
 from torchrl_llm_kl.head._operators import sweep, top_k
 from torchrl_llm_kl.head._shards import Slice, local_part
+from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
 from torchrl_llm_kl.head._tiles import Head, HeadOutput, PairOutput, Plan, TopK
 
 #: A divergence of policy and reference, see :func:`linear_pair`.
@@ -32,6 +33,8 @@ def linear_log_prob(
     scale: float = 1.0,
     soft_cap: float | None = None,
     entropy: bool = False,
+    truncation: Truncation | None = None,
+    kept: Kept | None = None,
     product_dtype: torch.dtype | None = None,
     chunk: tuple[int, int] | int | None = None,
 ) -> HeadOutput:
@@ -61,11 +64,14 @@ def linear_log_prob(
         scale: multiplies product and bias, first.
         soft_cap: ``c`` of ``c * tanh(logit / c)``; None for no cap.
         entropy: whether to compute the entropy too, about 2% more time.
+        truncation: what the sampler leaves of the distribution, which is then renormalised. The tokens are found from these
+            logits; the gradient takes them as given. Forward takes tiles of all tokens and fewer positions.
+        kept: instead, the tokens that a sampler recorded.
         product_dtype: of the matrix products, see above.
         chunk: positions and tokens of a tile, or positions alone; changes memory and speed only. Default: by device.
 
     Returns:
-        :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced.
+        :class:`HeadOutput`: nats, ``[N]``; not masked, not reduced. A target that the truncation leaves out has ``-inf``.
 
     Raises:
         ValueError: if shapes or shards disagree, an option is out of range, or, on CPU, a target is outside the vocabulary. On
@@ -82,7 +88,9 @@ def linear_log_prob(
     """
     weight, bias, part = local_part("", weight, bias)
     head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    out = sweep(Plan(_tile_sizes(chunk, hidden), entropy), _check_targets(targets, head, part), head, part=part)
+    left = _check_truncation(truncation, kept, head, part)
+    plan = Plan(_tile_sizes(chunk, hidden), entropy, truncation=left)
+    out = sweep(plan, _check_targets(targets, head, part), head, part=part, recorded=kept)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -104,6 +112,8 @@ def linear_pair(
     soft_cap: float | None = None,
     ref_soft_cap: float | None = None,
     entropy: bool = False,
+    truncation: Truncation | None = None,
+    kept: Kept | None = None,
     product_dtype: torch.dtype | None = None,
     chunk: tuple[int, int] | int | None = None,
 ) -> PairOutput:
@@ -119,6 +129,9 @@ def linear_pair(
     reach the tensors of either head. Memory, precision, errors and all arguments not listed here are those of
     :func:`linear_log_prob`; those with ``ref_`` belong to the reference, the others to the policy. ``temperature``
     divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
+
+    A ``truncation``, or recorded tokens ``kept``, restrict the policy alone: the KL is that of the sampler to the whole
+    reference, finite for ``"reverse"``.
 
     ``targets`` are the token ids whose log-probs are computed too, if any; ``[N]``. ``beta``, inside (0, 1), is the
     weight of the reference in the mixture, for ``"jensen_shannon"`` alone.
@@ -154,11 +167,16 @@ def linear_pair(
             f"the policy's product is {policy.dtype} but the reference's {ref.dtype}; expected both float64 or "
             "neither. Set product_dtype."
         )
-    plan = Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta))
+    left = _check_truncation(truncation, kept, policy, part)
+    if (kept is not None or left.active) and direction != "reverse":
+        raise ValueError(
+            f'direction={direction!r} is infinite where the policy is truncated and the reference is not: use "reverse".'
+        )
+    plan = Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta), left)
     if part is not None or ref_part is not None:
         ref = _same_slice(plan, part, ref, ref_part)
     checked = None if targets is None else _check_targets(targets, policy, part)
-    return sweep(plan, checked, policy, ref, part)
+    return sweep(plan, checked, policy, ref, part, kept)
 
 
 def linear_kl(
@@ -346,6 +364,26 @@ def _describe(part: Slice | None) -> str:
 def _check_temperature(temperature: float) -> None:
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive, got {temperature}; expected a finite number above 0.")
+
+
+def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: Head, part: Slice | None) -> Truncation:
+    """The truncation of the policy's logits; none with recorded tokens, which replace it."""
+    if truncation is not None:
+        top_k, top_p, min_p = truncation
+        if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+            raise ValueError(f"{truncation}: expected top_k of at least 0, top_p in (0, 1] and min_p in [0, 1].")
+    if kept is not None:
+        if kept.offsets.shape != (head.sizes[0] + 1,):
+            raise ValueError(
+                f"kept.offsets has shape {tuple(kept.offsets.shape)}; expected ({head.sizes[0] + 1},), one more than positions."
+            )
+        return WHOLE
+    found = truncation or WHOLE
+    if part is not None and found.active:
+        raise ValueError(
+            f"{found} needs whole rows, but the head is sharded over the vocabulary: record the tokens that the sampler kept."
+        )
+    return found
 
 
 def _check_targets(targets: Tensor, head: Head, part: Slice | None) -> Tensor:

@@ -6,16 +6,18 @@ Forward has saved the sums over the vocabulary, so each tile yields final log-pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl.head._support import WHOLE, Kept, support_of
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
-    Kept,
+    KeptLogits,
     PairOutput,
     Plan,
     local_index,
@@ -32,28 +34,39 @@ def backward_sweep(
     statistics: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
-    kept: Kept | None = None,
+    kept: KeptLogits | None = None,
+    recorded: Kept | None = None,
 ) -> list[Tensor | None]:
     """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
 
-    ``grads`` belong to the fields of forward's ``result``, None for zero. ``kept`` are logits of forward's first tiles.
+    ``grads`` belong to the fields of forward's ``result``, None for zero. ``kept`` are logits of forward's first tiles,
+    ``recorded`` the tokens that the policy may draw.
     """
     if not any(needed):
         return [None] * len(needed)
     of_kl, of_log_prob, of_ref_log_prob, of_entropy = grads
+    *statistics, floor = statistics if plan.truncation.active else (*statistics, statistics[0])
     if of_kl is None and len(heads) == 2:
         # Without a KL the heads are independent: one sweep each, with the buffers of one.
         of_policy, of_ref = (None, of_log_prob, None, of_entropy), (None, of_ref_log_prob, None, None)
+        free = replace(plan, truncation=WHOLE)
         of_one, of_other = (None, None) if kept is None else (kept.head(0), kept.head(1))
         return [
-            *backward_sweep(plan, heads[:1], targets, result, statistics[:2], of_policy, needed[:3], of_one),
-            *backward_sweep(plan, heads[1:], targets, result, statistics[2:4], of_ref, needed[3:], of_other),
+            *backward_sweep(
+                plan, heads[:1], targets, result, [*statistics[:2], floor], of_policy, needed[:3], of_one, recorded
+            ),
+            *backward_sweep(free, heads[1:], targets, result, statistics[2:4], of_ref, needed[3:], of_other),
         ]
     gradients = [_HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
-    kls: Sequence[Tensor | None] = statistics[4:] or [result.kl if i == plan.weighing else None for i in range(2)]
+    kls: Sequence[Tensor | None] = list(statistics[4:6]) or [
+        result.kl if i == plan.weighing else None for i in range(2)
+    ]
+    support = support_of(plan, recorded, floor, find=False)
     per_position = (targets, result.entropy, *kls, *grads)
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
-        for rows, cols, columns, logits, (*spare, out, scratch) in tiles(plan.chunk, heads, 2 * len(heads) + 2, kept):
+        for rows, cols, columns, logits, (*spare, out, scratch) in tiles(
+            plan.chunk, heads, 2 * len(heads) + 2, kept, support
+        ):
             sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
             for i, head in enumerate(heads):
                 sides[i].normalise(head, statistics[2 * i : 2 * i + 2], rows)
@@ -94,7 +107,7 @@ class _Side(NamedTuple):
     def normalise(self, head: Head, statistics: Sequence[Tensor], rows: slice) -> None:
         """Turn the logits in ``log_prob`` into log-probs, and fill the rest."""
         if head.soft_cap is not None:
-            torch.div(self.log_prob, head.gain, out=self.bend)
+            torch.div(self.log_prob, head.gain, out=self.bend).clamp_(min=-1.0)  # -inf: a token that was ruled out
             torch.square(self.bend, out=self.bend).neg_().add_(1.0)
         for statistic in statistics:
             self.log_prob.sub_(statistic[rows].unsqueeze(-1))

@@ -3,9 +3,9 @@
 Tracing into a sweep would unroll its tiles, recompile for every other number of positions, and turn its in-place writes
 into copies of whole gradients.
 
-``tensors`` are the targets, then hidden states, weight and bias of the policy and of the reference; None for a missing
-one. Operators take tensors, numbers and lists, and return lists without None: ``settings`` hold the rest of the heads
-and a plan in that form.
+``tensors`` are the targets, then hidden states, weight and bias of the policy and of the reference, then ids and offsets of
+the tokens that the policy may draw; None for a missing one. Operators take tensors, numbers and lists, and return lists
+without None: ``settings`` hold the rest of the heads and a plan in that form.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
 from torchrl_llm_kl.head._shards import Slice, join, join_top_k
+from torchrl_llm_kl.head._support import Kept, Truncation
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import Head, Kept, PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Head, KeptLogits, PairOutput, Plan, TopK
 
 Tensors = Sequence[Tensor | None]
-Settings = tuple[list[int], bool, list[float], torch.dtype, torch.dtype | None, list[float]]
+Settings = tuple[list[int], bool, list[float], list[float], torch.dtype, torch.dtype | None, list[float]]
 
 
 def sweep(
-    plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None = None, part: Slice | None = None
+    plan: Plan,
+    targets: Tensor | None,
+    policy: Head,
+    ref: Head | None = None,
+    part: Slice | None = None,
+    recorded: Kept | None = None,
 ) -> PairOutput:
     """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None.
 
@@ -35,7 +41,9 @@ def sweep(
     """
     if part is not None and targets is not None:
         targets = targets - part.first
-    tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else (None, None, None))]
+    if part is not None and recorded is not None:
+        recorded = recorded._replace(ids=recorded.ids - part.first)
+    tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else [None] * 3), *(recorded or [None] * 2)]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return PairOutput._make(_Sweep.apply(part, settings, *tensors))
@@ -46,7 +54,7 @@ def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = N
     if part is not None and targets is not None:
         targets = targets - part.first
     settings = _flatten(Plan(chunk), head, None)
-    arguments = ([targets, *head[:3]], min(k, head.sizes[1]), *settings)
+    arguments = ([targets, *head[:3], *[None] * 5], min(k, head.sizes[1]), *settings)
     indices, log_probs, tail, log_prob, log_sum = _call("head_top_k", _top_k_op, *arguments)
     found = TopK(indices, log_probs, tail, None if targets is None else log_prob)
     return found if part is None else join_top_k(part, k, found, log_sum, targets)
@@ -67,14 +75,14 @@ class _Sweep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
-        first_kept = 11 + ctx.statistics
-        tensors, result, statistics, kept = saved[:7], saved[7:11], saved[11:first_kept], saved[first_kept:]
-        needed = list(ctx.needs_input_grad[3:])  # after part, settings and targets
+        first_kept = 13 + ctx.statistics
+        tensors, result, statistics, kept = saved[:9], saved[9:13], saved[13:first_kept], saved[first_kept:]
+        needed = list(ctx.needs_input_grad[3:9])  # after part, settings and targets
         gradients: list[Tensor | None]
         if kept:
-            plan, heads = _build(tensors, ctx.settings)
-            outputs = PairOutput._make(result)
-            gradients = backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, Kept(heads, kept))
+            plan, heads, recorded = _build(tensors, ctx.settings)
+            outputs, logits = PairOutput._make(result), KeptLogits(heads, kept)
+            gradients = backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, logits, recorded)
             gradients += [None] * (6 - len(gradients))  # one head
         else:
             found = _call(
@@ -83,23 +91,23 @@ class _Sweep(torch.autograd.Function):
             gradients = _spread(found, needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
-        return None, None, None, *gradients
+        return None, None, None, *gradients, None, None
 
 
-def _kept(tensors: Tensors, settings: Settings) -> Kept | None:
+def _kept(tensors: Tensors, settings: Settings) -> KeptLogits | None:
     """Where a forward keeps logits; None if it keeps none: while compiling, and where backward has other tiles."""
     if torch.compiler.is_compiling():
         return None
-    plan, heads = _build(tensors, settings)
+    plan, heads, _ = _build(tensors, settings)
     same = plan.forward_chunk(heads[0]) == plan.chunk and heads[0].weight is not None
-    return Kept(heads) if same else None
+    return KeptLogits(heads) if same else None
 
 
-def _forward(part: Slice | None, tensors: Tensors, settings: Settings, kept: Kept | None = None) -> Tensors:
+def _forward(part: Slice | None, tensors: Tensors, settings: Settings, kept: KeptLogits | None = None) -> Tensors:
     """The fields of the result, then the statistics of the forward sweep."""
     if kept is not None:
-        plan, heads = _build(tensors, settings)
-        outputs, statistics = forward_sweep(plan, tensors[0], heads, kept)
+        plan, heads, recorded = _build(tensors, settings)
+        outputs, statistics = forward_sweep(plan, tensors[0], heads, kept, recorded)
         found: list[Tensor | None] = [*outputs, *statistics]
     else:
         found = _spread(_call("head_forward", _forward_op, list(tensors), *settings), _present(tensors, settings))
@@ -118,21 +126,32 @@ def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
     heads = [policy] if ref is None else [policy, ref]
     numbers = [number for each in heads for number in (each.temperature, each.scale, each.soft_cap or 0.0)]
     ref_dtype = None if ref is None else ref.dtype
-    return list(plan.chunk), plan.entropy, list(plan.shares), policy.dtype, ref_dtype, numbers
+    return (
+        list(plan.chunk),
+        plan.entropy,
+        list(plan.shares),
+        [float(x) for x in plan.truncation],
+        policy.dtype,
+        ref_dtype,
+        numbers,
+    )
 
 
-def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head]]:
-    chunk, entropy, shares, dtype, ref_dtype, numbers = settings
+def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head], Kept | None]:
+    chunk, entropy, shares, (top_k, top_p, min_p), dtype, ref_dtype, numbers = settings
     heads = []
     for i, each in enumerate([dtype] if ref_dtype is None else [dtype, ref_dtype]):
         temperature, scale, soft_cap = numbers[3 * i : 3 * i + 3]
         heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], each, temperature, scale, soft_cap or None]))
-    return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1])), heads
+    ids, offsets = tensors[7:9]
+    recorded = None if ids is None or offsets is None else Kept(ids, offsets)
+    truncation = Truncation(int(top_k), top_p, min_p)
+    return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1]), truncation), heads, recorded
 
 
 def _present(tensors: Tensors, settings: Settings) -> list[bool]:
     """Which fields of the result exist."""
-    _, entropy, _, _, ref_dtype, _ = settings
+    _, entropy, _, _, _, ref_dtype, _ = settings
     chosen, pair = tensors[0] is not None, ref_dtype is not None
     return [pair, chosen, chosen and pair, entropy]
 
@@ -149,26 +168,30 @@ def _dense(tensors: Tensors) -> list[Tensor]:
 
 # ------------------------------------------------------------------ operators
 
-_SETTINGS = "SymInt[] chunk, bool entropy, float[] shares, ScalarType dtype, ScalarType? ref_dtype, float[] numbers"
+_SETTINGS = (
+    "SymInt[] chunk, bool entropy, float[] shares, float[] truncation, "
+    "ScalarType dtype, ScalarType? ref_dtype, float[] numbers"
+)
 
 
 def _forward_op(tensors: Tensors, *settings: Any) -> list[Tensor]:
-    plan, heads = _build(tensors, settings)
-    result, statistics = forward_sweep(plan, tensors[0], heads)
+    plan, heads, recorded = _build(tensors, settings)
+    result, statistics = forward_sweep(plan, tensors[0], heads, None, recorded)
     return _dense([*result, *statistics])
 
 
 def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
-    plan, heads = _build(tensors, settings)
-    statistics = 2 * len(heads) + 2 * (len(heads) == 2 and plan.mixture)
+    plan, heads, _ = _build(tensors, settings)
+    statistics = 2 * len(heads) + 2 * (len(heads) == 2 and plan.mixture) + plan.truncation.active
     return [heads[0].per_position(0.0) for _ in range(sum(_present(tensors, settings)) + statistics)]
 
 
 def _backward_op(
     tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
 ) -> list[Tensor]:
-    plan, heads = _build(tensors, settings)
-    return _dense(backward_sweep(plan, heads, tensors[0], PairOutput._make(result), statistics, grads, needed))
+    plan, heads, recorded = _build(tensors, settings)
+    outputs = PairOutput._make(result)
+    return _dense(backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, None, recorded))
 
 
 def _backward_fake(
@@ -178,12 +201,12 @@ def _backward_fake(
 
 
 def _top_k_op(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
-    plan, (head,) = _build(tensors, settings)
+    plan, (head,), _ = _build(tensors, settings)
     return top_k_sweep(head, k, plan.chunk, tensors[0])
 
 
 def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
-    _, (head,) = _build(tensors, settings)
+    _, (head,), _ = _build(tensors, settings)
     tail = head.per_position(0.0)
     values = tail.new_empty(tail.shape[0], k)
     return values.long(), values, tail, tail.clone(), tail.clone()

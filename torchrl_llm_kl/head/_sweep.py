@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.head._support import Kept, support_of
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
-    Kept,
+    KeptLogits,
     PairOutput,
     Plan,
     local_index,
@@ -21,20 +22,27 @@ from torchrl_llm_kl.head._tiles import (
 
 @torch.no_grad()
 def forward_sweep(
-    plan: Plan, targets: Tensor | None, heads: list[Head], kept: Kept | None = None
+    plan: Plan,
+    targets: Tensor | None,
+    heads: list[Head],
+    kept: KeptLogits | None = None,
+    recorded: Kept | None = None,
 ) -> tuple[PairOutput, list[Tensor]]:
     """All requested results of one or two heads, in one pass over the vocabulary; adds logits to ``kept`` for a backward.
 
     Returns:
         The result, whose ``kl`` is None for one head; and the statistics that backward needs besides, ``[N]`` each: of
         each head the largest logit and the log of the sum of exponentials relative to it, then, with a mixture, the KL
-        of each head to it.
+        of each head to it, then, with a truncation, the floor of the policy's logits.
     """
     count, pair = len(heads), len(heads) == 2
     states = [_Softmax(head) for head in heads]
+    support = support_of(plan, recorded, heads[0].per_position(0.0), find=True)
     moment, kls = heads[0].per_position(0.0), [head.per_position(0.0) for head in heads]
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
-        for rows, cols, _, logits, (*probs, scratch) in tiles(plan.forward_chunk(heads[0]), heads, count + 1):
+        for rows, cols, _, logits, (*probs, scratch) in tiles(
+            plan.forward_chunk(heads[0]), heads, count + 1, support=support
+        ):
             if kept is not None:
                 kept.add(logits)
             joints = []
@@ -56,7 +64,8 @@ def forward_sweep(
                 a, b = plan.weighing, 1 - plan.weighing
                 torch.sub(logits[a], logits[b], out=scratch).masked_fill_(probs[a] == 0, 0.0)
                 kls[a][rows] = joints[a].merge(kls[a][rows], scratch.mul_(probs[a]).sum(-1), joints[b])
-    return _finish(plan, targets is not None, states, moment, kls)
+    result, statistics = _finish(plan, targets is not None, states, moment, kls)
+    return result, statistics + ([support.floor] if plan.truncation.active and support is not None else [])
 
 
 def _finish(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl.head._support import WHOLE, Support, Truncation
 
 # exp underflows to 0 below this, in float64 too: log-probs are clamped here before they meet their probability.
 LOG_ZERO = -1000.0
@@ -121,6 +122,7 @@ class Plan:
     chunk: tuple[int, int]  # positions and tokens of a tile
     entropy: bool = False  # the policy's
     shares: tuple[float, float] = (1.0, 0.0)
+    truncation: Truncation = WHOLE  # the policy's
 
     @property
     def mixture(self) -> bool:
@@ -132,15 +134,15 @@ class Plan:
         return int(self.shares[1] > 0)
 
     def forward_chunk(self, head: Head) -> tuple[int, int]:
-        """Tile of the forward sweep: the mixture needs whole rows, so its tiles have fewer of them."""
+        """Tile of the forward sweep: mixture and truncation need whole rows, so its tiles have fewer of them."""
         (positions, tokens), vocab = self.chunk, head.sizes[1]
-        if not self.mixture or tokens >= vocab:
+        if not (self.mixture or self.truncation.active) or tokens >= vocab:
             return self.chunk
         # As many elements as other tiles, but not too few rows: every block of rows reads the whole head.
         return max(positions * tokens // vocab, min(positions, _FEWEST_WHOLE_ROWS)), vocab
 
 
-class Kept:
+class KeptLogits:
     """The logits of the first tiles of a forward, of each head, for its backward: as many as a budget in bytes allows."""
 
     def __init__(self, heads: Sequence[Head], tensors: Iterable[Tensor] = ()) -> None:
@@ -158,22 +160,26 @@ class Kept:
         """The logits of a tile, of each head; an empty list if they were not kept."""
         return self.tensors[tile * self._count : (tile + 1) * self._count]
 
-    def head(self, i: int) -> Kept:
+    def head(self, i: int) -> KeptLogits:
         """Those of one head."""
-        one = Kept(())
+        one = KeptLogits(())
         one._count, one.tensors = 1, self.tensors[i :: self._count]
         return one
 
 
 def tiles(
-    chunk: tuple[int, int], heads: list[Head], spare: int, kept: Kept | None = None
+    chunk: tuple[int, int],
+    heads: list[Head],
+    spare: int,
+    kept: KeptLogits | None = None,
+    support: Support | None = None,
 ) -> Iterator[tuple[slice, slice, list[Columns], list[Tensor], list[Tensor]]]:
     """Iterate over positions x vocabulary; tiles of the same tokens are consecutive.
 
     Yields:
         Positions, tokens, and of each head the tokens' weight and bias and the logits; then ``spare`` uninitialised
         buffers. Logits and buffers are contiguous ``[n, v]``, and the next tile overwrites them. Logits that were ``kept``
-        are copied instead of computed.
+        are copied instead of computed. Those of the first head are restricted to its ``support``.
     """
     count, vocab = heads[0].sizes
     n, v = min(chunk[0], max(count, 1)), min(chunk[1], vocab)
@@ -190,6 +196,8 @@ def tiles(
                     logits[i].copy_(known[i])
                 else:
                     head.logits(rows, cols, columns[i], out=logits[i])
+                    if i == 0 and support is not None:
+                        support.restrict(logits[0], rows, cols)
             number += 1
             yield rows, cols, columns, logits[: len(heads)], logits[len(heads) :]
 
