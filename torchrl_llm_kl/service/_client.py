@@ -490,10 +490,8 @@ class Exchange:
                     if isinstance(down, ray.exceptions.RayActorError):
                         self._count_death(i, replica)
                     continue
-                if isinstance(
-                    found, (ServiceBusy, ServiceTimeout)
-                ):  # dropped: the timeout began again since it was sent
-                    self._error = found
+                if isinstance(found, (ServiceBusy, ServiceTimeout)):
+                    self._error = found  # dropped there, while this caller's timeout began again
                 elif isinstance(found, ReplicaGone):
                     self._lose(replica, found)
                 elif isinstance(found, Exception):
