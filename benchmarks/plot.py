@@ -21,7 +21,8 @@ def save_plot(run: Run, folder: Path) -> None:
     """Write the figure to ``folder``."""
     turns = next((result.outcome.turns for result in run.results if result.outcome.turns), None)
     figure, axes = plt.subplots(1, 3 if turns else 2, figsize=(14 if turns else 10, 4.2), layout="constrained")
-    figure.suptitle(f"Beside torchrl {run.versions['torchrl']}: the same work, the same numbers")
+    others = ", TRL (trl-) and plain forwards (the others)" if any(r.peer != "torchrl" for r in run.results) else ""
+    figure.suptitle(f"The same work, the same numbers, beside torchrl {run.versions['torchrl']}{others}")
     work = [result for result in run.results if result.outcome.difference is not None]  # imports compute no numbers
     _ratios(axes[0], "times faster", [(r.name, r.faster, r.targets.faster) for r in work])
     _ratios(axes[1], "times less peak memory", [(r.name, r.smaller, r.targets.smaller) for r in work if r.smaller])
