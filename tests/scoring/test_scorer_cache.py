@@ -220,15 +220,15 @@ def _with_grad(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 )
 def test_one_cache_for_all_temperatures(history: Any, room: int) -> None:
     """Also for more temperatures than log-probs are kept for, and where entries are evicted in between."""
-    model = tiny_model("mistral")
-    scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
+    model = tiny_model("mistral").double()
+    scorer = LogProbScorer(model, memory=2 * room * TOKEN_BYTES)
     plain = [LogProbScorer(model, temperature=0.4 + 0.3 * i, memory=0) for i in range(7)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for trunk, cut, tail, i in history:
             batch = Ragged.from_list([torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)])])
             found = scorer.score(batch, temperature=plain[i].temperature, remember=True).values
-            assert_close(found, plain[i].score(batch).values, atol=2e-5, rtol=2e-6)
+            assert_close(found, plain[i].score(batch).values, atol=1e-12, rtol=1e-12)
     assert scorer.memory.num_bytes <= scorer.memory.limit
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
 

@@ -216,9 +216,8 @@ class RememberedScorer:
             except ValueError:  # it names a sequence among those that were sent: let it name the caller's
                 found = inner.evaluate(tokens, mask, **options)
                 return found
-            if (
-                version is not None and getattr(found, "version", None) != version
-            ):  # other weights were pushed meanwhile
+            pushed = version is not None and getattr(found, "version", None) != version
+            if pushed:  # other weights, meanwhile
                 found = inner.evaluate(tokens, mask, **options)
                 return found
             lookup.take(found)

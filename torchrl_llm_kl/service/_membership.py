@@ -192,22 +192,25 @@ class Memberships:
             if member.holders > 0 and not all_holders:
                 return
             del self._members[key]
-        if member.control is not None and member.session == session():
-            with contextlib.suppress(Exception):  # it may be gone
-                member.control.release.remote(client_name())
+        with contextlib.suppress(Exception):  # it may be gone, or the connection
+            if member.cluster == cluster():
+                usable = member.control is not None and member.session == session()
+                control = member.control if usable else find_control(member.plan.namespace, member.plan.name)
+                if control is not None:
+                    control.release.remote(client_name())
 
     # ------------------------------------------------------------------ heartbeats
 
     def _run(self) -> None:
-        connected = session()
+        connected = ""
         while True:
             with contextlib.suppress(queue.Empty):
                 self._release(self.released.get(timeout=0.5))
                 continue
-            now = session()
-            if time.monotonic() >= self._next_beat or now != connected:
-                self._next_beat, connected = time.monotonic() + _BEAT, now
-                with contextlib.suppress(Exception):  # the connection may end at any time
+            with contextlib.suppress(Exception):  # the connection may end at any time; the next round looks again
+                now = session()
+                if time.monotonic() >= self._next_beat or now != connected:
+                    self._next_beat, connected = time.monotonic() + _BEAT, now
                     self._beat(now)
 
     def _beat(self, now: str) -> None:
