@@ -36,6 +36,30 @@ def test_imports_go_down_and_through_the_package(module: str) -> None:
         assert other in BASE or target == f"{layers.PACKAGE}.{other}", f"{module} reaches into {target}"
 
 
+SERVICE = f"{layers.PACKAGE}.service"
+# Folders and modules of the service, from the lowest row to the highest. The folders' own packages hold no names.
+SERVICE_ROWS = [
+    {"_errors", "_wire"},
+    {"control", "_weights"},
+    {"engines"},
+    {"replica"},
+    {"client"},
+    {"_service"},
+    {"_transforms", "_weight_sync"},
+]
+SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in parts}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith(f"{SERVICE}.")])
+def test_imports_within_the_service_go_down(module: str) -> None:
+    own = module.removeprefix(f"{SERVICE}.").split(".")[0]
+    for target, _ in layers.imports(MODULES[module]):
+        if target.startswith(f"{SERVICE}."):
+            part = target.removeprefix(f"{SERVICE}.").split(".")[0]
+            same = part == own or {part, own} <= {"_errors", "_wire"} or {part, own} <= {"control", "_weights"}
+            assert same or SERVICE_ROW[part] < SERVICE_ROW[own], f"{module} imports {target}: up or across"
+
+
 def test_no_circles() -> None:
     graph = {
         module: {target for target, by_name in layers.imports(path) if not by_name and target in MODULES} - {module}

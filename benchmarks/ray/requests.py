@@ -15,8 +15,8 @@ import torch
 
 from torchrl_llm_kl import Ragged
 from torchrl_llm_kl.service import RemoteScorer
-from torchrl_llm_kl.service._router import Router
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.client._router import Router
 
 
 class _Replicas:

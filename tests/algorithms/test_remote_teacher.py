@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.service import RemoteModel
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from torchrl_llm_kl.service.control._spec import ServiceSpec
 from toy_models import tiny_model
 
 REFUSED = "an exact KL needs whole distributions, and {}, {}, returns log-probs only: pass the transformers model"

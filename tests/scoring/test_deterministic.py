@@ -17,9 +17,9 @@ from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, Retrie
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Scores, read
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
 from torchrl_llm_kl.service._wire import Request, Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
 from toy_models import VOCAB_SIZE, tiny_model
 
 # Wide enough that products of different numbers of rows are summed in different orders.

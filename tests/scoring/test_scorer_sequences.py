@@ -132,12 +132,12 @@ def test_bad_input(scorer, ids, mask, attention, error, message):
 
 def test_a_served_model_takes_every_form(monkeypatch):
     """Nothing is sent: the requests hold the flat tokens."""
-    from torchrl_llm_kl.service import _client
+    from torchrl_llm_kl.service.client import _remote
 
     sent = []
-    monkeypatch.setattr(_client, "Exchange", lambda replicas, router, whole, timeout: sent.append(whole))
+    monkeypatch.setattr(_remote, "Exchange", lambda replicas, router, whole, timeout: sent.append(whole))
     remote = SimpleNamespace(router=None, version=None, replicas=None, timeout=1.0)
-    scorer = _client.RemoteScorer(remote, _client.Settings(temperature=1.0, adapters=True, dtype=None, remember=False))
+    scorer = _remote.RemoteScorer(remote, _remote.Settings(temperature=1.0, adapters=True, dtype=None, remember=False))
     for ids, attention in FORMS.values():
         scorer.begin(ids, attention_mask=attention)
     scorer.begin(LEFT, LEFT_MASK, attention_mask=LEFT_REAL)

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchrl_llm_kl.service._engine import TransformersEngine
-from torchrl_llm_kl.service._gang import split
-from torchrl_llm_kl.service._rank import RankEngine, may_split, shard_model
 from torchrl_llm_kl.service._wire import Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.engines._gang import split
+from torchrl_llm_kl.service.engines._rank import RankEngine, may_split, shard_model
 from toy_models import tiny_model
 
 

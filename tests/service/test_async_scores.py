@@ -18,11 +18,11 @@ from remote_models import delayed, model
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import RemoteModel, RemoteScorer, ScoringService, ServiceTimeout
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
 from torchrl_llm_kl.service._errors import ReplicaGone
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
 
 
 class Answer:

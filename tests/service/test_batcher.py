@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded, ServiceTimeout
-from torchrl_llm_kl.service._batcher import Batcher
 from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.replica._batcher import Batcher
 
 
 def request(tag: int, *, tokens: int = 3, caller: str = "a", deaths: int = 0) -> Request:

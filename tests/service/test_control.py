@@ -16,7 +16,8 @@ from torch import nn
 
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import ServiceClosedError, ServiceConfigError
-from torchrl_llm_kl.service._control import (
+from torchrl_llm_kl.service.control._spec import describe_reads
+from torchrl_llm_kl.service.control._table import (
     BACKING_OFF,
     DRAINING,
     FAILED,
@@ -31,7 +32,6 @@ from torchrl_llm_kl.service._control import (
     Scaling,
     check_expected,
 )
-from torchrl_llm_kl.service._lifecycle import describe_reads
 
 CONFIG = {"name": "service:0", "model": "A", "max_wait": 0.1}
 HERE = {"job": "01", "worker": "ff", "driver": True}
@@ -124,11 +124,30 @@ def test_the_last_client_ends_the_service_unless_it_is_detached() -> None:
         lab.join("a")
         lab.join("b")
         lab.up()
-        lab.control.release("a")
+        lab.control.release("a", 0)
         assert lab.control.tick() == []
-        lab.control.release("b")
+        lab.control.release("b", 0)
         assert lab.control.tick() == end
         assert bool(lab.join("c")["ended"]) is not detached
+
+
+def test_messages_that_overtake_each_other() -> None:
+    lab = Lab()
+    lab.join("a", lease=1)
+    lab.control.release("a", 1)
+    lab.control.hold("a", HERE, 0, 1)
+    assert lab.control.tick() == [("end", 0)], "a heartbeat that was sent before the release renews nothing"
+    lab = Lab()
+    lab.join("a", lease=1)
+    lab.join("a", lease=2)
+    lab.control.release("a", 1)
+    assert lab.control.tick() == [], "the newer lease stays"
+    lab = Lab()
+    lab.control.release("a", 1)
+    lab.join("a", lease=1)
+    lab.join("b", lease=1)
+    lab.control.release("b", 1)
+    assert lab.control.tick() == [("end", 0)], "a join that arrives after its release"
 
 
 def test_a_silent_client_keeps_its_lease_until_ray_reports_its_end() -> None:

@@ -34,8 +34,8 @@ from torchrl_llm_kl.service import (
     ServiceConfigError,
     ServiceError,
 )
-from torchrl_llm_kl.service._control import HUNG, READY, Plan, Scaling
-from torchrl_llm_kl.service._control_actor import control_of
+from torchrl_llm_kl.service.control._actor import control_of
+from torchrl_llm_kl.service.control._table import HUNG, READY, Plan, Scaling
 
 CPUS: dict[str, Any] = {"num_cpus": 0.1}
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]

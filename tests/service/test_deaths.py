@@ -14,10 +14,10 @@ import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from torchrl_llm_kl.service import PoisonedRequest, ServiceTimeout
-from torchrl_llm_kl.service._client import Exchange, Part
 from torchrl_llm_kl.service._errors import ReplicaGone
-from torchrl_llm_kl.service._router import Router
 from torchrl_llm_kl.service._wire import Request, Settings
+from torchrl_llm_kl.service.client._remote import Exchange, Part
+from torchrl_llm_kl.service.client._router import Router
 
 #: What becomes of a request: its replica dies while it runs, or before; says that it ends; or drops it after its timeout.
 RUNS, WAITS, ENDS, DROPS = "runs", "waits", "ends", "drops"

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, strategies as st
 
-from torchrl_llm_kl.service._fair import FairQueue, Job
+from torchrl_llm_kl.service.replica._fair import FairQueue, Job
 
 BUDGET, QUANTUM, UNIT = 6400, 100, 400
 

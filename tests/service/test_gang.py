@@ -17,10 +17,10 @@ from load import assert_same, callers, sequences, until
 from distributed.pool import RankPool
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import EngineLost, GangEngine, ScoringService
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
-from torchrl_llm_kl.service._gang import split
 from torchrl_llm_kl.service._wire import Request, Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.engines._gang import split
+from torchrl_llm_kl.service.replica._core import ScoringCore
 
 CPUS = {"num_cpus": 0.1}
 

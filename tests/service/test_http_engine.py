@@ -18,10 +18,10 @@ from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import HTTPEngine, ScoringService, ServiceConfigError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import Engine
-from torchrl_llm_kl.service._http import rounding
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.engines._engine import Engine
+from torchrl_llm_kl.service.engines._http import rounding
+from torchrl_llm_kl.service.replica._core import ScoringCore
 
 DIALECTS = ["vllm", "sglang"]
 PLAIN = Settings()

@@ -15,11 +15,11 @@ from load import assert_same
 from remote_models import model
 
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.service._batcher import Batcher
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
-from torchrl_llm_kl.service._pieces import Pieces
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._batcher import Batcher
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.service.replica._pieces import Pieces
 
 
 def request(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torchrl_llm_kl.service import WeightVersionError, _push, _weights
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._push import ask_all, push_weights
 from torchrl_llm_kl.service._weights import Pushes, WeightKeeper, chunks_of, tensors_of
+from torchrl_llm_kl.service.client._push import ask_all, push_weights
 
 ray = pytest.importorskip("ray")
 

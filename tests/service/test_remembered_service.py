@@ -13,8 +13,8 @@ from remote_models import model
 from torchrl_llm_kl import LogProbScorer, RememberedModel
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import ScoringService
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
 
 
 @pytest.fixture(scope="module")

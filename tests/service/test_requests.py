@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from torchrl_llm_kl import Ragged
-from torchrl_llm_kl.service import _client
-from torchrl_llm_kl.service._client import RemoteScorer
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceTimeout
-from torchrl_llm_kl.service._router import Router
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.client import _remote
+from torchrl_llm_kl.service.client._remote import RemoteScorer
+from torchrl_llm_kl.service.client._router import Router
 
 ray = pytest.importorskip("ray")
 
@@ -98,7 +98,7 @@ def test_one_replica_gets_the_call_as_it_is() -> None:
 
 def test_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence is never divided, even if it alone is beyond the bound."""
-    monkeypatch.setattr(_client, "_MOST_TOKENS", 200)
+    monkeypatch.setattr(_remote, "_MOST_TOKENS", 200)
     data, mask = prompts(30, responses=2, length=40)
     for count in (1, 3):
         fakes = Fakes(count)
@@ -107,7 +107,7 @@ def test_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert min(sizes) > 0
         assert max(sizes) <= 200 + 60
         assert len(sizes) <= data.values.shape[0] / 200 + count + 1
-    monkeypatch.setattr(_client, "_MOST_TOKENS", 10)
+    monkeypatch.setattr(_remote, "_MOST_TOKENS", 10)
     fakes = Fakes(2)
     assert_right(scorer(fakes).score(data, mask), data, mask)
     assert all(len(request.lengths) == 1 for _, request in fakes.requests)

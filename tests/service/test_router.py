@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from torchrl_llm_kl.service._router import BALANCE, Router, _Earlier, _Home, _prefix_sums
+from torchrl_llm_kl.service.client._router import BALANCE, Router, _Earlier, _Home, _prefix_sums
 
 
 def rows(count: int, *, prefix: int = 0, length: int = 40, seed: int = 0) -> list[np.ndarray]:
@@ -170,7 +170,7 @@ def test_every_prefix_is_found_and_nothing_else() -> None:
 
 
 def test_the_oldest_sequences_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_llm_kl.service._router._REMEMBERED", 3)
+    monkeypatch.setattr("torchrl_llm_kl.service.client._router._REMEMBERED", 3)
     router, talks = Router(), rows(4)
     first = [assign(router, [talk[:20]], 12, 64, goes_on=True)[0] for talk in talks]
     assert len(router._earlier) == 3

@@ -18,10 +18,10 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import WeightVersionError
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
-from torchrl_llm_kl.service._watchdog import Watchdog
 from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.service.replica._watchdog import Watchdog
 
 
 class Wrapper(nn.Module):

@@ -14,7 +14,7 @@ from remote_models import model, slow
 from torch import nn
 
 from torchrl_llm_kl.service import RemoteModel, ScoringService
-from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec, describe_source
+from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_source
 
 
 def make_another() -> nn.Module:

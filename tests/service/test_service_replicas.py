@@ -10,7 +10,7 @@ from importlib import import_module
 import numpy as np
 import ray
 
-from torchrl_llm_kl.service._replicas import _lost_arguments, failures
+from torchrl_llm_kl.service.client._replicas import _lost_arguments, failures
 
 
 @ray.remote(num_cpus=0.1, max_restarts=-1, max_task_retries=0)

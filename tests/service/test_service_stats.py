@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
+from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
 
 
 class Metric:

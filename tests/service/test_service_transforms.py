@@ -13,7 +13,7 @@ from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import RayRetrieveLogProb, RemoteModel
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from torchrl_llm_kl.service.control._spec import ServiceSpec
 
 
 class RemoteStub:

@@ -17,10 +17,10 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, RetrieveLogProb
 from torchrl_llm_kl.service import ProtocolError, RayRetrieveLogProb, RemoteModel, _client
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
 from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
 
 FIELDS = ("log_prob", "entropy", "top_indices", "top_log_probs", "tail_log_prob")
 ROWS = [[3, 4, 5, 6, 7], [8], [], [9, 10, 11]]

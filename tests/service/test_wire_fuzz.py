@@ -14,10 +14,10 @@ import torch
 from remote_models import model
 from torch import Tensor, nn
 
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import TransformersEngine
 from torchrl_llm_kl.service._errors import ProtocolError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
 
 NUMBER = 10_000
 HEAD = 12  # bytes before the JSON

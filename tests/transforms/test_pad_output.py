@@ -23,7 +23,7 @@ from torchrl_llm_kl import (
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.service import RemoteModel
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from torchrl_llm_kl.service.control._spec import ServiceSpec
 from toy_rollouts import make_scoring_wrapper, plain_log_probs
 
 LENGTHS, WIDTH, PROMPTS = (9, 35), 35, (4, 6)

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrl_llm_kl.service._client import RemoteModel, RemoteScorer
     from torchrl_llm_kl.service._errors import (
         EngineLost,
         PoisonedRequest,
@@ -18,12 +17,13 @@ if TYPE_CHECKING:
         ServiceTimeout,
         WeightVersionError,
     )
-    from torchrl_llm_kl.service._gang import GangEngine
-    from torchrl_llm_kl.service._http import HTTPEngine
-    from torchrl_llm_kl.service._push import PushedVersion
     from torchrl_llm_kl.service._service import ScoringService
     from torchrl_llm_kl.service._transforms import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
     from torchrl_llm_kl.service._weight_sync import ServiceWeightSyncScheme, ServiceWeightUpdater
+    from torchrl_llm_kl.service.client._push import PushedVersion
+    from torchrl_llm_kl.service.client._remote import RemoteModel, RemoteScorer
+    from torchrl_llm_kl.service.engines._gang import GangEngine
+    from torchrl_llm_kl.service.engines._http import HTTPEngine
 
 __all__ = [
     "EngineLost",
@@ -50,7 +50,7 @@ __all__ = [
 
 # Names load on first use: a control actor starts without torch, a replica without torchrl's collectors.
 _HOME = {
-    "_client": ("RemoteModel", "RemoteScorer"),
+    "client._remote": ("RemoteModel", "RemoteScorer"),
     "_errors": (
         "EngineLost",
         "PoisonedRequest",
@@ -62,9 +62,9 @@ _HOME = {
         "ServiceTimeout",
         "WeightVersionError",
     ),
-    "_gang": ("GangEngine",),
-    "_http": ("HTTPEngine",),
-    "_push": ("PushedVersion",),
+    "engines._gang": ("GangEngine",),
+    "engines._http": ("HTTPEngine",),
+    "client._push": ("PushedVersion",),
     "_service": ("ScoringService",),
     "_transforms": ("RayKLRewardTransform", "RayRetrieveKL", "RayRetrieveLogProb"),
     "_weight_sync": ("ServiceWeightSyncScheme", "ServiceWeightUpdater"),

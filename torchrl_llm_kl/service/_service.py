@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
-from torchrl_llm_kl.service._client import RemoteModel
-from torchrl_llm_kl.service._control import LEASE, NAMESPACE
 from torchrl_llm_kl.service._errors import ServiceTimeout
-from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec, describe_reads, describe_source
-from torchrl_llm_kl.service._push import PushedVersion, push_weights
-from torchrl_llm_kl.service._watchdog import HANG_AFTER
 from torchrl_llm_kl.service._weights import check_version, keeper_of
+from torchrl_llm_kl.service.client._push import PushedVersion, push_weights
+from torchrl_llm_kl.service.client._remote import RemoteModel
+from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_reads, describe_source
+from torchrl_llm_kl.service.control._table import LEASE, NAMESPACE
+from torchrl_llm_kl.service.replica._watchdog import HANG_AFTER
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 

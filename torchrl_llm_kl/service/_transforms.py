@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from torchrl_llm_kl.service._client import RemoteModel
 from torchrl_llm_kl.service._service import ScoringService
+from torchrl_llm_kl.service.client._remote import RemoteModel
 from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 
 #: Arguments of :class:`ScoringService` that the transforms pass on; ``memory`` goes to the transform too.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError, portable
-from torchrl_llm_kl.service._lifecycle import ServiceSpec, any_alive
+from torchrl_llm_kl.service.control._spec import ServiceSpec, any_alive
 
 #: Bytes of an object that holds weights; a larger weight is an object of its own.
 CHUNK = 256 * 2**20

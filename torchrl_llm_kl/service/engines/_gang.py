@@ -22,7 +22,7 @@ from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
 from torchrl_llm_kl.service._wire import Settings
 
 if TYPE_CHECKING:
-    from torchrl_llm_kl.service._rank import RankScores, Shard, Share
+    from torchrl_llm_kl.service.engines._rank import RankScores, Shard, Share
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _TICK = 1.0  # seconds between two looks at the progress of the ranks
@@ -126,7 +126,7 @@ class GangEngine:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from torchrl_llm_kl.service._rank import GangRank
+        from torchrl_llm_kl.service.engines._rank import GangRank
 
         self._group = ray.util.placement_group([self._bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
         end = time.monotonic() + timeout
@@ -167,7 +167,7 @@ class GangEngine:
     ) -> Scores:
         import ray
 
-        from torchrl_llm_kl.service._rank import Share
+        from torchrl_llm_kl.service.engines._rank import Share
 
         if shares is None:  # one object for all ranks
             whole = ray.put(split(sequences, mask, 1)[0])
@@ -317,7 +317,7 @@ def split(sequences: Ragged, mask: Tensor, ranks: int) -> list[Share | None]:
 
     Answers to one prompt are neighbours, so that most of them share its forward.
     """
-    from torchrl_llm_kl.service._rank import Share
+    from torchrl_llm_kl.service.engines._rank import Share
 
     lengths = sequences.lengths.cpu().numpy()
     tokens, chosen = sequences.values.cpu().numpy().astype(np.int64), mask.cpu().numpy()

@@ -13,16 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrl_llm_kl.service._control import (
-    BACKING_OFF,
-    DRAINING,
-    FAILED,
-    HUNG,
-    READY,
-    check_expected,
-    compare,
-)
-from torchrl_llm_kl.service._control_actor import mark_ended
 from torchrl_llm_kl.service._errors import (
     ReplicaGone,
     ServiceClosedError,
@@ -31,14 +21,24 @@ from torchrl_llm_kl.service._errors import (
     ServiceOverloaded,
     ServiceTimeout,
 )
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
-from torchrl_llm_kl.service._membership import (
+from torchrl_llm_kl.service.control._actor import mark_ended
+from torchrl_llm_kl.service.control._membership import (
     MEMBERSHIPS,
     check_not_forked,
     check_open,
     client_name,
     cluster,
     session,
+)
+from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service.control._table import (
+    BACKING_OFF,
+    DRAINING,
+    FAILED,
+    HUNG,
+    READY,
+    check_expected,
+    compare,
 )
 
 __all__ = ["Patience", "Replicas", "client_name", "failures"]
@@ -363,7 +363,7 @@ class Replicas:
         """Any number of processes may call this at once: Ray creates one actor per name."""
         import ray
 
-        from torchrl_llm_kl.service._actor import MAX_CONCURRENCY, ScoringActor
+        from torchrl_llm_kl.service.replica._actor import MAX_CONCURRENCY, ScoringActor
 
         spec, name = self.spec, self.spec.replica_name(replica)
         self._looked[replica] = time.monotonic()

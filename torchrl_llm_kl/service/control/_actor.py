@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchrl_llm_kl.service._control import FAILED, Control, Plan, Scaling, Start
 from torchrl_llm_kl.service._errors import portable
+from torchrl_llm_kl.service.control._table import FAILED, Control, Plan, Scaling, Start
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _PULSE = 1.0  # seconds between two pulses of a replica
@@ -40,15 +40,15 @@ class ControlActor:
         """See :meth:`Control.join`; errors are returned."""
         return self._ask(lambda control: control.join(*args, **kwargs))
 
-    def hold(self, client: str, where: Mapping[str, Any], version: int) -> dict[str, Any] | None:
+    def hold(self, client: str, where: Mapping[str, Any], version: int, lease: int) -> dict[str, Any] | None:
         """See :meth:`Control.hold`."""
         with self._lock:
-            return self._control.hold(client, where, version)
+            return self._control.hold(client, where, version, lease)
 
-    def release(self, client: str) -> None:
+    def release(self, client: str, lease: int) -> None:
         """See :meth:`Control.release`."""
         with self._lock:
-            self._control.release(client)
+            self._control.release(client, lease)
 
     def table(self) -> dict[str, Any]:
         """See :meth:`Control.table`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 
-from torchrl_llm_kl.service._core import ScoringCore
+from torchrl_llm_kl.service.replica._core import ScoringCore
 
 #: Seconds without progress after which a call counts as hung, by default.
 HANG_AFTER = 300.0

@@ -17,9 +17,6 @@ from typing import Any, NoReturn, TypeVar
 import ray
 
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.service._batcher import Batcher
-from torchrl_llm_kl.service._core import ScoringCore
-from torchrl_llm_kl.service._engine import engine_of
 from torchrl_llm_kl.service._errors import (
     EngineLost,
     PoisonedRequest,
@@ -29,12 +26,15 @@ from torchrl_llm_kl.service._errors import (
     WeightVersionError,
     portable,
 )
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
-from torchrl_llm_kl.service._reporter import Reporter
-from torchrl_llm_kl.service._stats import BatchRecord, RayMetrics, ReplicaStats
-from torchrl_llm_kl.service._watchdog import Watchdog, stacks
 from torchrl_llm_kl.service._weights import Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.control._reporter import Reporter
+from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service.engines._engine import engine_of
+from torchrl_llm_kl.service.replica._batcher import Batcher
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
+from torchrl_llm_kl.service.replica._watchdog import Watchdog, stacks
 
 #: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
 MAX_CONCURRENCY = 1000

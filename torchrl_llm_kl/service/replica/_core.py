@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.service._engine import Engine
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, WeightVersionError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.engines._engine import Engine
 
 
 class ScoringCore:

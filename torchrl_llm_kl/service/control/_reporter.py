@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from torchrl_llm_kl.scoring import fingerprint_of
-from torchrl_llm_kl.service._control import Start
-from torchrl_llm_kl.service._control_actor import control_of, ended, find_control
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
+from torchrl_llm_kl.service.control._actor import control_of, ended, find_control
+from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service.control._table import Start
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _ANSWER = 10.0  # seconds to wait for the control actor, without which a replica works too

@@ -21,11 +21,11 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, VersionedScores, read_sequences
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._lifecycle import ServiceSpec
-from torchrl_llm_kl.service._replicas import Patience, Replicas, client_name, failures
-from torchrl_llm_kl.service._router import Router
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.client._replicas import Patience, Replicas, client_name, failures
+from torchrl_llm_kl.service.client._router import Router
+from torchrl_llm_kl.service.control._spec import ServiceSpec
 
 _MOST_TOKENS = 2**21  # of a request, about: 8 MiB
 

@@ -13,10 +13,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceOverloaded, ServiceTimeout
-from torchrl_llm_kl.service._fair import FairQueue, Job
-from torchrl_llm_kl.service._pieces import Pieces
-from torchrl_llm_kl.service._stats import BatchRecord
 from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.replica._fair import FairQueue, Job
+from torchrl_llm_kl.service.replica._pieces import Pieces
+from torchrl_llm_kl.service.replica._stats import BatchRecord
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 #: Batches wait for a caller until this many seconds after its last request.
@@ -75,7 +75,7 @@ class Batcher:
     """Collects requests on an event loop and scores them in one thread.
 
     A batch waits up to ``max_wait`` seconds for a request of every caller of the last ten seconds, then takes tokens fairly
-    over the callers, up to ``max_tokens``: see :class:`~torchrl_llm_kl.service._fair.FairQueue`. Requests larger than a
+    over the callers, up to ``max_tokens``: see :class:`~torchrl_llm_kl.service.replica._fair.FairQueue`. Requests larger than a
     sixteenth of that are cut between sequences, so that others' requests get into each batch, and answered when all their
     pieces are scored. A request whose replica died (``deaths``) shares no batch.
 

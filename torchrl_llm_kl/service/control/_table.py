@@ -34,6 +34,7 @@ _DIED = "its process ended before the model was made (a crash, os._exit or lack 
 _SILENT = 10.0  # seconds without an answer until clients avoid a replica
 _STOPPED = 10.0  # seconds between two ticks after which the control actor itself was stopped
 _QUARANTINED = 1024  # digests of requests
+_RELEASED = 4096  # clients that left, of which an older message may still arrive
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,11 @@ class Slot:
 
 @dataclass
 class Client:
-    """A process that uses the service: when it was heard of, and its Ray job and worker (hex ids)."""
+    """A process that uses the service: when it was heard of, its Ray job and worker (hex ids), its newest lease."""
 
     seen: float
     where: dict[str, Any]
+    lease: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Control:
         self.scale = plan.least
         self.slots = {i: Slot(since=clock()) for i in range(plan.slots)}
         self.clients: dict[str, Client] = {}
+        self._released: OrderedDict[str, int] = OrderedDict()  # the newest lease that each client gave back
         self.quarantined: OrderedDict[str, None] = OrderedDict()
         self.ended = ""  # why
         self.version = 1  # of the table
@@ -178,6 +181,7 @@ class Control:
         config: Mapping[str, Any],
         incarnation: int = 0,
         new: bool = False,
+        lease: int = 0,
     ) -> dict[str, Any]:
         """Give a client a lease and the table.
 
@@ -187,6 +191,7 @@ class Control:
             config: what it expects of the service.
             incarnation: that it belongs to; 0 for any.
             new: whether its user asks for the service now (a constructor), which may start over after failures.
+            lease: number of the lease, which grows from one call of a client to the next.
 
         Raises:
             ServiceClosedError: if its incarnation has ended.
@@ -214,7 +219,7 @@ class Control:
                 slot.failures.clear()
                 slot.facts.clear()
         self.config = dict(config)
-        self._note(client, where)
+        self._note(client, where, lease)
         return self.table()
 
     @property
@@ -224,18 +229,33 @@ class Control:
     def _replaceable(self, client: str, *, new: bool) -> bool:
         return new and not self._occupied and not self.clients.keys() - {client}
 
-    def hold(self, client: str, where: Mapping[str, Any], version: int) -> dict[str, Any] | None:
+    def hold(self, client: str, where: Mapping[str, Any], version: int, lease: int = 0) -> dict[str, Any] | None:
         """Renew a lease; the table if it is newer than ``version``."""
-        self._note(client, where)
+        self._note(client, where, lease)
         return None if version == self.version else self.table()
 
-    def _note(self, client: str, where: Mapping[str, Any]) -> None:
-        self.clients[client] = Client(self._clock(), dict(where))
+    def _note(self, client: str, where: Mapping[str, Any], lease: int) -> None:
+        if lease <= self._released.get(client, -1):
+            return  # a message that was overtaken by the end of its lease
+        known = self.clients.get(client)
+        self.clients[client] = Client(self._clock(), dict(where), lease if known is None else max(lease, known.lease))
         self._last_used = self._clock()
 
-    def release(self, client: str) -> None:
-        """End a lease; that of the last client ends the service, unless it is detached."""
-        if self.clients.pop(client, None) is not None and not self.clients and not self.plan.detached:
+    def release(self, client: str, lease: int) -> None:
+        """End a client's leases up to ``lease``; that of the last client ends the service, unless it is detached.
+
+        Messages of a client may overtake one another: a newer lease stays, and an older message renews nothing.
+        """
+        self._released[client] = max(lease, self._released.pop(client, -1))
+        while len(self._released) > _RELEASED:
+            self._released.popitem(last=False)
+        known = self.clients.get(client)
+        if known is not None and known.lease <= lease:
+            self._leave(client)
+
+    def _leave(self, client: str) -> None:
+        del self.clients[client]
+        if not self.clients and not self.plan.detached:
             self.ended = self.ended or "its last client left"
 
     def silent_clients(self) -> dict[str, dict[str, Any]]:
@@ -365,7 +385,7 @@ class Control:
         ended = set(gone) & self.silent_clients().keys()
         ended |= {name for name, client in self.clients.items() if now - client.seen > self.plan.lease}
         for name in ended:
-            self.release(name)
+            self._leave(name)
         # A new control actor, or one that lost its table, gives clients time to appear.
         if not self.clients and not self.plan.detached and now - self._last_used > self.plan.lease:
             self.ended = self.ended or "no client used it"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchrl_llm_kl.service._control import LEASE, NAMESPACE, Plan
+from torchrl_llm_kl.service.control._table import LEASE, NAMESPACE, Plan
 
 _SILENCE = 60.0  # seconds: a replica's event loop answers while its model works
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._replicas import Replicas
 from torchrl_llm_kl.service._weights import chunks_of, keeper_of
 from torchrl_llm_kl.service._wire import state_dict_of
+from torchrl_llm_kl.service.client._replicas import Replicas
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 

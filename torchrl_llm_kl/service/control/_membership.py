@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -14,10 +15,10 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_llm_kl.service._control import Plan, check_expected
-from torchrl_llm_kl.service._control_actor import control_of, ended, find_control, whereabouts
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._lifecycle import HeldModel, ServiceSpec
+from torchrl_llm_kl.service.control._actor import control_of, ended, find_control, whereabouts
+from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec
+from torchrl_llm_kl.service.control._table import Plan, check_expected
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _BEAT = 5.0  # seconds between two heartbeats
@@ -77,6 +78,7 @@ class Member:
     table: dict[str, Any] = field(default_factory=dict)
     held: HeldModel | None = None  # the model, if this process passed it by value
     holders: int = 1
+    lease: int = 0
     control: Any = None
     session: str = ""
 
@@ -87,6 +89,7 @@ class Memberships:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._members: dict[str, Member] = {}
+        self._leases = itertools.count(1)
         # A finalizer may run while this thread holds the lock: only the queue is safe to touch there.
         self.released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -111,7 +114,8 @@ class Memberships:
         while True:
             check_open(spec)
             control = control_of(spec.plan)
-            options = {"config": spec.config(0), "incarnation": spec.incarnation, "new": new}
+            lease = next(self._leases)
+            options = {"config": spec.config(0), "incarnation": spec.incarnation, "new": new, "lease": lease}
             failure: Exception | None = None
             try:
                 asked = control.join.remote(client_name(), whereabouts(), **options)
@@ -137,6 +141,7 @@ class Memberships:
             if member is None:
                 member = self._members[key] = Member(spec.plan, cluster(), found["incarnation"], holders=0)
             member.holders += 1
+            member.lease = max(member.lease, lease)
             member.held = member.held or held
             member.table, member.control, member.session = found, control, session()
             self._start()
@@ -197,7 +202,7 @@ class Memberships:
                 usable = member.control is not None and member.session == session()
                 control = member.control if usable else find_control(member.plan.namespace, member.plan.name)
                 if control is not None:
-                    control.release.remote(client_name())
+                    control.release.remote(client_name(), member.lease)
 
     # ------------------------------------------------------------------ heartbeats
 
@@ -225,8 +230,8 @@ class Memberships:
             if member.control is None or member.session != now:  # a handle dies with its connection
                 member.control, member.session = self._find(member), now
             if member.control is not None:
-                answer = member.control.hold.remote(client_name(), where, member.table.get("version", 0))
-                asked.append((member, answer))
+                version = member.table.get("version", 0)
+                asked.append((member, member.control.hold.remote(client_name(), where, version, member.lease)))
         end = time.monotonic() + _BEAT
         for member, answer in asked:
             try:

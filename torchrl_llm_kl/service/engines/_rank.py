@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import is_wrapper, unwrap
-from torchrl_llm_kl.service._engine import TransformersEngine
 from torchrl_llm_kl.service._errors import portable
 from torchrl_llm_kl.service._wire import Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 #: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
 Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]

@@ -1,0 +1,1 @@
+"""The actor that answers requests: queue, batches, engine, watchdog."""
