@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from distributed.cases import RATE, STEPS, VOCAB, batch, difference, expected, make_loss, share, total
 from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k
+from torchrl_llm_kl.head import linear_log_prob, linear_outcomes, linear_pair, linear_top_k
 from toy_models import tiny_model
 
 POSITIONS, HIDDEN = 7, 5
@@ -128,6 +128,29 @@ def top(vocab: int, k: int, impossible: bool = False) -> float:
     return max(float((a - b).abs().max()) for a, b in both)
 
 
+def outcomes(vocab: int, k: int) -> float:
+    """Two lists of ids, the second with one id less; values and gradients."""
+    whole, targets = [t.requires_grad_() for t in head(0, vocab)], targets_of(vocab)
+    sharded = distribute(whole, grad=True)
+    rng = torch.Generator().manual_seed(5)
+    ids = torch.stack([torch.randperm(vocab, generator=rng)[:k] for _ in range(2 * len(targets))]).reshape(-1, 2, k)
+    ids[:, 1, -1] = -1
+    out = linear_outcomes(*sharded[:2], targets, ids, bias=sharded[2], entropy=True, chunk=(3, 4), **OPTIONS)
+    log_p = plain(*whole, **OPTIONS)
+    listed = torch.zeros(len(targets), 2, vocab, dtype=torch.bool)
+    listed[:, 0].scatter_(1, ids[:, 0], value=True)
+    listed[:, 1].scatter_(1, ids[:, 1, :-1], value=True)
+    others = log_p.unsqueeze(1).masked_fill(listed, -1e30).logsumexp(-1)
+    found = log_p.unsqueeze(1).expand(-1, 2, -1).gather(2, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+    want = torch.cat([found, others.unsqueeze(-1)], -1)
+    impossible = torch.cat([ids < 0, listed.all(-1, keepdim=True)], -1)
+    assert out.outcomes.isneginf().equal(impossible)
+    got = out.outcomes.masked_fill(impossible, 0.0)
+    expected = [log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)]
+    flat = [(x.masked_fill(impossible, 0.0) * torch.arange(1, k + 2)).flatten(1).sum(-1) for x in (got, want)]
+    return compare([out.log_prob, out.entropy, flat[0]], [*expected, flat[1]], sharded, whole)
+
+
 def impossible_slice(vocab: int) -> list[float]:
     """Tokens ruled out on a whole slice: their log-prob, and the differences of the others' and of entropy and KL."""
     whole, ref, targets = head(0, vocab, impossible=True), head(1, vocab), targets_of(vocab)
@@ -172,6 +195,8 @@ def refusal(case: str) -> str:
             linear_log_prob(hidden, rows, targets + 1)
         elif case == "k":
             linear_top_k(hidden, rows, 11)
+        elif case == "ids":
+            linear_outcomes(hidden, rows, targets, torch.tensor([[0, 10]]).expand(len(targets), 2))
         elif case == "empty slice":
             few = distribute_tensor(weight[: dist.get_world_size() - 1], mesh, [Shard(0)])
             linear_log_prob(hidden, few, targets * 0)

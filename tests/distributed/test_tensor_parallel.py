@@ -27,6 +27,12 @@ def test_top_k(pool, ranks, k):
     assert max(pool.run(f"{CASES}:top", ranks=ranks, vocab=23, k=k)) < 1e-12
 
 
+@pytest.mark.parametrize("k", [1, 5, 23])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outcomes(pool, ranks, k):
+    assert max(pool.run(f"{CASES}:outcomes", ranks=ranks, vocab=23, k=k)) < 1e-12
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_slice_without_a_possible_token(pool, ranks):
     assert max(map(max, pool.run(f"{CASES}:impossible_slice", ranks=ranks, vocab=24))) < 1e-12
@@ -42,6 +48,7 @@ def test_a_slice_without_a_possible_token(pool, ranks):
         ("trained reference", "weight is sharded over ranks [0, 1] but ref_weight is whole"),
         ("target", "from 1 to 10; expected 0 to 9"),
         ("k", "expected 1 to 10"),
+        ("ids", "ids holds the token id 10; expected at most 9"),
         ("empty slice", "the last has none"),
     ],
 )

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from torchrl_llm_kl.estimators import exact_kl
-from torchrl_llm_kl.head import linear_kl, linear_log_prob, linear_pair, linear_top_k, logits_kl
+from torchrl_llm_kl.head import linear_kl, linear_log_prob, linear_outcomes, linear_pair, linear_top_k, logits_kl
 
 CHUNK = {"chunk": (3, 40)}
 
@@ -53,6 +53,12 @@ def beside_top_k(h, w, b, rh, rw, rb, targets):
     return (h.sum(-1, keepdim=True) * top.log_probs).sum(-1) + top.tail_log_prob + top.indices.sum(-1)
 
 
+def outcomes(h, w, b, rh, rw, rb, targets):
+    ids = torch.stack([targets, (targets + 1) % V, (targets + 40) % V], -1)
+    out = linear_outcomes(h, w, targets, ids, bias=b, entropy=True, soft_cap=4.0, **CHUNK)
+    return out.log_prob + out.entropy + (out.outcomes * torch.tensor([0.5, -1.0, 2.0, 3.0])).sum(-1)
+
+
 FUNCTIONS = [
     log_prob,
     log_prob_and_entropy,
@@ -62,6 +68,7 @@ FUNCTIONS = [
     from_logits,
     estimator,
     beside_top_k,
+    outcomes,
 ]
 
 
@@ -150,23 +157,26 @@ SETTINGS = ([3, 40], True, [0.7, 0.3], WHOLE, torch.float64, torch.float64, [1.7
     ids=str,
 )
 @pytest.mark.parametrize("with_targets", [True, False])
-def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets):
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets, with_ids):
     """Declared shapes, dtypes, strides, aliases and mutations match the actual ones."""
     ops = torch.ops.torchrl_llm_kl
     *tensors, targets = (t.detach() for t in arguments())
-    everything = [targets if with_targets else None, *tensors[:5], None, None, None]
+    ids = torch.stack([targets, (targets + 1) % V], -1).unsqueeze(1)
+    everything = [targets if with_targets else None, *tensors[:5], None, None, None, ids if with_ids else None]
     settings = (*SETTINGS[:2], shares, truncation, *SETTINGS[4:])
     torch.library.opcheck(ops.head_forward, (everything, *settings))
     present = iter(ops.head_forward(everything, *settings))
-    fields = [True, with_targets, with_targets, True]
+    fields = [True, with_targets, with_targets, True, with_ids]
     result = [next(present) if field else None for field in fields]
     statistics = list(present)
     assert len(statistics) == (6 if min(shares) > 0 else 4) + (truncation != WHOLE)
-    grads = [torch.ones(N, dtype=torch.float64), None, None, torch.ones(N, dtype=torch.float64)]
+    one = torch.ones(N, dtype=torch.float64)
+    grads = [one, None, None, one, one.reshape(N, 1, 1).expand(N, 1, 3).clone() if with_ids else None]
     needed = [True, True, False, True, True, False]
     torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
     alone = (
-        [None, *tensors[:3], *[None] * 5],
+        [None, *tensors[:3], *[None] * 6],
         5,
         SETTINGS[0],
         False,

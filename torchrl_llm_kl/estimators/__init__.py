@@ -25,6 +25,7 @@ from torchrl_llm_kl.estimators._coefficients import (
     as_coefficient,
 )
 from torchrl_llm_kl.estimators._exact import exact_kl, exact_kl_from_logits
+from torchrl_llm_kl.estimators._outcomes import top_k_divergence
 from torchrl_llm_kl.estimators._per_token import (
     EstimatorName,
     StraightThrough,
@@ -73,4 +74,5 @@ __all__ = [
     "k3",
     "low_var_kl",
     "none_",
+    "top_k_divergence",
 ]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.head._functions import Direction, linear_kl, linear_log_prob, linear_pair, linear_top_k, logits_kl
+from torchrl_llm_kl.head._functions import (
+    Direction,
+    linear_kl,
+    linear_log_prob,
+    linear_outcomes,
+    linear_pair,
+    linear_top_k,
+    logits_kl,
+)
 from torchrl_llm_kl.head._support import Kept, Truncation
-from torchrl_llm_kl.head._tiles import HeadOutput, PairOutput, TopK
+from torchrl_llm_kl.head._tiles import HeadOutput, OutcomesOutput, PairOutput, TopK
 
 __all__ = [
     "Direction",
     "HeadOutput",
     "Kept",
+    "OutcomesOutput",
     "PairOutput",
     "TopK",
     "Truncation",
     "linear_kl",
     "linear_log_prob",
+    "linear_outcomes",
     "linear_pair",
     "linear_top_k",
     "logits_kl",

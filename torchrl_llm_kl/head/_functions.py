@@ -11,7 +11,7 @@ from torchrl_llm_kl._numerics import check_choice, wide_dtype
 from torchrl_llm_kl.head._operators import sweep, top_k
 from torchrl_llm_kl.head._shards import Slice, local_part
 from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
-from torchrl_llm_kl.head._tiles import Head, HeadOutput, PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, TopK
 
 #: A divergence of policy and reference, see :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
@@ -95,6 +95,54 @@ def linear_log_prob(
     return HeadOutput(out.log_prob, out.entropy)
 
 
+def linear_outcomes(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    entropy: bool = False,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> OutcomesOutput:
+    """Log-probs of given tokens, of ``k`` more ids at each position, and of all other tokens together, in one sweep.
+
+    The student's side of a distillation from a teacher's top ``k`` (:func:`linear_top_k`): ``k + 1`` outcomes, of which the
+    last is "any other token". Its probability is the sum over the other tokens, never ``1 - x``: it is as accurate at ``1e-30``
+    as at one half, and so is its gradient. An outcome without probability has ``-inf`` and no gradient.
+
+    Memory, precision and all arguments not listed here are those of :func:`linear_log_prob`; the head is swept once,
+    whatever the number of ids. ``ids`` are the ``k`` different ids of each list, ``[N, *M, k]``: any number of lists at a
+    position, one for each teacher. A negative id pads a shorter list: an outcome without probability.
+
+    Returns:
+        :class:`OutcomesOutput`: nats; ``outcomes`` is ``[N, *M, k + 1]``; not masked, not reduced.
+
+    Raises:
+        ValueError: as :func:`linear_log_prob`; or if ``ids`` has another shape or, on CPU, is outside the vocabulary. On
+            other devices such an id's log-prob is NaN.
+        TypeError: as :func:`linear_log_prob`.
+
+    Example:
+        >>> weight = torch.tensor([[5.0], [2.0], [1.0]]).log()  # probabilities 5/8, 2/8 and 1/8 at a hidden state of 1
+        >>> found = linear_outcomes(torch.ones(1, 1), weight, torch.tensor([2]), torch.tensor([[0]]))
+        >>> found.log_prob.exp(), found.outcomes.exp()
+        (tensor([0.1250]), tensor([[0.6250, 0.3750]]))
+    """
+    weight, bias, part = local_part("", weight, bias)
+    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
+    plan = Plan(_tile_sizes(chunk, hidden), entropy)
+    shape, ids = ids.shape, _check_ids(ids, head, part)
+    out = sweep(plan, _check_targets(targets, head, part), head, part=part, ids=ids)
+    assert out.log_prob is not None
+    assert out.outcomes is not None
+    return OutcomesOutput(out.log_prob, out.entropy, out.outcomes.view(*shape[:-1], shape[-1] + 1))
+
+
 def linear_pair(
     hidden: Tensor,
     weight: Tensor,
@@ -176,7 +224,7 @@ def linear_pair(
     if part is not None or ref_part is not None:
         ref = _same_slice(plan, part, ref, ref_part)
     checked = None if targets is None else _check_targets(targets, policy, part)
-    return sweep(plan, checked, policy, ref, part, kept)
+    return PairOutput._make(sweep(plan, checked, policy, ref, part, kept)[:4])
 
 
 def linear_kl(
@@ -251,7 +299,9 @@ def logits_kl(
     _check_temperature(temperature)
     dtype = wide_dtype(logits.dtype, ref_logits.dtype)
     policy, ref = (Head(each, None, None, dtype, float(temperature)) for each in (logits, ref_logits))
-    return sweep(Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta)), None, policy, ref).kl
+    kl = sweep(Plan(_tile_sizes(chunk, logits), shares=_shares(direction, beta)), None, policy, ref).kl
+    assert kl is not None
+    return kl
 
 
 @torch.no_grad()
@@ -405,6 +455,23 @@ def _check_targets(targets: Tensor, head: Head, part: Slice | None) -> Tensor:
                 "positions that are not scored out of hidden and targets."
             )
     return targets
+
+
+def _check_ids(ids: Tensor, head: Head, part: Slice | None) -> Tensor:
+    """Ids of outcomes as int64 ``[N, M, k]``."""
+    count, vocab = head.sizes[0], head.sizes[1] if part is None else part.vocab
+    if ids.ndim < 2 or ids.shape[0] != count or ids.numel() == 0 < count:
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)}; expected ({count}, ..., k), at least one for each row of hidden."
+        )
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids has dtype {ids.dtype}; expected an integer dtype, it holds token ids.")
+    if ids.device.type == "cpu" and count and not torch.compiler.is_compiling() and int(ids.max()) >= vocab:
+        raise ValueError(
+            f"ids holds the token id {int(ids.max())}; expected at most {vocab - 1}, the last row of weight. A teacher's top k "
+            "needs the tokens of the student's vocabulary."
+        )
+    return ids.long().reshape(count, ids.shape[1:-1].numel(), ids.shape[-1])
 
 
 def _shares(direction: Direction, beta: float) -> tuple[float, float]:

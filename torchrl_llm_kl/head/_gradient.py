@@ -18,11 +18,12 @@ from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     KeptLogits,
-    PairOutput,
     Plan,
+    Result,
     local_index,
     log_ratio_to_mixture,
     tiles,
+    without_ids,
 )
 
 
@@ -30,12 +31,13 @@ def backward_sweep(
     plan: Plan,
     heads: list[Head],
     targets: Tensor | None,
-    result: PairOutput,
+    result: Result,
     statistics: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
     kept: KeptLogits | None = None,
     recorded: Kept | None = None,
+    ids: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
 
@@ -44,16 +46,17 @@ def backward_sweep(
     """
     if not any(needed):
         return [None] * len(needed)
-    of_kl, of_log_prob, of_ref_log_prob, of_entropy = grads
+    of_kl, of_log_prob, of_ref_log_prob, of_entropy, of_outcomes = grads
     *statistics, floor = statistics if plan.truncation.active else (*statistics, statistics[0])
     if of_kl is None and len(heads) == 2:
         # Without a KL the heads are independent: one sweep each, with the buffers of one.
-        of_policy, of_ref = (None, of_log_prob, None, of_entropy), (None, of_ref_log_prob, None, None)
+        of_policy = (None, of_log_prob, None, of_entropy, of_outcomes)
+        of_ref = (None, of_ref_log_prob, None, None, None)
         free = replace(plan, truncation=WHOLE)
         of_one, of_other = (None, None) if kept is None else (kept.head(0), kept.head(1))
         return [
             *backward_sweep(
-                plan, heads[:1], targets, result, [*statistics[:2], floor], of_policy, needed[:3], of_one, recorded
+                plan, heads[:1], targets, result, [*statistics[:2], floor], of_policy, needed[:3], of_one, recorded, ids
             ),
             *backward_sweep(free, heads[1:], targets, result, statistics[2:4], of_ref, needed[3:], of_other),
         ]
@@ -62,7 +65,11 @@ def backward_sweep(
         result.kl if i == plan.weighing else None for i in range(2)
     ]
     support = support_of(plan, recorded, floor, find=False)
-    per_position = (targets, result.entropy, *kls, *grads)
+    per_position = (targets, result.entropy, *kls, *grads[:4])
+    listed = None
+    if of_outcomes is not None and ids is not None and result.outcomes is not None:
+        # An outcome without probability keeps none: -inf has no slope.
+        listed = _Listed(ids, result.outcomes, of_outcomes.masked_fill(result.outcomes.isneginf(), 0.0))
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, columns, logits, (*spare, out, scratch) in tiles(
             plan.chunk, heads, 2 * len(heads) + 2, kept, support
@@ -73,7 +80,8 @@ def backward_sweep(
             row = _Row._make(None if t is None else t[rows].unsqueeze(-1) for t in per_position)
             for i, head in enumerate(heads):
                 if gradients[i].needed:
-                    _product_gradient(plan, head, sides, i, row, cols, out, scratch)
+                    mine = None if listed is None or i else listed.rows(rows)
+                    _product_gradient(plan, head, sides, i, row, mine, cols, out, scratch)
                     gradients[i].add(rows, cols, out, columns[i][0])
     return [found for gradient in gradients for found in gradient.results()]
 
@@ -97,6 +105,30 @@ class _Row(NamedTuple):
     of_entropy: Tensor | None
 
 
+class _Listed(NamedTuple):
+    """Listed ids ``[n, M, k]``, the log-probs of them and of all other tokens, and their gradients; ``[n, M, k + 1]``."""
+
+    ids: Tensor
+    log_probs: Tensor
+    grads: Tensor
+
+    def rows(self, rows: slice) -> _Listed:
+        return _Listed._make(t[rows] for t in self)
+
+    def add_others(self, side: _Side, cols: slice, out: Tensor, scratch: Tensor) -> None:
+        """Add to ``out [n, v]`` what the others' log-prob adds: each token's share of their probability."""
+        lowest = torch.finfo(out.dtype).min
+        for i in range(self.ids.shape[1]):
+            others, gradient = self.log_probs[:, i, -1:].clamp(min=lowest), self.grads[:, i, -1:]
+            share = without_ids(side.log_prob, self.ids[:, i], cols, scratch).sub_(others).exp_()
+            out.add_(share.mul_(gradient))
+
+    def add_ids(self, cols: slice, out: Tensor) -> None:
+        """Add to ``out [n, v]`` the gradients of the ids' log-probs."""
+        index, inside = local_index(self.ids.flatten(1), cols)
+        out.scatter_add_(1, index, self.grads[..., :-1].flatten(1) * inside)
+
+
 class _Side(NamedTuple):
     """One head's tile: log-probs, probabilities and, with a soft cap, ``1 - tanh ** 2``; ``[n, v]`` each."""
 
@@ -115,19 +147,30 @@ class _Side(NamedTuple):
 
 
 def _product_gradient(
-    plan: Plan, head: Head, sides: list[_Side], i: int, row: _Row, cols: slice, out: Tensor, scratch: Tensor
+    plan: Plan,
+    head: Head,
+    sides: list[_Side],
+    i: int,
+    row: _Row,
+    listed: _Listed | None,
+    cols: slice,
+    out: Tensor,
+    scratch: Tensor,
 ) -> None:
     """Fill ``out`` with the gradient of head ``i``'s products.
 
     Of the logits first. With ``p`` the softmax: ``-p``, and 1 at the target, for a log-prob; ``-p (log p + H)`` for the
     entropy ``H``. For a KL that ``p`` weighs ``p (log p - log m - KL)``, where ``m`` is the other head's distribution or
     the mixture: the movement of the mixture itself cancels in the sum of both heads' KLs. For a KL that only the other
-    head's ``q`` weighs ``p - q``. Then back through temperature, soft cap and scale.
+    head's ``q`` weighs ``p - q``. For the log-prob of a set of tokens ``-p``, and each token's share of the set inside it.
+    Then back through temperature, soft cap and scale.
     """
     side, of_log_prob, own = sides[i], (row.of_log_prob, row.of_ref_log_prob)[i], (row.kl, row.ref_kl)[i]
     out.zero_()
     if of_log_prob is not None:
         out.sub_(of_log_prob)
+    if listed is not None:
+        out.sub_(listed.grads.sum((1, 2)).unsqueeze(-1))
     if i == 0 and row.of_entropy is not None and row.entropy is not None:
         torch.clamp(side.log_prob, min=LOG_ZERO, out=scratch).add_(row.entropy)
         out.sub_(scratch.mul_(row.of_entropy))
@@ -145,6 +188,9 @@ def _product_gradient(
     if of_log_prob is not None and row.targets is not None:
         index, inside = local_index(row.targets, cols)
         out.scatter_add_(1, index, of_log_prob * inside)
+    if listed is not None:
+        listed.add_others(side, cols, out, scratch)
+        listed.add_ids(cols, out)
     if head.soft_cap is not None:
         out.mul_(side.bend)
     if head.slope != 1.0:

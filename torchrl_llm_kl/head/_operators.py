@@ -4,8 +4,8 @@ Tracing into a sweep would unroll its tiles, recompile for every other number of
 into copies of whole gradients.
 
 ``tensors`` are the targets, then hidden states, weight and bias of the policy and of the reference, then ids and offsets of
-the tokens that the policy may draw; None for a missing one. Operators take tensors, numbers and lists, and return lists
-without None: ``settings`` hold the rest of the heads and a plan in that form.
+the tokens that the policy may draw, then the ids of its outcomes; None for a missing one. Operators take tensors, numbers and
+lists, and return lists without None: ``settings`` hold the rest of the heads and a plan in that form.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
 from torchrl_llm_kl.head._shards import Slice, join, join_top_k
 from torchrl_llm_kl.head._support import Kept, Truncation
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import Head, KeptLogits, PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Head, KeptLogits, Plan, Result, TopK
 
+_RESULTS = len(Result._fields)
+_TENSORS = 10
 Tensors = Sequence[Tensor | None]
 Settings = tuple[list[int], bool, list[float], list[float], torch.dtype, torch.dtype | None, list[float]]
 
@@ -34,27 +36,31 @@ def sweep(
     ref: Head | None = None,
     part: Slice | None = None,
     recorded: Kept | None = None,
-) -> PairOutput:
+    ids: Tensor | None = None,
+) -> Result:
     """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None.
 
-    With ``part`` the heads are this rank's slice of the vocabulary, and the results those of all.
+    With ``part`` the heads are this rank's slice of the vocabulary, and the results those of all. ``ids [N, M, k]`` request
+    the policy's outcomes.
     """
     if part is not None and targets is not None:
         targets = targets - part.first
     if part is not None and recorded is not None:
         recorded = recorded._replace(ids=recorded.ids - part.first)
-    tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else [None] * 3), *(recorded or [None] * 2)]
+    if part is not None and ids is not None:
+        ids = ids - part.first
+    tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else [None] * 3), *(recorded or [None] * 2), ids]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return PairOutput._make(_Sweep.apply(part, settings, *tensors))
-    return PairOutput._make(_forward(part, tensors, settings)[:4])
+        return Result._make(_Sweep.apply(part, settings, *tensors))
+    return Result._make(_forward(part, tensors, settings)[:_RESULTS])
 
 
 def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None, part: Slice | None = None) -> TopK:
     if part is not None and targets is not None:
         targets = targets - part.first
     settings = _flatten(Plan(chunk), head, None)
-    arguments = ([targets, *head[:3], *[None] * 5], min(k, head.sizes[1]), *settings)
+    arguments = ([targets, *head[:3], *[None] * (_TENSORS - 4)], min(k, head.sizes[1]), *settings)
     indices, log_probs, tail, log_prob, log_sum = _call("head_top_k", _top_k_op, *arguments)
     found = TopK(indices, log_probs, tail, None if targets is None else log_prob)
     return found if part is None else join_top_k(part, k, found, log_sum, targets)
@@ -68,21 +74,24 @@ class _Sweep(torch.autograd.Function):
         kept = _kept(tensors, settings)
         found = _forward(part, tensors, settings, kept)
         ctx.save_for_backward(*tensors, *found, *(kept.tensors if kept is not None else ()))
-        ctx.statistics = len(found) - 4
-        return tuple(found[:4])
+        ctx.statistics = len(found) - _RESULTS
+        return tuple(found[:_RESULTS])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
-        first_kept = 13 + ctx.statistics
-        tensors, result, statistics, kept = saved[:9], saved[9:13], saved[13:first_kept], saved[first_kept:]
+        first = _TENSORS + _RESULTS
+        tensors, result = saved[:_TENSORS], saved[_TENSORS:first]
+        statistics, kept = saved[first : first + ctx.statistics], saved[first + ctx.statistics :]
         needed = list(ctx.needs_input_grad[3:9])  # after part, settings and targets
         gradients: list[Tensor | None]
         if kept:
             plan, heads, recorded = _build(tensors, ctx.settings)
-            outputs, logits = PairOutput._make(result), KeptLogits(heads, kept)
-            gradients = backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, logits, recorded)
+            options = KeptLogits(heads, kept), recorded, tensors[9]
+            gradients = backward_sweep(
+                plan, heads, tensors[0], Result._make(result), statistics, grads, needed, *options
+            )
             gradients += [None] * (6 - len(gradients))  # one head
         else:
             found = _call(
@@ -91,7 +100,7 @@ class _Sweep(torch.autograd.Function):
             gradients = _spread(found, needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
-        return None, None, None, *gradients, None, None
+        return None, None, None, *gradients, None, None, None
 
 
 def _kept(tensors: Tensors, settings: Settings) -> KeptLogits | None:
@@ -107,13 +116,13 @@ def _forward(part: Slice | None, tensors: Tensors, settings: Settings, kept: Kep
     """The fields of the result, then the statistics of the forward sweep."""
     if kept is not None:
         plan, heads, recorded = _build(tensors, settings)
-        outputs, statistics = forward_sweep(plan, tensors[0], heads, kept, recorded)
+        outputs, statistics = forward_sweep(plan, tensors[0], heads, kept, recorded, tensors[9])
         found: list[Tensor | None] = [*outputs, *statistics]
     else:
         found = _spread(_call("head_forward", _forward_op, list(tensors), *settings), _present(tensors, settings))
     if part is None:
         return found
-    result, statistics = join(part, _build(tensors, settings)[0], tensors[0], found)
+    result, statistics = join(part, _build(tensors, settings)[0], tensors[0], found, tensors[9])
     return [*result, *statistics]
 
 
@@ -153,7 +162,7 @@ def _present(tensors: Tensors, settings: Settings) -> list[bool]:
     """Which fields of the result exist."""
     _, entropy, _, _, _, ref_dtype, _ = settings
     chosen, pair = tensors[0] is not None, ref_dtype is not None
-    return [pair, chosen, chosen and pair, entropy]
+    return [pair, chosen, chosen and pair, entropy, tensors[9] is not None]
 
 
 def _spread(found: list[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
@@ -176,22 +185,29 @@ _SETTINGS = (
 
 def _forward_op(tensors: Tensors, *settings: Any) -> list[Tensor]:
     plan, heads, recorded = _build(tensors, settings)
-    result, statistics = forward_sweep(plan, tensors[0], heads, None, recorded)
+    result, statistics = forward_sweep(plan, tensors[0], heads, None, recorded, tensors[9])
     return _dense([*result, *statistics])
 
 
 def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
     plan, heads, _ = _build(tensors, settings)
     statistics = 2 * len(heads) + 2 * (len(heads) == 2 and plan.mixture) + plan.truncation.active
-    return [heads[0].per_position(0.0) for _ in range(sum(_present(tensors, settings)) + statistics)]
+    *present, listed = _present(tensors, settings)
+    new = [heads[0].per_position(0.0) for _ in range(sum(present) + statistics)]
+    if not listed:
+        return new
+    ids = tensors[9]
+    assert ids is not None
+    outcomes = new[0].new_empty(*ids.shape[:2], ids.shape[2] + 1)
+    return [*new[: sum(present)], outcomes, *new[sum(present) :]]
 
 
 def _backward_op(
     tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
 ) -> list[Tensor]:
     plan, heads, recorded = _build(tensors, settings)
-    outputs = PairOutput._make(result)
-    return _dense(backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, None, recorded))
+    outputs, options = Result._make(result), (None, recorded, tensors[9])
+    return _dense(backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, *options))
 
 
 def _backward_fake(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.head._tiles import PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Plan, Result, TopK
 
 _Local = tuple[Tensor, Tensor | None, "Slice | None"]
 
@@ -88,10 +88,13 @@ def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> _Local:
 
 
 def join(
-    part: Slice, plan: Plan, targets: Tensor | None, found: Sequence[Tensor | None]
-) -> tuple[PairOutput, list[Tensor]]:
-    """The results and statistics of a whole head from those of this rank's slice; ``targets`` count from its first token."""
-    kl, log_prob, ref_log_prob, entropy, *statistics = found
+    part: Slice, plan: Plan, targets: Tensor | None, found: Sequence[Tensor | None], ids: Tensor | None = None
+) -> tuple[Result, list[Tensor]]:
+    """The results and statistics of a whole head from those of this rank's slice.
+
+    ``targets`` and ``ids``, those of the outcomes, count from its first token.
+    """
+    kl, log_prob, ref_log_prob, entropy, outcomes, *statistics = found
     # Of a slice without a possible token the log of the sum is -inf, and all else NaN.
     log_probs = [log_prob, ref_log_prob]
     if targets is not None:
@@ -120,7 +123,19 @@ def join(
     if kl is not None:
         a, b = plan.weighing, 1 - plan.weighing
         kl = _mean(log_w[a], (kl + log_w[a] - log_w[b]).masked_fill(log_w[b].isneginf(), torch.inf))
-    return PairOutput._make((kl, log_prob, ref_log_prob, entropy)), joined
+    if outcomes is not None and ids is not None:
+        outcomes = _join_outcomes(part, ids, outcomes, statistics[1], log_w[0])
+    return Result(kl, log_prob, ref_log_prob, entropy, outcomes), joined
+
+
+def _join_outcomes(part: Slice, ids: Tensor, found: Tensor, log_total: Tensor | None, log_w: Tensor) -> Tensor:
+    """The outcomes ``[N, M, k + 1]`` of a whole head: an id is in one slice, the other tokens are in all."""
+    assert log_total is not None
+    here = torch.nn.functional.pad((ids >= 0) & (ids < part.size), (0, 1), value=True)
+    found = found.masked_fill(~here | log_total.isneginf().view(-1, 1, 1), -torch.inf)
+    joined = (part.gather(found) + log_w.unsqueeze(-1).unsqueeze(-1)).logsumexp(0)
+    unknown = torch.nn.functional.pad(ids >= part.vocab - part.first, (0, 1), value=False)
+    return joined.masked_fill(unknown, torch.nan)
 
 
 def _mean(log_w: Tensor, values: Tensor) -> Tensor:

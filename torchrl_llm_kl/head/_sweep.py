@@ -12,11 +12,12 @@ from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     KeptLogits,
-    PairOutput,
     Plan,
+    Result,
     local_index,
     log_ratio_to_mixture,
     tiles,
+    without_ids,
 )
 
 
@@ -27,8 +28,11 @@ def forward_sweep(
     heads: list[Head],
     kept: KeptLogits | None = None,
     recorded: Kept | None = None,
-) -> tuple[PairOutput, list[Tensor]]:
+    ids: Tensor | None = None,
+) -> tuple[Result, list[Tensor]]:
     """All requested results of one or two heads, in one pass over the vocabulary; adds logits to ``kept`` for a backward.
+
+    With ``ids [N, M, k]`` the policy's outcomes too.
 
     Returns:
         The result, whose ``kl`` is None for one head; and the statistics that backward needs besides, ``[N]`` each: of
@@ -39,6 +43,7 @@ def forward_sweep(
     states = [_Softmax(head) for head in heads]
     support = support_of(plan, recorded, heads[0].per_position(0.0), find=True)
     moment, kls = heads[0].per_position(0.0), [head.per_position(0.0) for head in heads]
+    listed = None if ids is None else _Listed(heads[0], ids)
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, _, logits, (*probs, scratch) in tiles(
             plan.forward_chunk(heads[0]), heads, count + 1, support=support
@@ -50,6 +55,8 @@ def forward_sweep(
                 if targets is not None:
                     state.choose(tile, targets[rows], rows, cols)
                 joints.append(state.absorb(tile, prob, rows))
+            if listed is not None:
+                listed.absorb(logits[0], rows, cols, scratch)
             if plan.entropy or pair:
                 for tile, joint in zip(logits, joints, strict=True):
                     tile.sub_(joint.top.unsqueeze(-1))
@@ -65,12 +72,14 @@ def forward_sweep(
                 torch.sub(logits[a], logits[b], out=scratch).masked_fill_(probs[a] == 0, 0.0)
                 kls[a][rows] = joints[a].merge(kls[a][rows], scratch.mul_(probs[a]).sum(-1), joints[b])
     result, statistics = _finish(plan, targets is not None, states, moment, kls)
+    if listed is not None:
+        result = result._replace(outcomes=listed.log_probs(*statistics[:2]))
     return result, statistics + ([support.floor] if plan.truncation.active and support is not None else [])
 
 
 def _finish(
     plan: Plan, chosen: bool, states: list[_Softmax], moment: Tensor, kls: list[Tensor]
-) -> tuple[PairOutput, list[Tensor]]:
+) -> tuple[Result, list[Tensor]]:
     log_totals = [state.total.log() for state in states]
     statistics = [t for state, log_total in zip(states, log_totals, strict=True) for t in (state.top, log_total)]
     # The difference of logits first: it is exact where the logits are large.
@@ -86,7 +95,7 @@ def _finish(
         a, b = plan.weighing, 1 - plan.weighing
         # The log of a ratio near 1 is more exact than the difference of two logs.
         kl = kls[a] / states[a].total - (states[a].total / states[b].total).log()
-    return PairOutput._make((kl, *log_probs, entropy)), statistics
+    return Result(kl, *log_probs, entropy, None), statistics
 
 
 class _Softmax:
@@ -115,6 +124,33 @@ class _Softmax:
         self.total[rows] = joint.old * joint.old_shift.exp() + new * joint.new_shift.exp()
         self.top[rows] = common
         return joint
+
+
+class _Listed:
+    """The logits of listed ids ``[N, M, k]``, and of each list the sum of the exponentials of all other logits, so far."""
+
+    def __init__(self, head: Head, ids: Tensor) -> None:
+        self.ids = ids
+        self.chosen = torch.full_like(ids, torch.nan, dtype=head.wide)
+        self.top = torch.full_like(self.chosen[..., 0], torch.finfo(head.wide).min)
+        self.total = torch.zeros_like(self.top)
+
+    def absorb(self, logits: Tensor, rows: slice, cols: slice, scratch: Tensor) -> None:
+        """Add a tile ``[n, v]``, which stays as it is."""
+        index, inside = local_index(self.ids[rows].flatten(1), cols)
+        found, chosen = logits.gather(1, index), self.chosen[rows].flatten(1)
+        self.chosen[rows] = torch.where(inside, found, chosen).view_as(self.chosen[rows])
+        for i in range(self.ids.shape[1]):
+            outside = without_ids(logits, self.ids[rows, i], cols, scratch)
+            _add_exponentials(self.top[rows, i], self.total[rows, i], outside)
+
+    def log_probs(self, top: Tensor, log_total: Tensor) -> Tensor:
+        """Of the ids, ``-inf`` for a negative one, and last of all other tokens; ``[N, M, k + 1]``."""
+        logits = torch.cat([self.chosen, self.top.unsqueeze(-1)], -1)
+        found = logits - top.view(-1, 1, 1) - log_total.view(-1, 1, 1)
+        found[..., -1] += self.total.log()
+        found[..., :-1].masked_fill_(self.ids < 0, -torch.inf)
+        return found
 
 
 class _Joint(NamedTuple):

@@ -46,6 +46,25 @@ class PairOutput(NamedTuple):
     entropy: Tensor | None  #: of the policy; None unless requested
 
 
+class OutcomesOutput(NamedTuple):
+    """The result of :func:`linear_outcomes`; nats, float32 or wider."""
+
+    log_prob: Tensor  #: of the targets; ``[N]``
+    entropy: Tensor | None  #: of the whole distribution; ``[N]``, None unless requested
+    #: of the given ids, and last the log of the total probability of all other tokens; ``[N, *M, k + 1]``
+    outcomes: Tensor
+
+
+class Result(NamedTuple):
+    """All that a sweep computes: the fields of :class:`PairOutput` and of :class:`OutcomesOutput`."""
+
+    kl: Tensor | None  # [N] each
+    log_prob: Tensor | None
+    ref_log_prob: Tensor | None
+    entropy: Tensor | None
+    outcomes: Tensor | None  # the policy's; [N, M, k + 1]
+
+
 class TopK(NamedTuple):
     """The result of :func:`linear_top_k`."""
 
@@ -207,6 +226,13 @@ def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
     index = targets - cols.start
     inside = (index >= 0) & (index < cols.stop - cols.start)
     return index.masked_fill(~inside, 0), inside
+
+
+def without_ids(values: Tensor, ids: Tensor, cols: slice, out: Tensor) -> Tensor:
+    """Fill ``out`` with a tile's ``values [n, v]``, ``-inf`` at ``ids [n, k]``; equal ids are one."""
+    index, inside = local_index(ids, cols)
+    ruled_out = torch.where(inside, -torch.inf, torch.zeros((), dtype=values.dtype, device=values.device))
+    return out.copy_(values).scatter_add_(1, index, ruled_out)
 
 
 def log_ratio_to_mixture(plan: Plan, probs: list[Tensor], i: int, out: Tensor) -> Tensor:
