@@ -51,4 +51,5 @@ LEARNED: dict[str, str] = {
     "gigpo": "best trajectory > 0.9; optimum with a KL within TV 0.03",
     "on_policy_distill": "teacher within TV 0.03; KL below a tenth",
     "jsd": "teacher within TV 0.03; KL below a tenth",
+    "gkd": "teacher within TV 0.03, from other answers too; KL below a tenth",
 }

@@ -40,6 +40,7 @@ READ: dict[str, tuple[bool, bool]] = {
     "mix_chord": (True, True),
     "on_policy_distill": (True, True),
     "jsd": (True, True),
+    "gkd": (False, False),  # the loss scores the teacher
     "multi_step_grpo": (True, True),
     "gigpo": (True, True),
     "luspo": (True, False),
@@ -88,7 +89,7 @@ def test_every_preset_is_listed() -> None:
     assert set(READ) == set(ALGORITHMS)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])
 def test_prepare_scores_what_is_read(name: str) -> None:
     old, ref = READ[name]
     actor, reference = counting(), counting()
@@ -142,6 +143,30 @@ def test_an_exact_kl_scores_the_reference_in_the_loss_alone() -> None:
     reference.calls = 0
     parts.prepare(data())
     assert reference.calls == 1  # for the advantage
+
+
+def test_a_distillation_scores_the_teacher_once() -> None:
+    """From whole distributions in the loss, from a top k when a batch is prepared."""
+    for name, settings, when in (
+        ("gkd", {}, "loss"),
+        ("gkd", {"top_k": 3}, "prepare"),
+        ("on_policy_distill", {"top_k": 3}, "prepare"),
+        ("jsd", {"top_k": 3, "kl_loss": "k2", "use_reference": True}, "prepare"),
+        ("gkd", {"kl_loss": "k2"}, "loss"),
+    ):
+        actor, teacher = counting(), counting()
+        parts = made(name, actor, teacher, **settings)
+        actor.calls = teacher.calls = 0
+        batch = parts.prepare(data())
+        assert (actor.calls, teacher.calls) == (0, when == "prepare")
+        entries = set(batch.keys(True, True))
+        assert (("next", "top_k", "ids") in entries) == (when == "prepare")
+        out = parts.loss(parts.prepare(batch))
+        assert (actor.calls, teacher.calls) == (1, 1)
+        assert ("captured_mass" in out) == (when == "prepare")
+        if when == "prepare":
+            parts.prepare(batch.exclude(("next", "top_k")))  # the log-probs are there, the top k is not
+            assert teacher.calls == 2
 
 
 def test_a_kl_in_the_reward_scores_both() -> None:

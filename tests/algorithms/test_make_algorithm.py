@@ -43,9 +43,24 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     assert (parts.advantage is None) == (preset.advantage is None)
     assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
     assert (parts.selection is not None) == (name == "raft")
-    of_current_alone = ("sft", "raft", "asymre", "opo", "opmd", "rec", "dpo", "simpo", "cpo", "orpo", "kto", "bco")
+    of_current_alone = (
+        "sft",
+        "raft",
+        "asymre",
+        "opo",
+        "opmd",
+        "rec",
+        "dpo",
+        "simpo",
+        "cpo",
+        "orpo",
+        "kto",
+        "bco",
+        "gkd",
+    )
     reads_old = name not in of_current_alone
     scoring = {(True, True): RetrieveKL, (False, False): type(None)}.get((needs_reference, reads_old), RetrieveLogProb)
+    scoring = type(None) if name == "gkd" else scoring  # the loss scores its teacher
     assert type(parts.kl_transform) is scoring
     order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]
     assert parts.transforms == [part for part in order if part is not None]

@@ -64,6 +64,7 @@ FLAGS: dict[str, tuple[int, int, int, int, int]] = {
     "clip_b": (0, 0, 0, 1, 1),
     "clip_v": (0, 0, 0, 1, 1),
     "jsd": (0, 0, 0, 1, 1),
+    "gkd": (0, 0, 0, 0, 1),
 }
 FLAG_NAMES = ("use_critic", "use_reference", "use_rollout", "compute_advantage_in_trainer", "can_balance_batch")
 
@@ -113,6 +114,7 @@ PRESETS: dict[str, tuple[str, str | None, str, int, str, dict[str, Any]]] = {
     "gigpo": ("ppo", "gigpo", "k2", 8, "trajectory", {"aggregation": "token-mean"}),
     "on_policy_distill": ("ppo", "on_policy_distill", "none", 8, "distill", {}),
     "jsd": ("ppo", "jsd", "none", 8, "distill", {}),
+    "gkd": ("distill", None, "none", 1, "distill", {}),
 }
 DEFAULTS = {
     "objective_args": {},
@@ -124,6 +126,7 @@ DEFAULTS = {
     "entropy_coeff": 0.0,
     "leave_out_experts": False,
     "keep_best": False,
+    "top_k": 0,
     "expert_data_ratio": 0.5,
 }
 
@@ -222,6 +225,9 @@ def test_unknown_names() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
+        ({"top_k": 2.0}, "top_k must be a whole number of at least 0, got 2.0"),
+        ({"top_k": 8}, r"top_k=8 has no effect on objective='ppo': choose 'distill', or pass top_k= to make_algorithm"),
         ({"repeat_times": 0}, "repeat_times must be at least 1, got 0"),
         ({"expert_data_ratio": 1.5}, "expert_data_ratio must be at least 0 and at most 1, got 1.5"),
         ({"kl_loss": "k2", "use_reference": False}, r"mine compares .*kl_loss='k2', .*but use_reference=False"),

@@ -122,3 +122,27 @@ def test_a_service_scores_the_reference_log_probs_that_the_data_lacks() -> None:
     got = PolicyLoss(actor, reference=service(Served), **settings)(batch())
     assert want["loss_kl_to_ref"] > 0.01
     assert_close(got["loss_kl_to_ref"], want["loss_kl_to_ref"])
+
+
+def test_a_whole_distribution_is_refused_at_construction() -> None:
+    for make, message in REMOTE.values():
+        with pytest.raises(ValueError, match=message):
+            make_algorithm("gkd", tiny_model(seed=0), reference=make())
+
+
+@pytest.mark.filterwarnings("ignore:the top k below")
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("name", ["gkd", "on_policy_distill"])
+def test_a_served_teacher_trains_as_a_local_one(name: Any, beta: float) -> None:
+    student = tiny_model(seed=0)
+    losses, gradients = [], []
+    for teacher in (tiny_model(seed=1), service(Served)):
+        parts = make_algorithm(name, student, reference=teacher, top_k=6, beta=beta, temperature=0.8)
+        data = parts.prepare(batch().exclude("log_probs", "advantage"))
+        assert data["top_k", "ids"].shape == (2, 3, 6)
+        loss = parts.loss(data).total_loss
+        losses.append(loss)
+        gradients.append(torch.autograd.grad(loss, tuple(student.parameters())))
+    assert losses[0] > 0.01
+    assert_close(losses[1], losses[0])
+    assert_close(gradients[1], gradients[0])

@@ -49,6 +49,10 @@ def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "reference_point": torch.where(batch["expert_mask"][:, 0], 0.5, -0.25).to(batch["log_prob"].dtype),
         "match_id": rows // 2,
         "sharp_log_prob": 0.5 * batch["log_prob"].detach(),
+        # Multiples by powers of two are exact in half precision.
+        "teacher_divergence": -batch["log_prob"],
+        "outcomes": torch.stack([batch["log_prob"] * factor for factor in (1.0, 0.5, 2.0)], -1),
+        "teacher_outcomes": torch.stack([batch["ref_log_prob"] * factor for factor in (2.0, 1.0, 0.5)], -1),
     }
     taken = {*spec.needs, *spec.needs_if, *(() if spec.once is None else (spec.once.name,))}
     return {**batch, **{key: value for key, value in more.items() if key in taken}}

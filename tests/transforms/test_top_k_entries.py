@@ -117,7 +117,7 @@ def test_beside_the_log_probs_of_a_policy() -> None:
 
 
 def kl_of_top_k(step: TensorDictBase, student: Tensor) -> Tensor:
-    """``KL(teacher || student)`` over the top k and the rest as one more outcome; the formula of ``docs/ray.md``."""
+    """``KL(teacher || student)`` over the top k and the rest as one more outcome."""
     ids, teacher, rest = step[IDS], step[LOG_PROBS], step[REST]
     inside = student.gather(-1, ids)
     outside = student.scatter(-1, ids, -torch.inf).logsumexp(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Mapping
@@ -38,6 +39,10 @@ class Algorithm:
         entropy_coeff: weight of the entropy bonus.
         leave_out_experts: restrict KL and entropy to tokens that the policy sampled.
         keep_best: train only on the best answers of each group.
+        top_k: distil from this many of the teacher's most probable tokens and "any other token"; 0: from its whole
+            distribution, which needs the teacher in this process. For the objective ``"distill"``, and for presets of
+            distillation that compare sampled tokens alone (``on_policy_distill``, ``jsd``): given to :func:`make_algorithm`, it
+            replaces their objective with ``"distill"``, with ``beta`` 1 and that of the advantage, and drops the advantage.
         repeat_times: answers per prompt.
         expert_data_ratio: share of experts' answers in a batch, for the schema ``"mix"``.
         schema: the data's entries, a name of :data:`SCHEMAS`.
@@ -71,6 +76,7 @@ class Algorithm:
     entropy_coeff: Coefficient = 0.0
     leave_out_experts: bool = False
     keep_best: bool = False
+    top_k: int = 0
     repeat_times: int = 1
     expert_data_ratio: float = 0.5
     schema: SchemaName = "experience"
@@ -82,6 +88,7 @@ class Algorithm:
     def __post_init__(self) -> None:
         check_choice(tuple(SCHEMAS), schema=self.schema)
         check_range(1, repeat_times=self.repeat_times)
+        self._check_top_k()
         check_range(0, 1, expert_data_ratio=self.expert_data_ratio)
         for name in ("kl_loss_coeff", "kl_reward_coeff", "entropy_coeff"):
             _check_coefficient(name, getattr(self, name), low=-math.inf if name == "entropy_coeff" else 0.0)
@@ -95,6 +102,33 @@ class Algorithm:
                 f"objective={self.objective!r}) but use_reference=False: set use_reference=True, or kl_loss and kl_reward to "
                 "'none'."
             )
+
+    def _check_top_k(self) -> None:
+        top_k = self.top_k
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
+            raise ValueError(f"top_k must be a whole number of at least 0, got {top_k!r}.")
+        if top_k and not self.distils:
+            raise ValueError(
+                f"top_k={top_k} has no effect on objective={self.objective!r}: choose 'distill', or pass top_k= to "
+                "make_algorithm with gkd, on_policy_distill or jsd."
+            )
+        if self.distils:
+            distribution = self.objective_args.get("distribution", self.distribution)
+            if distribution != self.distribution:
+                raise ValueError(
+                    f"distribution={distribution!r} contradicts top_k={top_k}: it is {self.distribution!r} then; leave it out."
+                )
+
+    @property
+    def distils(self) -> bool:
+        """Whether the objective reads a teacher's distribution."""
+        spec = spec_of(get_objective(self.objective))
+        return spec is not None and "distribution" in spec.hyper
+
+    @property
+    def distribution(self) -> Literal["top_k", "exact"]:
+        """What a distillation compares."""
+        return "top_k" if self.top_k else "exact"
 
     @property
     def derived(self) -> dict[str, bool]:
@@ -175,6 +209,7 @@ class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
     entropy_coeff: Coefficient
     leave_out_experts: bool
     keep_best: bool
+    top_k: int
     repeat_times: int
     expert_data_ratio: float
     schema: SchemaName
@@ -263,6 +298,23 @@ _ARGS = {
 }
 
 
+#: Advantages of distillation on sampled tokens -> ``beta`` of the same divergence over a teacher's top k; None: their own.
+_BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
+
+
+def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes that make a distillation on sampled tokens one over a teacher's top k."""
+    advantage = changes.get("advantage", algorithm.advantage)
+    if not changes.get("top_k") or "objective" in changes or advantage not in _BETA_OF_ADVANTAGE:
+        return {}
+    beta = _BETA_OF_ADVANTAGE[advantage]
+    if beta is None:
+        default = inspect.signature(get_advantage(advantage)).parameters["beta"].default
+        beta = algorithm.advantage_args.get("beta", default)
+    distilled = {"objective": "distill", "objective_args": {"beta": beta}, "advantage": None}
+    return {**distilled, "compute_advantage_in_trainer": False}
+
+
 def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algorithm:
     """A preset with some values changed; see :class:`AlgorithmOverrides`.
 
@@ -298,6 +350,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
             changes["entropy_coeff"] = 0.0
         if kind == "mix":
             changes.setdefault("leave_out_experts", True)
+    changes |= _of_top_k(algorithm, changes)
     for part in ("objective", "advantage"):  # a replacement has other hyper-parameters
         if changes.get(part, getattr(algorithm, part)) != getattr(algorithm, part):
             changes.setdefault(f"{part}_args", {})

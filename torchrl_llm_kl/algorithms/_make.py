@@ -58,7 +58,7 @@ def make_algorithm(
     Keyword Args:
         reference: the frozen reference model, the teacher for distillation, or a scorer of it with the actor's temperature,
             ``dtype`` and ``deterministic``; ``"base"`` for the actor without its PEFT adapters; ``"data"`` if the data holds
-            ``("next", "ref_log_probs", "full")``.
+            ``("next", "ref_log_probs", "full")`` or, for ``top_k=``, a teacher's top k.
         critic: a :class:`~torchrl_llm_kl.TokenCritic`, for algorithms that train one.
         gen_model: scores the policy's own tokens, where their log-probs are read: the actor by default; ``"from_collector"`` if
             :attr:`~AlgorithmParts.kl_transform` is in the env of a collector with another copy of the policy.
@@ -133,7 +133,9 @@ def make_algorithm(
     if not isinstance(actor, LogProbScorer):
         loss_args["temperature"] = temperature
     once = objective_spec.once
-    scores_in_loss = preset.kl_loss == "exact" or (once is not None and once.mismatched)
+    exact = preset.distils and preset.distribution == "exact"
+    scores_in_loss = preset.kl_loss == "exact" or exact or (once is not None and once.mismatched)
+    own = {"distribution": preset.distribution} if preset.distils else {}
     loss = PolicyLoss(
         actor,
         preset.objective,
@@ -143,7 +145,7 @@ def make_algorithm(
         masking_strategy=masking_strategy,
         reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
         **loss_args,
-        **preset.objective_args,
+        **{**preset.objective_args, **own},  # type: ignore[arg-type]
     )
     advantage = None
     if spec is not None:
@@ -163,9 +165,15 @@ def make_algorithm(
     old = charged or bool(of_policy) or ("next", "log_probs", "full") in read
     # A loss with an exact KL scores the reference itself.
     ref = preset.needs_reference and scored_reference != "data"
-    ref = ref and (charged or preset.kl_loss != "exact" or ("next", "ref_log_probs", "full") in read)
+    scored_there = (preset.kl_loss == "exact" or exact) and not preset.top_k
+    ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
     if ref and old:
+        if preset.top_k:
+            raise ValueError(
+                f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
+                "teacher with RetrieveLogProb(teacher, top_k=...) and pass reference='data'."
+            )
         if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
         if isinstance(scored_reference, str):
@@ -175,7 +183,7 @@ def make_algorithm(
         base = isinstance(scored_reference, str)
         scored, adapters = (policy, ref_adapters) if base else (scored_reference, True)
         kl_transform = RetrieveLogProb(
-            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=adapters, **scoring
+            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=adapters, top_k=preset.top_k, **scoring
         )
     elif old and scored_reference != "data":
         kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
@@ -227,9 +235,15 @@ class _WrappedModel:
 def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
     name, distils = preset.name, preset.schema == "distill"
     if preset.needs_reference and reference is None:
+        entry = "a teacher's top k (with top_k=)" if preset.distils else "('next', 'ref_log_probs', 'full')"
         raise ValueError(
             f"{name} compares with a {'teacher' if distils else 'reference model'}: pass reference=, or reference='data' if "
-            "the data holds ('next', 'ref_log_probs', 'full')" + ("." if distils else "; without one: kl_loss='none'.")
+            f"the data holds {entry}" + ("." if distils else "; without one: kl_loss='none'.")
+        )
+    if preset.distils and preset.distribution == "exact" and isinstance(reference, str) and reference == "data":
+        raise ValueError(
+            f"{name} compares whole distributions, which the data does not hold: pass the teacher as reference=, or top_k= for "
+            "the entries that RetrieveLogProb(teacher, top_k=...) writes."
         )
     if reference is not None and not preset.needs_reference:
         raise ValueError(

@@ -341,8 +341,12 @@ class AlgorithmParts:
         return batch
 
     def _lacks_scores(self, transform: Transform, batch: TensorDictBase) -> bool:
-        """Whether the advantage reads an entropy or moments that the transform writes and the batch does not hold."""
+        """Whether the advantage or the loss reads what the transform writes and the batch does not hold.
+
+        An entropy or moments; a teacher's top k.
+        """
         read = [] if self.advantage is None else [key for key in self.advantage.in_keys if key[0] == "next"]
+        read += [unravel_key(("next", key)) for key in self.loss.in_keys if key in transform.out_keys]
         written = {unravel_key(("next", key)) for key in transform.out_keys}
         return any(key in written and find_key(batch, key) is None for key in read)
 

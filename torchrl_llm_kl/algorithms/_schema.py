@@ -176,6 +176,11 @@ _LOG_PROBS = (
     Entry(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either", False),
     Entry(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference", "either", False),
 )
+_TOP_K = (
+    Entry(("top_k", "ids"), "[*B, T, k]", "integer", "a teacher's most probable tokens", "token", False),
+    Entry(("top_k", "log_probs"), "[*B, T, k]", "number", "nats, of these under the teacher", "token", False),
+    Entry(("top_k", "rest_log_prob"), "[*B, T]", "number", "nats, of all other tokens together", "token", False),
+)
 _TRAJECTORY = (
     Entry("query", "[*B]", "identity", "the task; or pass group_size", "either", False),
     Entry("run", "[*B]", "identity", "the trajectory, if keys name it; or rows [*envs, steps]", "either", False),
@@ -204,6 +209,6 @@ for _schema in (
     Schema("rewards", (*_TOKENS, _REWARDS, _GROUP, *_LOG_PROBS)),
     Schema("mix", (*_TOKENS, _EXPERT, _REWARD, _GROUP, *_LOG_PROBS)),
     Schema("trajectory", (*_TOKENS, _REWARD, *_TRAJECTORY, *_LOG_PROBS)),
-    Schema("distill", (*_TOKENS, *_LOG_PROBS)),
+    Schema("distill", (*_TOKENS, *_LOG_PROBS, *_TOP_K)),
 ):
     SCHEMAS.add(_schema.name, _schema)

@@ -20,7 +20,7 @@ AlgorithmName = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "topr", "cispo", "gspo", "luspo", "sapo", "dro", "opmd",
     "asymre", "sppo", "rec", "opo", "reinforce_plus_plus_baseline", "optimal_token_baseline", "pass_at_k", "gdpo", "clip_b",
     "clip_v", "sft", "raft", "dpo", "simpo", "cpo", "orpo", "kto", "bco", "mix", "mix_chord", "on_policy_distill", "jsd",
-    "multi_step_grpo", "gigpo",
+    "gkd", "multi_step_grpo", "gigpo",
 ]
 # fmt: on
 
@@ -319,6 +319,12 @@ _add(
     objective=_TRINITY,
     advantage=f"Agarwal et al. 2024 (arXiv 2306.13649), generalised JSD; weight 0.5: {_TRINITY}",
     repeat_times=_REPEATS,
+)
+
+_add(
+    Algorithm("gkd", "distill", schema="distill"),
+    objective="Agarwal et al. 2024 (arXiv 2306.13649), algorithm 1; beta 0.5: TRL 1.16, GKDConfig. The share lambda of the "
+    "student's own answers is that of the data",
 )
 
 # ------------------------------------------------------------------ trajectories of several steps

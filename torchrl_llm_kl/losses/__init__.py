@@ -24,6 +24,7 @@ from torchrl_llm_kl.losses._objective import (
 )
 from torchrl_llm_kl.losses._parts import (
     Correction,
+    DivergenceToTeacher,
     EntropyBonus,
     ImportanceWeights,
     KLToReference,
@@ -63,6 +64,7 @@ from torchrl_llm_kl.losses.objectives import (
     cpo,
     dapo,
     discopop,
+    distill,
     dpo,
     dppo,
     dr_grpo,
@@ -99,22 +101,22 @@ from torchrl_llm_kl.losses.objectives import (
     topr,
     vespo,
 )
-from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
+from torchrl_llm_kl.losses.terms import divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
 
 # fmt: off
 __all__ = [
     "AGGREGATIONS", "AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "Aggregation", "Correction", "Divergence",
-    "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler",
-    "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "Once",
-    "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
-    "aggregate", "aot", "aot_match", "aot_reference_point", "aot_unpaired", "apo_down", "apo_zero",
-    "apply_correction", "available_objectives", "bco", "bco_pair", "bco_reference_point", "check_placement", "cispo",
-    "clip_cov", "count", "cpo", "dapo", "discopop", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
-    "entropy_threshold", "exo_pair", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling",
-    "importance_weights", "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "kto", "kto_reference_point", "luspo",
-    "mismatch_metrics", "mix", "mix_chord", "mu_schedule", "nca_pair", "objective", "off_policy_sequence_mask",
-    "opmd", "orpo", "ppo", "rec", "rejection_mask", "robust", "rollout_corrections", "sapo", "select_clip_cov",
-    "select_kl_cov", "sft", "sft_is", "sft_phi", "simpo", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr",
-    "value_error", "vespo",
+    "DivergenceToTeacher", "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning",
+    "KLToReference", "KLToSampler", "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec",
+    "OffPolicySequenceMask", "Once", "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask",
+    "UnknownObjectiveError", "ValueLoss", "aggregate", "aot", "aot_match", "aot_reference_point", "aot_unpaired",
+    "apo_down", "apo_zero", "apply_correction", "available_objectives", "bco", "bco_pair", "bco_reference_point",
+    "check_placement", "cispo", "clip_cov", "count", "cpo", "dapo", "discopop", "distill", "divergence_to_teacher",
+    "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus", "entropy_threshold", "exo_pair", "get_objective", "gmpo", "gpg",
+    "gspo", "hinge", "importance_sampling", "importance_weights", "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "kto",
+    "kto_reference_point", "luspo", "mismatch_metrics", "mix", "mix_chord", "mu_schedule", "nca_pair", "objective",
+    "off_policy_sequence_mask", "opmd", "orpo", "ppo", "rec", "rejection_mask", "robust", "rollout_corrections", "sapo",
+    "select_clip_cov", "select_kl_cov", "sft", "sft_is", "sft_phi", "simpo", "spec_of", "sppo", "sppo_hard",
+    "top_entropy_mask", "topr", "value_error", "vespo",
 ]
 # fmt: on

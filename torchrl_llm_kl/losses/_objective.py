@@ -20,14 +20,16 @@ P = ParamSpec("P")
 # Inputs of every objective beside log_prob and mask, read or not.
 _SHARED = ("old_log_prob", "ref_log_prob", "advantage", "expert_mask")
 #: Inputs of one value per token, beside ``log_prob`` and ``mask``.
-PER_TOKEN = (*_SHARED, "sampler_log_prob", "entropy", "selected", "kl", "sharp_log_prob")
+PER_TOKEN = (*_SHARED, "sampler_log_prob", "entropy", "selected", "kl", "teacher_divergence", "sharp_log_prob")
+#: Inputs of several values per token, of one teacher or of each: the teacher's top k and all other tokens.
+PER_OUTCOME = ("outcomes", "teacher_outcomes")
 #: Inputs of one value per sequence.
 PER_ROW = ("pair_id", "chosen", "reference_point", "match_id")
 #: Every input. All other arguments are hyper-parameters.
-INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_ROW)
+INPUTS = ("log_prob", "mask", *PER_TOKEN, *PER_OUTCOME, *PER_ROW)
 _BOOLEAN = ("expert_mask", "selected", "chosen")
 # Inputs that keep their graph; all others are data.
-_WITH_GRAPH = ("log_prob", "entropy", "kl")
+_WITH_GRAPH = ("log_prob", "entropy", "kl", "teacher_divergence", "outcomes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,28 +168,33 @@ def objective(
     An objective is called as ``(log_prob, mask, *, old_log_prob=None, ref_log_prob=None, advantage=None, expert_mask=None,
     **hyper)`` and returns a tuple of :class:`LossTerm`. All objectives and terms share these inputs:
 
-    ==================== ============= ==================================================================================
-    input                shape         meaning
-    ==================== ============= ==================================================================================
-    ``log_prob``         ``[*B, T]``   nats, of the sampled tokens under the current policy, with graph
-    ``mask``             ``[*B, T]``   bool, True at trained tokens; other positions may hold anything, even NaN
-    ``old_log_prob``     ``[*B, T]``   nats, under the policy that sampled the tokens
-    ``ref_log_prob``     ``[*B, T]``   nats, under the frozen reference
-    ``advantage``        ``[*B, T]``   in units of the reward
-    ``expert_mask``      ``[*B, T]``   bool, True for tokens that an expert wrote and the policy did not sample
-    ``sampler_log_prob`` ``[*B, T]``   ``old_log_prob`` as the sampling program itself computed it
-    ``entropy``          ``[*B, T]``   nats, of the policy's distribution over the vocabulary, with graph
-    ``selected``         ``[*B, T]``   bool, True for tokens chosen over a whole batch (``clip_cov``, ``kl_cov``)
-    ``kl``               ``[*B, T]``   nats, the KL over the whole vocabulary at each position, with graph
-    ``sharp_log_prob``   ``[*B, T]``   nats, ``log_prob`` at half the temperature, without graph (WPO)
-    ``pair_id``          ``[*B]``      integer, the pair that a sequence belongs to
-    ``chosen``           ``[*B]``      bool, True for a preferred sequence, of its pair or by itself
-    ``reference_point``  ``[*B]``      nats, what log-ratios are compared with, from a whole batch (``kto``, ``bco``, ``aot``)
-    ``match_id``         ``[*B]``      integer, equal for two sequences matched over a whole batch (``aot_unpaired``)
-    ==================== ============= ==================================================================================
+    ====================== ============= ================================================================================
+    input                  shape         meaning
+    ====================== ============= ================================================================================
+    ``log_prob``           ``[*B, T]``   nats, of the sampled tokens under the current policy, with graph
+    ``mask``               ``[*B, T]``   bool, True at trained tokens; other positions may hold anything, even NaN
+    ``old_log_prob``       ``[*B, T]``   nats, under the policy that sampled the tokens
+    ``ref_log_prob``       ``[*B, T]``   nats, under the frozen reference
+    ``advantage``          ``[*B, T]``   in units of the reward
+    ``expert_mask``        ``[*B, T]``   bool, True for tokens that an expert wrote and the policy did not sample
+    ``sampler_log_prob``   ``[*B, T]``   ``old_log_prob`` as the sampling program itself computed it
+    ``entropy``            ``[*B, T]``   nats, of the policy's distribution over the vocabulary, with graph
+    ``selected``           ``[*B, T]``   bool, True for tokens chosen over a whole batch (``clip_cov``, ``kl_cov``)
+    ``kl``                 ``[*B, T]``   nats, the KL over the whole vocabulary at each position, with graph
+    ``teacher_divergence`` ``[*B, T]``   nats, the divergence to a teacher over the whole vocabulary, with graph
+    ``sharp_log_prob``     ``[*B, T]``   nats, ``log_prob`` at half the temperature, without graph (WPO)
+    ``outcomes``           see below     nats, of the ids in a teacher's top k and of all other tokens, with graph
+    ``teacher_outcomes``   see below     nats, the same under the teacher
+    ``pair_id``            ``[*B]``      integer, the pair that a sequence belongs to
+    ``chosen``             ``[*B]``      bool, True for a preferred sequence, of its pair or by itself
+    ``reference_point``    ``[*B]``      nats, what log-ratios are compared with, from a whole batch (``kto``, ``bco``)
+    ``match_id``           ``[*B]``      integer, equal for two sequences matched over a whole batch (``aot_unpaired``)
+    ====================== ============= ================================================================================
 
+    Outcomes are ``[*B, T, k + 1]``, or ``[*B, T, M, k + 1]`` for ``M`` teachers.
     Every objective accepts the first six, whether it reads them or not, so that all can be called alike. Gradients flow into
-    ``log_prob``, ``entropy`` and ``kl`` alone: the others are data, even if they have a graph. All objectives raise a
+    ``log_prob``, ``entropy``, ``kl``, ``teacher_divergence`` and ``outcomes`` alone: the others are data, even if they have a
+    graph. All objectives raise a
     ``ValueError`` for unequal shapes, for a missing input and for a hyper-parameter out of range, and a ``TypeError`` for a
     mask that is not boolean, numbers that are, and an unknown hyper-parameter. A scalar hyper-parameter may be a 0-dim
     tensor, which is never read on the host (and so not range-checked). Metrics are masked means unless they say otherwise.
@@ -279,7 +286,7 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
     defaults = {key: optional[key] for key in hyper_names if key in optional}
     spec = replace(
         spec,
-        needs=spec.needs or tuple(key for key in (*PER_TOKEN, *PER_ROW) if key in own and key not in optional),
+        needs=spec.needs or tuple(key for key in INPUTS[2:] if key in own and key not in optional),
         per_row=tuple(key for key in PER_ROW if key in own),
         hyper=hyper_names,
         defaults=defaults,
@@ -296,20 +303,29 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
         check_is_mask(mask=mask, **{key: given.get(key) for key in _BOOLEAN})
         check_is_number(log_prob=log_prob, **{key: x for key, x in tensors.items() if key not in _BOOLEAN})
         check_is_scalar(**hyper)
+        several = {key: given[key] for key in PER_OUTCOME if given.get(key) is not None}
+        check_same_shape(**several)
+        for key, value in several.items():
+            if value.shape[: mask.ndim] != mask.shape or value.ndim - mask.ndim not in (1, 2):
+                expected = f"{(*mask.shape, 'k + 1')} or, for M teachers, {(*mask.shape, 'M', 'k + 1')}".replace(
+                    "'", ""
+                )
+                raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}.")
         for key, value in rows.items():
             if value.shape != mask.shape[:-1]:
                 expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
                 raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}.")
-        for key in (tensors | rows).keys() - {*_SHARED, *own}:
+        for key in (tensors | rows | several).keys() - {*_SHARED, *own}:
             raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(own)}.")
         for key in spec.required(hyper):
-            if key not in tensors and key not in rows:
+            if key not in tensors | rows | several:
                 set_to = [f"{name}={({**defaults, **hyper})[name]!r}" for name in spec.deciding(key)]
                 otherwise = f", or change {', '.join(set_to)}" if set_to else ""
                 shape = "one value per sequence" if key in PER_ROW else "of the shape of log_prob"
+                shape = "[*B, T, k + 1]" if key in PER_OUTCOME else shape
                 raise ValueError(f"{spec.name} needs {key}: pass {key}=, {shape}{otherwise}{_computed(spec, key)}.")
-        tensors = {key: x if key in _WITH_GRAPH else x.detach() for key, x in tensors.items() if key in own}
-        cleaned = {key: clean(tensor, mask) for key, tensor in tensors.items()}
+        tensors = {key: x if key in _WITH_GRAPH else x.detach() for key, x in (tensors | several).items() if key in own}
+        cleaned = {key: clean(x, mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))) for key, x in tensors.items()}
         rows = {key: clean(x, mask.any(-1)) if x.is_floating_point() else x for key, x in rows.items()}
         return formula(clean(log_prob, mask), mask, **cleaned, **rows, **hyper)
 
@@ -381,7 +397,7 @@ Weighting = Literal["none", "probability", "aligned"]
 #: The names of :func:`get_objective`.
 ObjectiveName = Literal[
     "aot", "aot_unpaired", "apo_down", "apo_zero", "bco", "bco_pair", "cispo", "clip_cov", "cpo", "dapo", "discopop",
-    "dpo", "dppo", "dr_grpo", "dro", "exo_pair", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "ipo",
+    "distill", "dpo", "dppo", "dr_grpo", "dro", "exo_pair", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "ipo",
     "kl_cov", "kto", "luspo", "mix", "mix_chord", "nca_pair", "opmd", "orpo", "ppo", "rec", "robust", "sapo", "sft",
     "sft_is", "sft_phi", "simpo", "sppo", "sppo_hard", "topr", "vespo",
 ]
@@ -415,6 +431,7 @@ class ObjectiveArgs(TypedDict, total=False):
     delta_sequence_masking: Scalar
     desirable_weight: Scalar
     discopop_tau: Scalar
+    distribution: Literal["top_k", "exact"]
     divergence: Literal["tv", "kl"]
     dro_beta: Scalar
     enable_mask_clip: bool
@@ -467,6 +484,7 @@ class ObjectiveArgs(TypedDict, total=False):
     tau: Scalar
     tau_neg: Scalar
     tau_pos: Scalar
+    teacher_weights: Sequence[float] | None
     temp: Scalar
     train_batch_size_expert: int | None
     train_batch_size_usual: int | None

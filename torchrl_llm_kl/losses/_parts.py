@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from typing_extensions import TypedDict, Unpack
 from torchrl_llm_kl._numerics import Scalar, check_choice
 from torchrl_llm_kl._registry import Hyperparameters
 from torchrl_llm_kl.estimators import check_placement
-from torchrl_llm_kl.losses._objective import INPUTS, spec_of
+from torchrl_llm_kl.losses._objective import INPUTS, PER_OUTCOME, spec_of
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     importance_weights,
@@ -23,7 +23,8 @@ from torchrl_llm_kl.losses.corrections import (
     rejection_mask,
     top_entropy_mask,
 )
-from torchrl_llm_kl.losses.terms import Estimator, entropy_bonus, kl_to_ref, kl_to_sampler
+from torchrl_llm_kl.losses.objectives import Distribution
+from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
 
 # Hyper-parameters that are whole numbers and change from step to step.
 _COUNTERS = frozenset({"step"})
@@ -139,7 +140,7 @@ class Part(nn.Module):
     def _check(self, hyper: Mapping[str, Any]) -> None:
         """Let the function check hyper-parameters, which it does for numbers, not for buffers."""
         values = {name: value() if isinstance(value, nn.Module) else value for name, value in hyper.items()}
-        inputs = dummy_inputs(self)
+        inputs = dummy_inputs(self, teachers=len(values.get("teacher_weights") or (1,)))
         with torch.no_grad():
             self.function(**{name: inputs[name] for name in self.inputs}, **values)
 
@@ -177,12 +178,13 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
-def dummy_inputs(*parts: Part) -> dict[str, Tensor]:
+def dummy_inputs(*parts: Part, teachers: int = 1) -> dict[str, Tensor]:
     """One token in each of two sequences, on the device of the parts, for a dry run before there is data."""
     device = next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
     zeros = torch.zeros(2, 1, device=device)
     return {
         **dict.fromkeys((*INPUTS, *(name for part in parts for name in part.inputs)), zeros),
+        **dict.fromkeys(PER_OUTCOME, zeros.new_full((2, 1, teachers, 2), math.log(0.5))),
         "mask": zeros == 0,
         "selected": zeros == 1,
         "expert_mask": torch.tensor([[False], [True]], device=device),
@@ -246,6 +248,34 @@ class KLToSampler(TermPart):
     def __init__(self, coeff: Any = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False) -> None:
         check_placement(estimator, "loss", stacklevel=2)
         super().__init__(kl_to_sampler, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
+
+
+class DivergenceToTeacher(TermPart):
+    """A divergence to a teacher's distribution: :func:`~torchrl_llm_kl.losses.divergence_to_teacher`.
+
+    Args:
+        coeff: its weight, dimensionless; a number, or a module that returns it.
+        beta: the teacher's share of the mixture; 0 for the forward KL, 1 for the reverse KL.
+
+    Keyword Args:
+        distribution: ``"top_k"``, from the data; ``"exact"``, from the loss's ``reference``, which is the teacher.
+        teacher_weights: one number for each teacher; see :func:`~torchrl_llm_kl.losses.distill`.
+
+    Example:
+        >>> DivergenceToTeacher(0.1, beta=0.0).needs
+        ('outcomes', 'teacher_outcomes')
+    """
+
+    def __init__(
+        self,
+        coeff: Any = 1.0,
+        beta: Any = 0.5,
+        *,
+        distribution: Distribution = "top_k",
+        teacher_weights: Sequence[float] | None = None,
+    ) -> None:
+        settings: dict[str, Any] = {"distribution": distribution, "teacher_weights": teacher_weights}
+        super().__init__(divergence_to_teacher, coeff=coeff, beta=beta, **settings)
 
 
 class EntropyBonus(TermPart):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torchrl_llm_kl._numerics import check_finite, masked_mean
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
+    PER_OUTCOME,
     PER_ROW,
     PER_TOKEN,
     LossTerm,
@@ -50,16 +52,22 @@ from torchrl_llm_kl.rollouts import (
     mismatch,
     per_sequence,
     per_token,
+    read_top_k,
     require_key,
+    top_k_entries,
 )
 from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, check_distributions
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
-_FROM_ACTOR = ("entropy", "kl", "sharp_log_prob")
+_FROM_ACTOR = ("entropy", "kl", "sharp_log_prob", "teacher_divergence", "outcomes")
 _FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
 _LOG_PROBS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
 _MASKS = ("expert_mask", "selected")
+# A teacher's probabilities add up to 1 within this; log-probs in float16 over k = 1024 to 0.005.
+_MASS_TOLERANCE = 0.02
+# Below this share of a teacher's probability a top k gives a warning.
+_LITTLE_MASS = 0.9
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
 
@@ -82,7 +90,8 @@ class PolicyLoss(TokenLoss):
 
     Keyword Args:
         terms: :class:`~torchrl_llm_kl.losses.KLToReference`, :class:`~torchrl_llm_kl.losses.KLToSampler`,
-            :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of the protocol of objectives.
+            :class:`~torchrl_llm_kl.losses.DivergenceToTeacher`, :class:`~torchrl_llm_kl.losses.EntropyBonus`, or functions of
+            the protocol of objectives.
         corrections: factors of the objective, or functions that return them: :class:`~torchrl_llm_kl.losses.ImportanceWeights`,
             :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
             :class:`~torchrl_llm_kl.losses.TopEntropyMask`. verl's settings (``rollout_is="token"``, ``rollout_rs=...``) add
@@ -94,7 +103,9 @@ class PolicyLoss(TokenLoss):
             earlier ones too; ``"generic"``: all but the first token of each sequence. An optional entry ``loss_mask``
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
-            lacks. Its parameters are not trained.
+            lacks. Its parameters are not trained. For a distillation with ``distribution="exact"`` it is the teacher.
+        top_k_key: below which key the data holds a teacher's top k, for a distillation: that of
+            :class:`~torchrl_llm_kl.RetrieveLogProb`; a list of such keys for several teachers.
         temperature, tokens_per_batch, dtype, deterministic: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the
             reference has its own ``max_tokens`` instead of ``tokens_per_batch``.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
@@ -171,6 +182,7 @@ class PolicyLoss(TokenLoss):
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
         reference: Any = None,
+        top_k_key: NestedKey | list[NestedKey] = "top_k",
         temperature: float = 1.0,
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
@@ -203,7 +215,8 @@ class PolicyLoss(TokenLoss):
         self._set_models(actor, reference, settings, functional)
         self.objective = TermPart(function, **own)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
-        self.log_entropy = log_entropy
+        self.log_entropy, self.top_k_key = log_entropy, top_k_key
+        self._little_mass: set[NestedKey] = set()  # teachers that a warning was given for
         exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
         for part in self._parts[1:]:
             prefix = name_of(part.function).removesuffix("_bonus")
@@ -293,12 +306,38 @@ class PolicyLoss(TokenLoss):
         """The inputs that the parts require under their current hyper-parameters."""
         return {name for part in self._parts for name in part.needs}
 
+    @property
+    def _teachers(self) -> list[NestedKey]:
+        """The key of each teacher's top k."""
+        return self.top_k_key if isinstance(self.top_k_key, list) else [self.top_k_key]
+
     def _check_reference(self) -> None:
-        if "kl" not in self._needs:
+        exact = self._needs & {"kl", "teacher_divergence"}
+        if not exact:
             return
+        if len(exact) > 1:
+            raise ValueError(
+                "an exact KL to the reference and an exact divergence to a teacher need two other models, and reference= is "
+                "one: distil from the teacher's top k (distribution='top_k'), or take another estimator of the KL."
+            )
         if self.reference is None:
-            raise ValueError("an exact KL is computed from both models: pass the reference model as reference=.")
+            model = "reference model" if "kl" in exact else "teacher"
+            raise ValueError(f"an exact KL is computed from both models: pass the {model} as reference=.")
         check_distributions(self.actor_network, getattr(self.reference, "model", None), self.reference)
+
+    def _exact(self) -> dict[str, Any]:
+        """Reference, direction and mixture of an exact divergence that a part needs."""
+        if "kl" in self._needs:
+            return {"reference": self._reference_scorer}
+        betas = {float(part.hyper.get("beta", 0.5)) for part in self._parts if "teacher_divergence" in part.needs}
+        if not betas:
+            return {}
+        if len(betas) > 1:
+            raise ValueError(f"exact distillations with beta {sorted(betas)}: expected one beta for all.")
+        (beta,) = betas
+        ends: dict[float, Any] = {0.0: {"direction": "forward"}, 1.0: {"direction": "reverse"}}
+        chosen = ends.get(beta, {"direction": "jensen_shannon", "beta": beta})
+        return {"reference": self._reference_scorer, **chosen}
 
     def set_keys(self, **kwargs: Any) -> None:
         """Change where entries are read. The names are listed under *Keys* above.
@@ -319,7 +358,10 @@ class PolicyLoss(TokenLoss):
     @property
     def _data_keys(self) -> list[NestedKey]:
         needs = self._data_needs
-        return [getattr(self.tensor_keys, name) for name in _FROM_DATA if name in needs]
+        keys = [getattr(self.tensor_keys, name) for name in _FROM_DATA if name in needs]
+        if "teacher_outcomes" in needs:
+            keys += [entry for key in self._teachers for entry in top_k_entries(key)]
+        return keys
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -333,7 +375,7 @@ class PolicyLoss(TokenLoss):
 
     def _dry_run(self) -> list[NestedKey]:
         """The outputs under the current hyper-parameters, found by a dry run on two dummy tokens."""
-        inputs = dummy_inputs(*self._parts)
+        inputs = dummy_inputs(*self._parts, teachers=len(self._teachers))
         with torch.no_grad():
             terms, metrics = self._terms(inputs)
         names = [term.name for term in terms]
@@ -343,7 +385,7 @@ class PolicyLoss(TokenLoss):
         known = {"log_prob", "mask", *self._needs}
         if self.log_entropy:
             known.add("entropy")
-        if "kl" in known:
+        if known & {"kl", "teacher_divergence"}:
             known.add("ref_log_prob")  # scored along with an exact KL
         common = common_metrics({name: value for name, value in inputs.items() if name in known})
         return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
@@ -354,6 +396,7 @@ class PolicyLoss(TokenLoss):
         td, response, inputs = self._read(tensordict)
         inputs |= self._score(response, inputs)
         self._check_finite(response, inputs)
+        self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
         return self._output(td, response, terms, {**common_metrics(inputs), **metrics})
 
@@ -361,6 +404,9 @@ class PolicyLoss(TokenLoss):
         _, response, inputs = self._read(td)
         numbers = dict.fromkeys(("log_prob", *PER_TOKEN), torch.zeros_like(response.mask, dtype=torch.float32))
         booleans = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *PER_ROW)}
+        numbers |= dict.fromkeys(
+            PER_OUTCOME, numbers["log_prob"].new_zeros(*response.mask.shape, len(self._teachers), 1)
+        )
         return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | booleans)[0]
 
     def batch_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -404,7 +450,10 @@ class PolicyLoss(TokenLoss):
     def _read(
         self, tensordict: TensorDictBase, *, without: str | None = None
     ) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
-        """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them but one."""
+        """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them but one.
+
+        With a distillation also ``top_ids [N, M, k]``, the ids of the outcomes, at all tokens.
+        """
         td, tokens, mask, responses = self._read_tokens(tensordict)
         needs, who = self._data_needs - {without}, name_of(self.objective.function)
         taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
@@ -432,9 +481,12 @@ class PolicyLoss(TokenLoss):
             flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
             if name == "old_log_prob" and name in needs:
                 mask = self._reader.without_unscored(mask, flat[name], tokens, found)
+        teachers = read_top_k(td, self._teachers, tokens, responses) if "teacher_outcomes" in needs else None
         flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in _MASKS if name in flat}
         response = ResponseTokens(tokens, mask)
         inputs = {name: response.gather(value) for name, value in flat.items()}
+        if teachers is not None:
+            inputs |= {"teacher_outcomes": response.gather(teachers.log_probs), "top_ids": teachers.ids}
         return td, response, {**inputs, **rows, "mask": response.mask}
 
     def _check_finite(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
@@ -462,6 +514,32 @@ class PolicyLoss(TokenLoss):
                 named, read=read, place="sequence {}".format, advice="Fix the entry, or mask the sequence out."
             )
 
+    def _check_teachers(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
+        """Reject a teacher's outcomes that are no distribution; warn once of a top k that holds little of it."""
+        if "teacher_outcomes" not in inputs:
+            return
+        log_p, mask = inputs["teacher_outcomes"], inputs["mask"].unsqueeze(-1)
+        mass = log_p.exp().sum(-1)
+        wrong = mask & ~((mass - 1).abs() < _MASS_TOLERANCE)  # NaN too
+        captured = torch.where(mask, -log_p[..., -1].expm1(), 0).sum((0, 1)) / mask.sum().clamp(min=1)
+        some_wrong, some, *means = torch.stack([wrong.any().to(mass), mask.any().to(mass), *captured]).tolist()
+        if some_wrong:
+            place, teacher = divmod(int(wrong.flatten().nonzero()[0]), len(self._teachers))
+            found = float(mass[wrong][0])
+            raise ValueError(
+                f"the probabilities below {self._teachers[teacher]!r} add up to {found:.4g} at {response.place(place)}, not "
+                "to 1. The teacher did not score this token (compare its scope and assistant_only with masking_strategy), or "
+                "rest_log_prob is not the log-prob of all other tokens."
+            )
+        for key, mean in zip(self._teachers, means, strict=True):
+            if some and mean < _LITTLE_MASS and key not in self._little_mass:
+                self._little_mass.add(key)
+                warnings.warn(
+                    f"the top k below {key!r} holds {mean:.2f} of the teacher's probability on average, and the rest counts as "
+                    "one outcome: the divergence is far below that over all tokens. Raise the teacher's top_k=.",
+                    stacklevel=3,
+                )
+
     def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs that the models compute."""
         self._check_reference()
@@ -472,8 +550,9 @@ class PolicyLoss(TokenLoss):
                 response.tokens,
                 response.flat_mask,
                 entropy=self.log_entropy or "entropy" in needs,
-                reference=reference if "kl" in needs else None,
+                top_ids=inputs.get("top_ids"),
                 grad=torch.is_grad_enabled(),
+                **self._exact(),
             )
             ref = scores.ref_log_prob
             if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
@@ -482,13 +561,16 @@ class PolicyLoss(TokenLoss):
         found = {
             "log_prob": scores.log_prob,
             "entropy": scores.entropy,
-            "kl": scores.kl,
+            "kl" if "kl" in needs else "teacher_divergence": scores.kl,
+            "outcomes": scores.outcomes,
             "ref_log_prob": ref,
             "sharp_log_prob": sharp,
         }
         out = {name: response.gather(x.values) for name, x in found.items() if x is not None and name not in inputs}
-        trained = self.actor_network.parameters() if own is None else own.values(True, True)
-        return {**out, "log_prob": with_graph(out["log_prob"], trained)}
+        trained = list(self.actor_network.parameters() if own is None else own.values(True, True))
+        # An objective may read any one of these alone.
+        read = [name for name in ("log_prob", "outcomes", "teacher_divergence") if name in out]
+        return {**out, **{name: with_graph(out[name], trained) for name in read}}
 
     def _terms(self, inputs: Mapping[str, Tensor]) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """The corrected objective and all other terms; metrics of the corrections."""

@@ -1,8 +1,11 @@
-"""Terms added to an objective: KL penalties and an entropy bonus. They follow its protocol but are not registered."""
+"""Terms added to an objective: KL penalties, a divergence to a teacher and an entropy bonus.
+
+They follow the protocol of objectives but are not registered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +15,7 @@ from torchrl_llm_kl._numerics import Scalar, check_range
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import clean
 from torchrl_llm_kl.losses._objective import LossTerm, term
+from torchrl_llm_kl.losses.objectives import DISTILLATION_INPUTS, Distribution, distill
 
 #: The name of a registered estimator, or a function of the same signature.
 Estimator = EstimatorName | Callable[..., Tensor]
@@ -123,6 +127,52 @@ def kl_to_sampler(
         mask, log_prob, sampler = _without(expert_mask, mask, log_prob, sampler)
     estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
     return (LossTerm("kl_to_sampler", estimate(log_prob, sampler, sampler), mask, weight=coeff),)
+
+
+@term(
+    "divergence_to_teacher",
+    needs_if=DISTILLATION_INPUTS,
+    source="Agarwal et al. 2024 (GKD, arXiv 2306.13649), section 3.1: distillation beside a reward",
+)
+def divergence_to_teacher(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    outcomes: Tensor | None = None,
+    teacher_outcomes: Tensor | None = None,
+    teacher_divergence: Tensor | None = None,
+    coeff: Scalar = 1.0,
+    beta: Scalar = 0.5,
+    distribution: Distribution = "top_k",
+    teacher_weights: Sequence[float] | None = None,
+) -> tuple[LossTerm, ...]:
+    """Divergence to a teacher beside another objective, the term ``divergence_to_teacher``.
+
+    Hyper-parameters:
+        coeff: weight of the term.
+        beta, distribution, teacher_weights: see :func:`~torchrl_llm_kl.losses.distill`.
+
+    Metrics: ``captured_mass``, as of :func:`~torchrl_llm_kl.losses.distill`.
+
+    Example:
+        >>> teacher, student = torch.tensor([[[0.9, 0.1]]]).log(), torch.tensor([[[0.5, 0.5]]]).log()
+        >>> one = torch.ones(1, 1)
+        >>> (term,) = divergence_to_teacher(one, one > 0, outcomes=student, teacher_outcomes=teacher, beta=1.0, coeff=0.1)
+        >>> term.value, term.weight
+        (tensor([[0.5108]]), 0.1)
+    """
+    check_range(coeff=coeff)
+    (found,) = distill(
+        log_prob,
+        mask,
+        outcomes=outcomes,
+        teacher_outcomes=teacher_outcomes,
+        teacher_divergence=teacher_divergence,
+        beta=beta,
+        distribution=distribution,
+        teacher_weights=teacher_weights,
+    )
+    return (found.replace(name="divergence_to_teacher", weight=coeff),)
 
 
 @term(

@@ -33,6 +33,12 @@ from torchrl_llm_kl.rollouts._rewards import (
     token_reward,
     write_denominators as write_denominators,
 )
+from torchrl_llm_kl.rollouts._teachers import (
+    TOP_K_NAMES as TOP_K_NAMES,
+    TeacherOutcomes as TeacherOutcomes,
+    read_top_k as read_top_k,
+    top_k_entries as top_k_entries,
+)
 from torchrl_llm_kl.rollouts._tokens import (
     Located,
     MaskingStrategy,

@@ -108,7 +108,13 @@ def _names(td: TensorDictBase) -> str:
 
 
 def per_token(
-    td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None, *, fill: float = math.nan
+    td: TensorDictBase,
+    key: NestedKey,
+    tokens: Ragged,
+    responses: Tensor | None,
+    *,
+    fill: float = math.nan,
+    features: int = 0,
 ) -> Tensor:
     """An entry at each token; ``[N]``.
 
@@ -123,9 +129,11 @@ def per_token(
 
     Keyword Args:
         fill: for tokens that a shorter row does not cover.
+        features: dimensions after those of the tokens: 1 for the ``k`` numbers of a top k, ``[N, k]``.
 
     Raises:
-        ValueError: if a row is longer than its tokens, holds several numbers per token, or fits no place in its sequence.
+        ValueError: if a row is longer than its tokens, holds another number of dimensions per token, or fits no place in its
+            sequence.
         TypeError: if the entry is not a tensor.
 
     Example:
@@ -134,13 +142,16 @@ def per_token(
         >>> per_token(TensorDict(x=torch.tensor([1.0, 2.0]), batch_size=[2]), "x", tokens, None).tolist()
         [1.0, 1.0, 2.0]
     """
-    whole = per_sequence(td, key)
+    whole = None if features else per_sequence(td, key)
     if whole is not None:
         return whole.to(tokens.values.device)[tokens.sequence_ids]
     data = read_ragged(td, key)
     assert data is not None
     values = data.slots()
-    if values.ndim > 1:
+    if features and values.ndim != 1 + features:
+        found = tuple(values.shape[1:])
+        raise ValueError(f"{key!r} must have {features} dimension after the tokens, found {found or 'none'}.")
+    if values.ndim > 1 and not features:
         if values[0].numel() != 1:
             raise ValueError(f"{key!r} must hold one number per token, found rows of {tuple(values.shape[1:])} each.")
         values = values.reshape(values.shape[0])
@@ -151,7 +162,7 @@ def per_token(
     widths = data.container.row_lengths
     if torch.equal(widths, tokens.lengths):
         return values
-    if not values.is_floating_point() and values.dtype != torch.bool:
+    if not values.is_floating_point() and values.dtype != torch.bool and not features:
         values = values.float()
     both_dense = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
     return _at_responses(values, widths, key, tokens, responses, fill, slots_first=both_dense)
@@ -183,7 +194,8 @@ def _at_responses(
             if not all_but_the_first and not bool(((first == every.lengths) | (start == first)).all()):
                 continue
         after = ~every.first(start)
-        out = values.new_full(after.shape, fill).masked_scatter(after, values)
+        out = values.new_full((*after.shape, *values.shape[1:]), fill)
+        out = out.masked_scatter(after.view(-1, *[1] * (values.ndim - 1)).expand_as(out), values)
         return out if keep is None else out[keep]
     too_long = widths > tokens.container.row_lengths
     row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0

@@ -51,8 +51,9 @@ class ResponseTokens:
         return self.elements.numel() == 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """Values per token ``[N]`` at the masked-in tokens; ``[S, T]``, 0 elsewhere."""
-        return values.new_zeros(self.mask.shape).index_put((self.rows, self.columns), values[self.elements])
+        """Values per token ``[N, *F]`` at the masked-in tokens; ``[S, T, *F]``, 0 elsewhere."""
+        shape = (*self.mask.shape, *values.shape[1:])
+        return values.new_zeros(shape).index_put((self.rows, self.columns), values[self.elements])
 
     def scatter(self, values: Tensor) -> Tensor:
         """The inverse of :meth:`gather`: ``[S, T]`` to ``[N]``, 0 at all other tokens."""
@@ -89,9 +90,10 @@ class ResponseTokens:
             named: ``[S, T]`` each; the keys name them in the message. Integers and other shapes pass.
         """
         floats = {name: x for name, x in named.items() if x.is_floating_point() and x.shape == self.mask.shape}
-        check_finite(floats, read=self.mask, place=self._place, advice="Mask the token, or fix the entry.")
+        check_finite(floats, read=self.mask, place=self.place, advice="Mask the token, or fix the entry.")
 
-    def _place(self, at: int) -> str:
+    def place(self, at: int) -> str:
+        """Sequence and position of a flat index of :attr:`mask`, for errors."""
         row, column = divmod(at, self.mask.shape[1])
         element = self.elements[(self.rows == row) & (self.columns == column)][0]
         return f"sequence {row}, position {int(self.tokens.positions[element])}"

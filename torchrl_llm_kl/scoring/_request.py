@@ -118,6 +118,7 @@ class Request:
     # Leading tokens of each sequence to forward, [S]: those before its last scored token, since position t - 1 predicts
     # token t and a causal model needs no later one.
     forward_lengths: Tensor
+    top_ids: Tensor | None = None  # ids whose log-probs are requested beside each token's; [N, *M, k]
 
     @classmethod
     def build(cls, sequences: Ragged, mask: Tensor | None, *, may_be_empty: bool = False) -> Request:
@@ -135,6 +136,19 @@ class Request:
         last_scored = torch.where(mask, tokens.positions, 0)
         forward_lengths = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
         return cls(tokens, mask, forward_lengths)
+
+    def with_top_ids(self, top_ids: Tensor) -> Request:
+        """This request with ids of outcomes, whose shape is checked."""
+        count = self.tokens.values.shape[0]
+        if top_ids.ndim < 2 or top_ids.shape[0] != count or top_ids.shape[1:].numel() == 0:
+            raise ValueError(
+                f"top_ids has shape {tuple(top_ids.shape)}: expected ({count}, ..., k), ids for each token."
+            )
+        return replace(self, top_ids=top_ids.detach().cpu().long())
+
+    def ids_at(self, elements: Tensor) -> Tensor | None:
+        """The ids of outcomes at some tokens; None if none are requested."""
+        return None if self.top_ids is None else self.top_ids[elements]
 
     @property
     def longest(self) -> int:
@@ -166,6 +180,12 @@ class Request:
         bad = values < 0
         if vocab_size is not None:
             bad |= values >= vocab_size
+            listed = values[:0] if self.top_ids is None else self.top_ids[self.mask]
+            if bool((listed >= vocab_size).any()):
+                raise ValueError(
+                    f"top_ids holds the token id {int(listed.max())}, outside the vocabulary of {vocab_size}: a teacher needs "
+                    "the tokens of the student."
+                )
         if bool(bad.any()):
             element = int(bad.nonzero()[0])
             allowed = "ids must not be negative"

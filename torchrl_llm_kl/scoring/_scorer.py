@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl.head import Direction
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
@@ -231,7 +232,9 @@ class LogProbScorer:
         top_k: int = 0,
         moments: bool = False,
         reference: LogProbScorer | None = None,
-        direction: Literal["reverse", "forward"] = "reverse",
+        direction: Direction = "reverse",
+        beta: float = 0.5,
+        top_ids: Tensor | None = None,
         temperature: float | None = None,
         grad: bool = False,
         remember: bool = False,
@@ -254,7 +257,12 @@ class LogProbScorer:
                 gradient.
             reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It
                 runs without gradient.
-            direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``.
+            direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``,
+                ``"jensen_shannon"`` a mean of both to their mixture; see :func:`~torchrl_llm_kl.head.linear_pair`.
+            beta: the reference's share of that mixture, inside (0, 1).
+            top_ids: ids at each token, ``[N, *M, k]``, whose log-probs are wanted too, with gradient, and that of all other
+                tokens together: ``outcomes`` of :class:`Scores`, a student's side of a teacher's top ``k``. A negative id pads.
+                Ids of masked-out tokens are ignored.
 
         Returns:
             The requested scores, None for the others; nats, exactly 0 where the mask is False.
@@ -265,10 +273,14 @@ class LogProbScorer:
         """
         scorers = [self] if reference is None else [self, reference]
         ranks = Ranks([scorer.model for scorer in scorers])
-        wanted = Wanted(entropy, None if reference is None else direction, top_k, moments)
+        kl: Any = {} if reference is None else {"kl": direction}
+        if kl and direction == "jensen_shannon":
+            kl["beta"] = beta
+        outcomes = () if top_ids is None else (*top_ids.shape[1:-1], top_ids.shape[-1] + 1)
+        wanted = Wanted(entropy, top_k=top_k, moments=moments, outcomes=outcomes, **kl)
         with ranks.together():
             check_range(0, top_k=top_k)
-            check_choice(("reverse", "forward"), direction=direction)
+            check_choice(get_args(Direction), direction=direction)
             if temperature is None:
                 temperature = self.temperature
                 self._check_temperatures(reference)
@@ -276,6 +288,8 @@ class LogProbScorer:
             self._check_wanted(wanted, reference, grad)
             tokens, mask = read_sequences(sequences, mask, attention_mask)
             request = Request.build(tokens, mask, may_be_empty=bool(ranks.groups))
+            if top_ids is not None:
+                request = request.with_top_ids(top_ids)
             for scorer in scorers:
                 scorer._check_request(request)
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
@@ -546,10 +560,12 @@ def _forward_all(
     number = ranks.most(max(1, len(passes[0].elements))) if ranks.groups else len(passes[0].elements)
     elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
     parts: list[Columns] = []
-    held: list[tuple[Tensor, list[States]]] = []
+    held: list[tuple[Tensor, Tensor, list[States]]] = []
 
-    def add(targets: Tensor, states: list[States]) -> None:
+    def add(some: Tensor, targets: Tensor, states: list[States]) -> None:
         options: dict[str, Any] = {"chunk": scorers[0].head_chunk, "recompute": grad, "tile": tile}
+        ids = request.ids_at(some)
+        options["ids"] = None if ids is None else send(ids, device)
         work = partial(read, states[0], targets, wanted, *states[1:], **options)
         if columns := guard.compute(work):
             parts.append(columns)
@@ -569,14 +585,14 @@ def _forward_all(
         targets = send(request.tokens.values[some], device)
         if grad and all(each.head is not None for each in states):
             # The graph holds hidden states anyway, and a single head call yields a single gradient of its weight.
-            held.append((targets, states))
+            held.append((some, targets, states))
         else:
-            add(targets, states)
+            add(some, targets, states)
     if held:
-        targets = torch.cat([targets for targets, _ in held])
-        columns_of_states = zip(*(states for _, states in held), strict=True)
-        states = [replace(some[0], source=torch.cat([part.source for part in some])) for some in columns_of_states]
-        add(targets, states)
+        some, targets = torch.cat([some for some, _, _ in held]), torch.cat([targets for _, targets, _ in held])
+        columns_of_states = zip(*(states for *_, states in held), strict=True)
+        states = [replace(one[0], source=torch.cat([part.source for part in one])) for one in columns_of_states]
+        add(some, targets, states)
     columns = join_columns(parts) if parts else wanted.nowhere(device)
     if guard.error is not None:
         return elements[0], columns

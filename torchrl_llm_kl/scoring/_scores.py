@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import is_dtensor, widen
-from torchrl_llm_kl.head import linear_log_prob, linear_pair, linear_top_k, logits_kl
+from torchrl_llm_kl.head import Direction, linear_log_prob, linear_outcomes, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3
@@ -34,6 +34,7 @@ class Scores(NamedTuple):
         tail_log_prob: log of the total probability of all other tokens; ``[N]``, ``-inf`` if there are none.
         collision: ``sum p ** 2`` over the vocabulary, the probability that two draws are the same token; ``[N]``.
         discriminator: ``sum p ** 2 (H + log p)``, the mean entropy discriminator ``p (H + log p)`` of a draw; ``[N]``.
+        outcomes: log-probs of given ids, and last the log of the total probability of all other tokens; ``[N, *M, k + 1]``.
     """
 
     log_prob: Ragged
@@ -45,6 +46,7 @@ class Scores(NamedTuple):
     tail_log_prob: Ragged | None = None
     collision: Ragged | None = None
     discriminator: Ragged | None = None
+    outcomes: Ragged | None = None
 
     @classmethod
     def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:
@@ -81,9 +83,11 @@ class Wanted:
     """The scores to compute besides the log-prob."""
 
     entropy: bool = False
-    kl: Literal["reverse", "forward"] | None = None  # direction of the exact KL to a reference
+    kl: Direction | None = None  # direction of the exact KL to a reference
     top_k: int = 0
     moments: bool = False  # collision and discriminator
+    outcomes: tuple[int, ...] = ()  # (*M, k + 1), with the ids of a request
+    beta: float = 0.5  # the reference's share of the mixture, for "jensen_shannon"
 
     def nowhere(self, device: torch.device) -> Columns:
         """The columns of no token."""
@@ -93,6 +97,8 @@ class Wanted:
         if self.top_k:
             top = torch.zeros(0, self.top_k, device=device)
             columns |= _top_columns(top.long(), top, torch.zeros(0, device=device))
+        if self.outcomes:
+            columns["outcomes"] = torch.zeros(0, *self.outcomes, device=device)
         return columns
 
 
@@ -162,12 +168,15 @@ def read(
     targets: Tensor,
     wanted: Wanted,
     ref: States | None = None,
+    ids: Tensor | None = None,
     *,
     chunk: int,
     recompute: bool,
     tile: int | None = None,
 ) -> Columns:
     """Compute all requested scores of tokens ``targets [n]`` in one sweep; a KL needs the states of the reference.
+
+    Outcomes need their ids ``[n, *M, k]``; beside a KL they take another sweep.
 
     Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
     them again in the backward. With ``tile``, the head runs on exactly so many positions at a time.
@@ -178,22 +187,29 @@ def read(
         states = replace(states, source=F.pad(states.source, (0, 0, 0, after)))
         ref = None if ref is None else replace(ref, source=F.pad(ref.source, (0, 0, 0, after)))
         targets, chunk = F.pad(targets, (0, after)), tile
+        ids = None if ids is None else F.pad(ids, (*[0, 0] * (ids.ndim - 1), 0, after))
     if states.head is not None and (ref is None or ref.head is not None):
-        columns = _read_linear(states, states.head, targets.to(states.source.device), wanted, ref, tile)
+        columns = _read_linear(states, states.head, targets.to(states.source.device), wanted, ref, ids, tile)
     else:
-        columns = _read_logits(states, targets, wanted, ref, chunk, recompute)
+        columns = _read_logits(states, targets, wanted, ref, ids, chunk, recompute)
     return columns if tile is None else {name: values[:count] for name, values in columns.items()}
 
 
 def _read_logits(
-    states: States, targets: Tensor, wanted: Wanted, ref: States | None, chunk: int, recompute: bool
+    states: States,
+    targets: Tensor,
+    wanted: Wanted,
+    ref: States | None,
+    ids: Tensor | None,
+    chunk: int,
+    recompute: bool,
 ) -> Columns:
     parts: list[Columns] = []
     for rows in torch.arange(states.source.shape[0], device=targets.device).split(chunk):
         if recompute:
-            parts.append(checkpoint(_read_chunk, states, targets, wanted, ref, rows, use_reentrant=False))
+            parts.append(checkpoint(_read_chunk, states, targets, wanted, ref, ids, rows, use_reentrant=False))
         else:
-            parts.append(_read_chunk(states, targets, wanted, ref, rows))
+            parts.append(_read_chunk(states, targets, wanted, ref, ids, rows))
     return join_columns(parts)
 
 
@@ -204,7 +220,13 @@ def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _read_linear(
-    states: States, head: nn.Linear, targets: Tensor, wanted: Wanted, ref: States | None, tile: int | None
+    states: States,
+    head: nn.Linear,
+    targets: Tensor,
+    wanted: Wanted,
+    ref: States | None,
+    ids: Tensor | None,
+    tile: int | None,
 ) -> Columns:
     hidden, device = states.source, states.source.device
     own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
@@ -214,8 +236,11 @@ def _read_linear(
     if wanted.top_k and wanted == Wanted(top_k=wanted.top_k) and tile is None and not torch.is_grad_enabled():
         *top, log_prob = linear_top_k(hidden, head.weight, wanted.top_k, targets, **own)
         return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
-    if ref is None:
+    ids = None if ids is None else ids.to(device)
+    if ref is None and ids is None:
         found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
+    elif ref is None:
+        found = linear_outcomes(hidden, head.weight, targets, ids, entropy=wanted.entropy, **own)._asdict()
     else:
         assert ref.head is not None
         found = linear_pair(
@@ -225,6 +250,7 @@ def _read_linear(
             ref.head.weight.detach().to(device),
             targets,
             direction=wanted.kl or "reverse",
+            beta=wanted.beta,
             ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(device),
             ref_scale=ref.map.scale,
             ref_soft_cap=ref.map.soft_cap,
@@ -232,6 +258,8 @@ def _read_linear(
             **own,
         )._asdict()
         found["ref_log_prob"] = found["ref_log_prob"].detach()
+        if ids is not None:
+            found["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
     columns = {name: values for name, values in found.items() if values is not None}
     if wanted.top_k:
         columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own)[:3])
@@ -258,7 +286,9 @@ def _moments(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: fl
     }
 
 
-def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | None, rows: Tensor) -> Columns:
+def _read_chunk(
+    states: States, targets: Tensor, wanted: Wanted, ref: States | None, ids: Tensor | None, rows: Tensor
+) -> Columns:
     logits = states.tempered(rows)
     targets = targets[rows].to(logits.device)
     log_probs = logits.log_softmax(-1)
@@ -276,7 +306,9 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
                 f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
             )
         columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
-        columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse")
+        columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse", beta=wanted.beta)
+    if ids is not None:
+        columns["outcomes"] = _outcomes(log_probs, ids[rows].to(logits.device))
     if wanted.moments:
         with torch.no_grad():
             square, finite = log_probs.exp().square(), log_probs.masked_fill(log_probs.isneginf(), 0.0)
@@ -292,6 +324,21 @@ def _read_chunk(states: States, targets: Tensor, wanted: Wanted, ref: States | N
             top, indices = log_probs.topk(wanted.top_k, -1)
             columns |= _top_columns(indices, top, log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1))
     return columns
+
+
+def _outcomes(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """What :func:`~torchrl_llm_kl.head.linear_outcomes` computes, from log-probs ``[n, V]``."""
+    shape, ids = ids.shape, ids.flatten(1, -2) if ids.ndim > 2 else ids.unsqueeze(1)
+    found = []
+    for some in ids.unbind(1):
+        pads = some < 0
+        listed = torch.zeros_like(log_probs).scatter_add(1, some.clamp(min=0), (~pads).to(log_probs.dtype)) > 0
+        chosen = log_probs.gather(1, some.clamp(min=0)).masked_fill(pads, -torch.inf)
+        # Of nothing but -inf, logsumexp has a NaN gradient: such a row has finite numbers, which are replaced.
+        possible = (~listed & ~log_probs.isneginf()).any(-1, keepdim=True)
+        others = torch.where(possible, log_probs.masked_fill(listed, -torch.inf), 0.0).logsumexp(-1, keepdim=True)
+        found.append(torch.cat([chosen, others.masked_fill(~possible, -torch.inf)], -1))
+    return torch.stack(found, 1).view(*shape[:-1], shape[-1] + 1)
 
 
 def _top_columns(indices: Tensor, log_probs: Tensor, tail: Tensor) -> Columns:

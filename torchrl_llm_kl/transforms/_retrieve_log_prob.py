@@ -14,7 +14,16 @@ from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, in_layout, locate, sub_key
+from torchrl_llm_kl.rollouts import (
+    Located,
+    ModelInterface,
+    Scope,
+    TokenisingOptions,
+    in_layout,
+    locate,
+    sub_key,
+    top_k_entries,
+)
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, check_distributions, evaluating
 from torchrl_llm_kl.transforms._base import (
     Checks,
@@ -58,8 +67,8 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
 
 
 _MOMENTS = ("collision", "discriminator")
-# Names below `top_k_key` -> fields of the scores.
-_TOP_K = {"ids": "top_indices", "log_probs": "top_log_probs", "rest_log_prob": "tail_log_prob"}
+# Fields of the scores that go to the entries below `top_k_key`.
+_TOP_K = ("top_indices", "top_log_probs", "tail_log_prob")
 # Attributes that hold a model.
 _MODELS = ("model", "reference", "ref_model")
 
@@ -301,7 +310,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     @property
     def _top_k_fields(self) -> dict[NestedKey, str]:
         """The entries of the top k, and their fields of the scores."""
-        return {sub_key(self.top_k_key, name): field for name, field in _TOP_K.items()} if self.top_k else {}
+        return dict(zip(top_k_entries(self.top_k_key), _TOP_K, strict=True)) if self.top_k else {}
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from torchrl_llm_kl.losses.objectives._clipped import cispo, dapo, dr_grpo, gmpo, gspo, luspo, ppo, sapo
 from torchrl_llm_kl.losses.objectives._covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from torchrl_llm_kl.losses.objectives._distillation import (
+    DISTILLATION_INPUTS as DISTILLATION_INPUTS,
+    Distribution as Distribution,
+    distill,
+)
 from torchrl_llm_kl.losses.objectives._off_policy import (
     dppo,
     dro,
@@ -46,7 +51,7 @@ from torchrl_llm_kl.losses.objectives._supervised import mix, mix_chord, mu_sche
 # fmt: off
 __all__ = [
     "aot", "aot_match", "aot_reference_point", "aot_unpaired", "apo_down", "apo_zero", "bco", "bco_pair",
-    "bco_reference_point", "cispo", "clip_cov", "cpo", "dapo", "discopop", "dpo", "dppo", "dr_grpo", "dro",
+    "bco_reference_point", "cispo", "clip_cov", "cpo", "dapo", "discopop", "distill", "dpo", "dppo", "dr_grpo", "dro",
     "exo_pair", "gmpo", "gpg", "gspo", "hinge", "importance_sampling", "ipo", "kl_cov", "kto", "kto_reference_point",
     "luspo", "mix", "mix_chord", "mu_schedule", "nca_pair", "opmd", "orpo", "ppo", "rec", "robust", "sapo",
     "select_clip_cov", "select_kl_cov", "sft", "sft_is", "sft_phi", "simpo", "sppo", "sppo_hard", "topr", "vespo",

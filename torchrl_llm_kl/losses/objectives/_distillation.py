@@ -1,0 +1,96 @@
+"""Distillation: the divergence to a teacher's distribution at each token, over its top k or the whole vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl.estimators import top_k_divergence
+from torchrl_llm_kl.losses._objective import Conditions, LossTerm, objective
+
+#: What a distillation compares: a teacher's top k and "any other token", or every token of a teacher in this process.
+Distribution = Literal["top_k", "exact"]
+
+#: The inputs that a distillation requires.
+DISTILLATION_INPUTS: Conditions = {
+    "outcomes": ("distribution", lambda distribution: distribution == "top_k"),
+    "teacher_outcomes": ("distribution", lambda distribution: distribution == "top_k"),
+    "teacher_divergence": ("distribution", lambda distribution: distribution == "exact"),
+}
+
+
+@objective(
+    "distill",
+    needs_if=DISTILLATION_INPUTS,
+    source="Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1 and algorithm 1; TRL 1.16: GKDTrainer.generalized_jsd_loss",
+)
+def distill(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    outcomes: Tensor | None = None,
+    teacher_outcomes: Tensor | None = None,
+    teacher_divergence: Tensor | None = None,
+    beta: Scalar = 0.5,
+    distribution: Distribution = "top_k",
+    teacher_weights: Sequence[float] | None = None,
+) -> tuple[LossTerm, ...]:
+    r"""Generalised Jensen-Shannon divergence to a teacher, at each token over ``k + 1`` outcomes or the whole vocabulary.
+
+    With the student's distribution ``q``, the teacher's ``p`` and :math:`m = \beta p + (1 - \beta) q` the value is
+    :math:`\beta KL(p \| m) + (1-\beta) KL(q \| m)`; at ``beta`` 0 the forward :math:`KL(p \| q)`, at 1 the reverse
+    :math:`KL(q \| p)`: see :func:`~torchrl_llm_kl.estimators.top_k_divergence`. The gradient is that of the value given the
+    prefix, whoever wrote it: with the student's own answers this is on-policy distillation, with others' it is supervised.
+
+    Several teachers have a weighted sum of divergences, each over its own top k. With weights that add up to 1 and every token
+    listed, the sum of forward KLs has the gradient of the forward KL to the weighted mean of the teachers' distributions, the
+    sum of reverse KLs that of the reverse KL to their weighted geometric mean, normalised.
+
+    Hyper-parameters:
+        beta: the teacher's share of the mixture, 0 to 1. TRL's ``beta``.
+        distribution: ``"top_k"`` reads ``outcomes`` and ``teacher_outcomes``; ``"exact"`` reads ``teacher_divergence``, which
+            :class:`~torchrl_llm_kl.losses.PolicyLoss` computes from both models, with this ``beta``.
+        teacher_weights: one number for each teacher, not negative, used as they are; None: equal ones that add up to 1.
+
+    Metrics: ``captured_mass``, the teacher's probability of its top k (with ``"top_k"``); of several teachers the mean with
+    their weights. Where it is far below 1 the value is far below the divergence over all tokens.
+
+    Example:
+        >>> teacher, student = torch.tensor([[[0.7, 0.2, 0.1]]]).log(), torch.tensor([[[0.4, 0.4, 0.2]]]).log()
+        >>> log_prob, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+        >>> (term,) = distill(log_prob, mask, outcomes=student, teacher_outcomes=teacher, beta=0.0)
+        >>> term.value, term.metrics["captured_mass"]
+        (tensor([[0.1838]]), tensor(0.9000))
+    """
+    check_range(0.0, 1.0, beta=beta)
+    check_choice(("top_k", "exact"), distribution=distribution)
+    if distribution == "exact":
+        if teacher_weights is not None:
+            raise ValueError("distribution='exact' compares with one teacher: leave out teacher_weights.")
+        assert teacher_divergence is not None  # needs_if
+        return (LossTerm("objective", teacher_divergence, mask),)
+    assert outcomes is not None
+    assert teacher_outcomes is not None
+    if outcomes.ndim == mask.ndim + 1:
+        outcomes, teacher_outcomes = outcomes.unsqueeze(-2), teacher_outcomes.unsqueeze(-2)
+    weight = _weights(teacher_weights, outcomes)
+    value = (weight * top_k_divergence(outcomes, teacher_outcomes, beta=beta)).sum(-1)
+    captured = -(weight / weight.sum() * teacher_outcomes[..., -1].expm1()).sum(-1)
+    return (LossTerm("objective", value, mask, metrics={"captured_mass": masked_mean(captured, mask)}),)
+
+
+def _weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:
+    """The weight of each teacher; ``[M]``."""
+    number = outcomes.shape[-2]
+    if given is None:
+        return outcomes.new_full((number,), 1 / number)
+    if len(given) != number:
+        raise ValueError(f"teacher_weights has {len(given)} numbers for {number} teachers: pass one for each.")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in given) or not sum(given) > 0:
+        raise ValueError(f"teacher_weights must not be negative, nor all 0, got {list(given)}.")
+    return torch.tensor(list(given), dtype=outcomes.dtype, device=outcomes.device)
