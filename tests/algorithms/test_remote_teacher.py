@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.service import RemoteModel
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from toy_models import tiny_model
@@ -34,6 +35,12 @@ class Served(RemoteModel):
     def make_scorer(self, **settings: Any) -> Any:
         remote = super().make_scorer(**settings)
         return LogProbScorer(tiny_model(seed=1), temperature=remote.temperature)
+
+
+class ServedAlike(Served):
+    """With the interface of a bare model."""
+
+    interface = ModelInterface()
 
 
 def service(kind: type[RemoteModel] = RemoteModel) -> RemoteModel:
@@ -136,7 +143,7 @@ def test_a_whole_distribution_is_refused_at_construction() -> None:
 def test_a_served_teacher_trains_as_a_local_one(name: Any, beta: float) -> None:
     student = tiny_model(seed=0)
     losses, gradients = [], []
-    for teacher in (tiny_model(seed=1), service(Served)):
+    for teacher in (tiny_model(seed=1), service(ServedAlike)):
         parts = make_algorithm(name, student, reference=teacher, top_k=6, beta=beta, temperature=0.8)
         data = parts.prepare(batch().exclude("log_probs", "advantage"))
         assert data["top_k", "ids"].shape == (2, 3, 6)

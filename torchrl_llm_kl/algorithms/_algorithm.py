@@ -307,7 +307,7 @@ def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, Any
     advantage = changes.get("advantage", algorithm.advantage)
     if not changes.get("top_k") or "objective" in changes or advantage not in _BETA_OF_ADVANTAGE:
         return {}
-    beta = _BETA_OF_ADVANTAGE[advantage]
+    beta: Any = _BETA_OF_ADVANTAGE[advantage]
     if beta is None:
         default = inspect.signature(get_advantage(advantage)).parameters["beta"].default
         beta = algorithm.advantage_args.get("beta", default)

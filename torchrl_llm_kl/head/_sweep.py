@@ -95,7 +95,7 @@ def _finish(
         a, b = plan.weighing, 1 - plan.weighing
         # The log of a ratio near 1 is more exact than the difference of two logs.
         kl = kls[a] / states[a].total - (states[a].total / states[b].total).log()
-    return Result(kl, *log_probs, entropy, None), statistics
+    return Result(kl, log_probs[0], log_probs[1], entropy, None), statistics
 
 
 class _Softmax:

@@ -566,7 +566,8 @@ def _forward_all(
         options: dict[str, Any] = {"chunk": scorers[0].head_chunk, "recompute": grad, "tile": tile}
         ids = request.ids_at(some)
         options["ids"] = None if ids is None else send(ids, device)
-        work = partial(read, states[0], targets, wanted, *states[1:], **options)
+        ref = states[1] if len(states) > 1 else None
+        work = partial(read, states[0], targets, wanted, ref, **options)
         if columns := guard.compute(work):
             parts.append(columns)
 

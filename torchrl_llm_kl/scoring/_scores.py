@@ -237,10 +237,10 @@ def _read_linear(
         *top, log_prob = linear_top_k(hidden, head.weight, wanted.top_k, targets, **own)
         return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
     ids = None if ids is None else ids.to(device)
-    if ref is None and ids is None:
-        found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
-    elif ref is None:
+    if ref is None and ids is not None:
         found = linear_outcomes(hidden, head.weight, targets, ids, entropy=wanted.entropy, **own)._asdict()
+    elif ref is None:
+        found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
     else:
         assert ref.head is not None
         found = linear_pair(
