@@ -234,6 +234,7 @@ def score(logits: str, tp: int, vocab: int) -> dict[str, float]:
     rows = torch.randint(vocab, (4, 12), generator=torch.Generator().manual_seed(1))
     rows[1, :7] = rows[0, :7]
     options = {"entropy": True, "top_k": 5, "moments": True, "attention_mask": torch.ones_like(rows)}
+    options["top_ids"] = torch.arange(6).expand(rows.numel(), 6)
     want, found = (
         LogProbScorer(policy, tokens_per_batch=16).evaluate(rows, reference=LogProbScorer(ref), **options)
         for policy, ref in (models, sharded)

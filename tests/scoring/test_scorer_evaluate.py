@@ -36,11 +36,30 @@ def assert_exact(
     rows = conversation()
     batch = Ragged.from_list(rows)
     mask = (batch.positions > 0) & (torch.arange(len(batch.values)) % 4 != 0)
-    got = scorer.evaluate(batch, mask, entropy=True, top_k=3, moments=True, reference=reference, direction=direction)
+    ids = (7 * torch.arange(len(batch.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
+    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": ids}
+    got = scorer.evaluate(batch, mask, reference=reference, direction=direction, **options)
     assert_close(got.log_prob.values, scorer.score(batch, mask).values, atol=1e-6, rtol=1e-6)
     assert_close(got.ref_log_prob.values, reference.score(batch, mask).values, atol=1e-6, rtol=1e-6)
-    columns = zip(rows, batch.like(mask).to_list(), *(column.to_list() for column in got), strict=True)
-    for row, asked, log_prob, entropy, _, exact, top, top_log_prob, tail, collision, discriminator in columns:
+    alone = scorer.evaluate(batch, mask, top_ids=ids)  # in the sweep of the log-probs
+    assert_close(alone.outcomes.values, got.outcomes.values, atol=2e-6, rtol=1e-6)
+    all_ids, columns = batch.like(ids).to_list(), (column.to_list() for column in got)
+    columns = zip(rows, batch.like(mask).to_list(), all_ids, *columns, strict=True)
+    for (
+        row,
+        asked,
+        listed,
+        log_prob,
+        entropy,
+        _,
+        exact,
+        top,
+        top_log_prob,
+        tail,
+        collision,
+        discriminator,
+        out,
+    ) in columns:
         with torch.no_grad():
             p, q = plain(scorer.model, row, temperature), plain(reference.model, row, temperature)
         asked = asked[1:]
@@ -53,6 +72,10 @@ def assert_exact(
         assert torch.equal(top[1:][asked], indices[asked])
         assert_close(tail[1:][asked].exp(), 1 - best.exp().sum(-1)[asked], **CLOSE)
         assert not top[1:][~asked].any()
+        assert not out[1:][~asked].any()
+        of_ids = p.gather(-1, listed[1:])
+        assert_close(out[1:, :-1][asked], of_ids[asked], **CLOSE)
+        assert_close(out[1:, -1][asked].exp(), 1 - of_ids.exp().sum(-1)[asked], **CLOSE)
         total = p.exp().double()
         log_p, h = total.log(), -(total * total.log()).sum(-1, keepdim=True)
         for found, moment in ((collision, total**2), (discriminator, total**2 * (h + log_p))):
@@ -236,7 +259,8 @@ def test_a_temperature_of_one_call() -> None:
     models = tiny_model("llama"), tiny_model("llama", seed=1)
     scorer, reference = LogProbScorer(models[0], temperature=0.7), LogProbScorer(models[1])
     batch = Ragged.from_list(conversation())
-    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
+    ids = torch.arange(4).expand(len(batch.values), 4)
+    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": ids}
     found = scorer.evaluate(batch, reference=reference, temperature=1.6, **options)
     hot = [LogProbScorer(model, temperature=1.6) for model in models]
     expected = hot[0].evaluate(batch, reference=hot[1], **options)
@@ -262,7 +286,7 @@ def test_other_temperatures_are_an_error() -> None:
     [
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_k": VOCAB_SIZE + 1}, "98.*97"),
-        ({"direction": "sideways"}, "direction must be one of 'reverse', 'forward', got 'sideways'"),
+        ({"direction": "sideways"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'sideways'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
@@ -276,9 +300,11 @@ def test_sequences_of_one_token_have_nothing_to_score() -> None:
     scorer = LogProbScorer(tiny_model("llama"))
     batch = Ragged.from_list([torch.tensor([3]), torch.tensor([5])])
     for remember in (False, True):
-        got = scorer.evaluate(batch, entropy=True, top_k=2, moments=True, reference=scorer, remember=remember)
+        options: dict[str, Any] = {"top_k": 2, "moments": True, "top_ids": torch.zeros(2, 3, dtype=torch.long)}
+        got = scorer.evaluate(batch, entropy=True, reference=scorer, remember=remember, **options)
         assert all(torch.equal(column.values, torch.zeros_like(column.values)) for column in got)
         assert got.top_indices.values.shape == (2, 2)
+        assert got.outcomes.values.shape == (2, 4)
 
 
 @pytest.mark.parametrize("whole_logits", [False, True], ids=["tiles", "logits"])
