@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, VersionedScores, read_sequences
+from torchrl_llm_kl.scoring import Sampling, Scores, Sequences, TokenMask, VersionedScores, as_sampling, read_sequences
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
@@ -132,8 +132,15 @@ class RemoteModel:
         dtype: torch.dtype | None = None,
         memory: int | None = None,
         deterministic: bool = False,
+        sampling: Sampling | None = None,
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
+        temperature = as_sampling(temperature, sampling).temperature
+        if sampling is not None and sampling.truncates:
+            raise ValueError(
+                f"{sampling} over a service: it scores whole distributions only. Score a policy whose sampler leaves tokens out in "
+                "this process; a reference is scored whole."
+            )
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(
             temperature=float(temperature),
