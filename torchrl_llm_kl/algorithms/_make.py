@@ -74,8 +74,8 @@ def make_algorithm(
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
         group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
         temperature: of the sampler; divides the logits of policy and reference.
-        sampling: in place of ``temperature``, the sampler's top-k, top-p and min-p too, of the policy's old and current log-probs;
-            see :class:`~torchrl_llm_kl.Sampling`.
+        sampling: in place of ``temperature``, the sampler's top-k, top-p and min-p too, of the policy's old and current
+            log-probs; see :class:`~torchrl_llm_kl.Sampling`.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,

@@ -11,7 +11,7 @@ from torchrl_llm_kl.head._functions import (
     linear_top_k,
     logits_kl,
 )
-from torchrl_llm_kl.head._support import Kept, Truncation, dropped as dropped, floor_of as floor_of
+from torchrl_llm_kl.head._support import WHOLE as WHOLE, Kept, Truncation, dropped as dropped, floor_of as floor_of
 from torchrl_llm_kl.head._tiles import HeadOutput, PairOutput, TopK
 
 __all__ = [

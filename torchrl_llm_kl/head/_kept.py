@@ -207,7 +207,8 @@ def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Each token of a position once, by position."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab):
         raise ValueError(
-            f"kept.ids holds token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab - 1}, the rows of weight."
+            f"kept.ids holds token ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {vocab - 1}, the rows of "
+            "weight."
         )
     pairs = (rows * vocab + ids).unique()
     return pairs % vocab, pairs // vocab

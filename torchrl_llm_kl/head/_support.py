@@ -38,8 +38,7 @@ WHOLE = Truncation()
 
 
 class Kept(NamedTuple):
-    """Tokens that a sampler could have drawn at each of ``N`` positions, as it recorded them or as :func:`linear_kept` found
-    them.
+    """Tokens that a sampler could have drawn at each of ``N`` positions: as it recorded them, or found by :func:`linear_kept`.
 
     Example:
         >>> kept = Kept(torch.tensor([4, 7, 2]), torch.tensor([0, 2, 3]))  # two at the first position, one at the second

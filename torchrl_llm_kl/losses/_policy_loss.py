@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, masked_mean
 from torchrl_llm_kl.estimators import k3
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
     PER_ROW,
@@ -40,7 +41,6 @@ from torchrl_llm_kl.losses._parts import (
 )
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
@@ -119,7 +119,8 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and ``"ids"``). An entry is also found on the other side of ``"next"``,
+    ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept``
+    (the parent of ``"counts"`` and ``"ids"``). An entry is also found on the other side of ``"next"``,
     and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
@@ -516,8 +517,8 @@ class PolicyLoss(TokenLoss):
         both = "kl" in needs or (ref_here and sampling.truncates and sampling.reference == "kept")
         if "sharp_log_prob" in needs and sampling.truncates and kept is None:
             raise ValueError(
-                f"{name_of(self.objective.function)} scores at half the temperature, where {sampling} leaves other tokens: replay "
-                "what the sampler kept (RecordKept), or sample without truncation."
+                f"{name_of(self.objective.function)} scores at half the temperature, where {sampling} leaves other "
+                "tokens: replay what the sampler kept (RecordKept), or sample without truncation."
             )
         own = self.actor_network_params if self._functional else None
         with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):

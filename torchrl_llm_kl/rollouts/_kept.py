@@ -1,8 +1,8 @@
 """The tokens that a sampler kept, in a rollout: two entries below one key.
 
-``(key, "counts")`` holds how many were kept at each token, ``[*B, T]`` in the layout of the tokens (or of the response alone), 0
-where nothing was recorded. ``(key, "ids")`` holds their ids, those of a sequence one after another, ``[*B, M]``: nested, leaves of
-a lazy stack, or padded on the right. At int32 a token of 8 kept ones takes 36 bytes.
+``(key, "counts")`` holds how many were kept at each token, ``[*B, T]`` in the layout of the tokens (or of the response alone),
+0 where nothing was recorded. ``(key, "ids")`` holds their ids, those of a sequence one after another, ``[*B, M]``: nested,
+leaves of a lazy stack, or padded on the right. At int32 a token of 8 kept ones takes 36 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchrl_llm_kl.rollouts._keys import sub_key
 def read_kept(
     td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """The recorded ids of all tokens, one after another ``[M]``, and where those of each begin ``[N + 1]``; None without a record.
+    """The recorded ids of all tokens, one after another ``[M]``, and where those of each begin ``[N + 1]``; None if missing.
 
     Args:
         td: the data.
@@ -50,8 +50,8 @@ def read_kept(
     if len(short):
         row = int(short[0])
         raise ValueError(
-            f"{ids_key!r} holds {int(held[row])} ids for sequence {row}, and {counts_key!r} there add up to {int(needed[row])}: "
-            "expected at least as many. One of them was cut or belongs to other data."
+            f"{ids_key!r} holds {int(held[row])} ids for sequence {row}, and {counts_key!r} there add up to "
+            f"{int(needed[row])}: expected at least as many. One of them was cut or belongs to other data."
         )
     flat = Ragged(ids.values.reshape(-1).cpu(), held, ids.container).first(needed)
     return ids.values.reshape(-1).cpu()[flat].long(), torch.nn.functional.pad(counts.cumsum(0), (1, 0))

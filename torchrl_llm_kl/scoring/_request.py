@@ -146,8 +146,8 @@ class Request:
         count = self.tokens.values.shape[0]
         if kept.offsets.shape != (count + 1,) or int(kept.offsets[0]) != 0 or int(kept.offsets[-1]) > len(kept.ids):
             raise ValueError(
-                f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, one more than tokens, got shape "
-                f"{tuple(kept.offsets.shape)}."
+                f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, one more than tokens, got "
+                f"shape {tuple(kept.offsets.shape)}."
             )
         counts = kept.offsets.diff()
         if bool((counts < 0).any()):
@@ -160,9 +160,9 @@ class Request:
         if len(lost):
             element = int(lost[0])
             raise ValueError(
-                f"token {int(self.tokens.values[element])} at {self.locate(element)} is not among the {int(counts[element])} that "
-                "were recorded as kept there, so the record belongs to other tokens: check that its rows and positions are "
-                "those of the token ids, or mask out tokens that were not sampled."
+                f"token {int(self.tokens.values[element])} at {self.locate(element)} is not among the {int(counts[element])} "
+                "that were recorded as kept there, so the record belongs to other tokens: check that its rows and positions "
+                "are those of the token ids, or mask out tokens that were not sampled."
             )
         return replace(self, kept=kept)
 

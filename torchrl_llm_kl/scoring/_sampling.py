@@ -1,4 +1,4 @@
-"""How tokens are sampled: the settings of a sampler, those that a model's wrapper generates with, and whether they are scored."""
+"""How tokens are sampled: the settings of a sampler, those of a model's wrapper, and whether what it samples is scored."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 # What transformers fills in where neither the call nor the model's configuration says (5.x), and the other engines.
 _TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 _OTHERS = {**_TRANSFORMERS, "top_k": 0}
+# What else changes the distribution, and cannot be scored: settings of transformers that change nothing.
+_NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1}
 _DOCS = "docs/sampling.md"
 
 
@@ -98,8 +100,7 @@ def as_sampling(temperature: float, sampling: Sampling | None) -> Sampling:
         raise TypeError(f"sampling must be a Sampling(temperature, top_k, top_p, min_p), got {sampling!r}.")
     if temperature not in (1.0, sampling.temperature):
         raise ValueError(
-            f"temperature={temperature:g} and {sampling} name two temperatures: pass Sampling(temperature={temperature:g}, ...) "
-            "alone."
+            f"temperature={temperature:g} and {sampling} name two temperatures: pass Sampling({temperature:g}, ...) alone."
         )
     return replace(sampling, temperature=float(sampling.temperature))
 
@@ -132,23 +133,9 @@ def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
     transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
     (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
     """
-    if not is_wrapper(model):
+    found = _settings_of(model)
+    if found is None:
         return None
-    given = getattr(model, "generate_kwargs", None)
-    given = dict(given) if isinstance(given, Mapping) else {}
-    names = [*_TRANSFORMERS, "do_sample"]
-    own = {name: given[name] for name in names if given.get(name) is not None}
-    inner = unwrap(model)
-    if getattr(model, "generate", False) is not True and not (own.get("do_sample") or own.keys() - {"do_sample"}):
-        return None
-    if inner is None:
-        params = getattr(model, "sampling_params", None)  # vLLM's
-        own |= {name: x for name in _TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
-        found = {**_OTHERS, "do_sample": True, **own}
-    else:
-        config = given.get("generation_config") or getattr(inner, "generation_config", None)
-        held = {name: x for name in names if (x := getattr(config, name, None)) is not None}
-        found = {**_TRANSFORMERS, "do_sample": False, **held, **own}
     if not found["do_sample"] or found["temperature"] == 0:
         return "greedy"
     try:
@@ -159,44 +146,74 @@ def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
         return None
 
 
+def _settings_of(model: Any) -> dict[str, Any] | None:
+    """What a wrapper generates with; None if it does not generate, as far as is known."""
+    if not is_wrapper(model):
+        return None
+    given = getattr(model, "generate_kwargs", None)
+    given = dict(given) if isinstance(given, Mapping) else {}
+    names = (*_TRANSFORMERS, *_NEUTRAL, "do_sample")
+    own = {name: given[name] for name in names if given.get(name) is not None}
+    inner = unwrap(model)
+    if getattr(model, "generate", False) is not True and not any(own.values()):
+        return None
+    if inner is None:
+        params = getattr(model, "sampling_params", None)  # vLLM's
+        own |= {name: x for name in _TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
+        return {**_OTHERS, "do_sample": True, **own}
+    config = given.get("generation_config") or getattr(inner, "generation_config", None)
+    held = {name: x for name in names if (x := getattr(config, name, None)) is not None}
+    return {**_TRANSFORMERS, "do_sample": False, **held, **own}
+
+
 def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | None:
     """What differs between the sampler of a wrapper and ``scored``, with the remedies; None if nothing is known to.
 
     A greedy wrapper passes, as in an evaluation, unless it is the one that ``trains``.
     """
     sampler = sampler_of(model)
+    vocab = getattr(getattr(unwrap(model), "config", None), "vocab_size", None) if sampler is not None else None
+    everything = vocab if isinstance(vocab, int) else 0  # torchrl's wrapper takes no top_k of 0
     if sampler == "greedy" and trains:
+        settings = {"do_sample": True, "top_k": everything, "top_p": 1.0}
         return (
-            "the sampler is greedy (do_sample=False), and its tokens are scored as samples: a policy gradient needs samples. "
-            'Generate with generate_kwargs={"do_sample": True, "top_k": 0, "top_p": 1.0}.'
+            "sampler is greedy (do_sample=False), and a policy gradient needs samples. Sample: "
+            f"generate_kwargs={json.dumps(settings)} ({_DOCS})."
         )
     if not isinstance(sampler, Sampling):
         return None
-    vocab = getattr(getattr(unwrap(model), "config", None), "vocab_size", None)
 
-    def whole(number: float) -> float:
-        return 0 if isinstance(vocab, int) and number >= vocab else number
+    def count(top_k: int) -> int:
+        return 0 if everything and top_k >= everything else top_k
 
-    differs, settings = [], {"top_k": scored.top_k, "top_p": scored.top_p}
+    differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
     for name, none in _OTHERS.items():
         ours, theirs = getattr(scored, name), getattr(sampler, name)
         if name == "top_k":
-            ours, theirs = whole(ours), whole(theirs)
+            ours, theirs = count(ours), count(theirs)
         if math.isclose(ours, theirs, rel_tol=1e-6):
             continue
-        settings[name] = getattr(scored, name)
+        if name != "top_k":
+            settings[name] = ours
         if name != "temperature" and ours == none:
             differs.append(f"sampler uses {name}={theirs:g}, scorer does not")
         elif name != "temperature" and theirs == none:
             differs.append(f"scorer uses {name}={ours:g}, sampler does not")
         else:
             differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
+    scorable = bool(differs)
+    found = _settings_of(model) or {}
+    for name, neutral in _NEUTRAL.items():
+        value = found.get(name, neutral)
+        if value != neutral:
+            settings[name] = neutral
+            differs.append(f"sampler uses {name}={value}, which cannot be scored")
     if not differs:
         return None
+    other = f"; or score what is sampled: sampling={sampler}" if scorable else ""
     return (
-        f"{'; '.join(differs)}. Log-probs are then not those of the distribution that tokens are drawn from, and ratios and KLs "
-        f"are biased. Sample from what is scored: generate_kwargs={json.dumps(settings)}; or score what is sampled: "
-        f"sampling={sampler} ({_DOCS})."
+        f"{'; '.join(differs)}. Log-probs are then not those of the distribution that tokens are drawn from, and ratios and "
+        f"KLs are biased. Sample from what is scored: generate_kwargs={json.dumps(settings)}{other} ({_DOCS})."
     )
 
 

@@ -67,8 +67,8 @@ class LogProbScorer:
 
     Keyword Args:
         temperature: divides the logits, as the sampler's temperature did.
-        sampling: the sampler's temperature, top-k, top-p and min-p, in place of ``temperature``: log-probs, entropies and KLs are
-            those of what is left, renormalised; see :class:`Sampling`.
+        sampling: the sampler's temperature, top-k, top-p and min-p, in place of ``temperature``: log-probs, entropies and KLs
+            are those of what is left, renormalised; see :class:`Sampling`.
         tokens_per_batch: the most tokens in one forward. By default 1024 on a CPU, where more is slower, and 16384
             elsewhere. Halved, with a warning, whenever a forward runs out of memory.
         head_chunk: the most positions whose whole logits are held at once, if the head is not a plain linear layer.
@@ -273,8 +273,8 @@ class LogProbScorer:
             reference: the scorer of a model with the same vocabulary: adds its log-probs and the exact KL to it. It
                 runs without gradient.
             direction: ``"reverse"`` is ``KL(model || reference)``, ``"forward"`` ``KL(reference || model)``.
-            kept: for each of the ``N`` tokens those that its sampler could have drawn, as it recorded them: scores are over these
-                instead of what :attr:`sampling` would leave now. Tokens outside the mask may have none.
+            kept: for each of the ``N`` tokens those that its sampler could have drawn, as it recorded them: scores are over
+                these instead of what :attr:`sampling` would leave now. Tokens outside the mask may have none.
 
         Returns:
             The requested scores, None for the others; nats, exactly 0 where the mask is False.
@@ -334,9 +334,9 @@ class LogProbScorer:
             )
         if sampling.truncates or replayed:
             raise ValueError(
-                f"{'kept tokens' if replayed else sampling} cannot be applied by {type(self.model).__name__}: its backend returns "
-                "log-probs, not logits. Score the transformers model, or use log-probs that the backend returns for what it "
-                "samples from (vLLM: logprobs_mode='processed_logprobs')."
+                f"{'kept tokens' if replayed else sampling} cannot be applied by {type(self.model).__name__}: its backend "
+                "returns log-probs, not logits. Score the transformers model, or use log-probs that the backend returns for what "
+                "it samples from (vLLM: logprobs_mode='processed_logprobs')."
             )
 
     def _warn_outside(self, added: Tensor | None, sampling: Sampling) -> None:
@@ -348,8 +348,8 @@ class LogProbScorer:
             self._warned_outside = True
             warnings.warn(
                 f"{share:.1%} of the {added.numel()} tokens are not among those that {sampling} leaves: they were sampled "
-                "otherwise, or by a policy that has changed since. Score with the sampler's own settings, and replay what it kept "
-                "(kept=, RecordKept) where several updates use one batch.",
+                "otherwise, or by a policy that has changed since. Score with the sampler's own settings, and replay what it "
+                "kept (kept=, RecordKept) where several updates use one batch.",
                 SamplerMismatchWarning,
                 stacklevel=4,
             )
@@ -364,8 +364,8 @@ class LogProbScorer:
             )
         if replayed and self.deterministic:
             raise ValueError(
-                "deterministic=True with kept=: sums over recorded tokens are not proved to be the same in every call. Score with "
-                "sampling= alone, or without deterministic=True."
+                "deterministic=True with kept=: sums over recorded tokens are not proved to be the same in every call. Score "
+                "with sampling= alone, or without deterministic=True."
             )
         if grad and self.deterministic and drops(self.model):
             raise ValueError(
@@ -379,8 +379,8 @@ class LogProbScorer:
                 )
         if reference is not None and reference.sampling.truncates:
             raise ValueError(
-                f"the reference is scored with {reference.sampling}: a KL is infinite where it leaves out a token that the policy "
-                'may draw. Score it without; Sampling(reference="kept") of the policy compares over what the policy keeps.'
+                f"the reference is scored with {reference.sampling}: a KL is infinite where it leaves out a token that the "
+                'policy may draw. Score it without; Sampling(reference="kept") of the policy compares over what it keeps.'
             )
         if reference is not None and reference._rounding != self._rounding:
             raise ValueError(

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import is_dtensor, widen
 from torchrl_llm_kl.head import (
+    WHOLE,
     Kept,
     Truncation,
     dropped,
@@ -116,7 +117,7 @@ class States:
     head: nn.Linear | None = None  # computes the logits, followed by `map`; None if that is not all
     map: LogitMap = field(default_factory=LogitMap)
     dtype: torch.dtype | None = None  # of the head's products; None for the head's own
-    truncation: Truncation = Truncation()
+    truncation: Truncation = WHOLE
     kept: Kept | None = None  # recorded, in place of the truncation
 
     def tempered(self, rows: Tensor) -> Tensor:
@@ -263,8 +264,8 @@ def _read_linear(
     if wanted.moments:
         if sampled and kept is None:
             raise ValueError(
-                f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once: score "
-                "them without truncation, or fewer positions at a time."
+                f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once: "
+                "score them without truncation, or fewer positions at a time."
             )
         columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
     if states.kept is None and truncation.active:

@@ -14,9 +14,10 @@ from torchrl_llm_kl.scoring import Sampling, truncate
 class RecordKept:
     """A logits processor of transformers that samples as told and records which tokens could have been drawn.
 
-    It applies temperature, top-k, top-p and min-p itself, since transformers runs its own after all processors that are given to
-    ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``). The record of one ``generate``
-    call replaces that of the one before. A token of 8 kept ones takes 36 bytes.
+    It applies temperature, top-k, top-p and min-p itself, since transformers runs its own after all processors that are given
+    to ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``; torchrl's wrapper takes no
+    0, but ``top_k=model.config.vocab_size``). The record of one ``generate`` call replaces that of the one before. A token of 8 kept
+    ones takes 36 bytes.
 
     Args:
         sampling: how to sample.
@@ -57,8 +58,8 @@ class RecordKept:
         """Store the record of the last ``generate`` beside the tokens that it returned.
 
         Args:
-            td: what the policy returned: ``("tokens", "full")`` and the prompt or the assistant mask that tells the response; its
-                sequences in the order in which they were generated.
+            td: what the policy returned: ``("tokens", "full")`` and the prompt or the assistant mask that tells the response;
+                its sequences in the order in which they were generated.
 
         Returns:
             The TensorDict that replaces ``td``.

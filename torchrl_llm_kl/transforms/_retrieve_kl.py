@@ -77,9 +77,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
             deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
-        sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over all
-            tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by side,
-            whatever the estimator.
+        sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over
+            all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by
+            side, whatever the estimator.
 
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 

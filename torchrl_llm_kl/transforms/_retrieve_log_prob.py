@@ -206,8 +206,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         tokenizer: replaces the model's own, where text must be tokenised.
         padding_side: the side of padding where a model with ``pad_output=True`` gets text or a nested tensor.
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
-        sampling: in place of ``temperature``, how the policy samples: scores are those of what its top-k, top-p and min-p leave;
-            see :class:`~torchrl_llm_kl.Sampling`. Default None: nothing is left out.
+        sampling: in place of ``temperature``, how the policy samples: scores are those of what its top-k, top-p and min-p
+            leave; see :class:`~torchrl_llm_kl.Sampling`. Default None: nothing is left out.
         kept_key: parent of the entries in which the sampler recorded what it kept (:class:`~torchrl_llm_kl.RecordKept`): with a
             ``sampling`` that leaves tokens out, the record is replayed where the data holds it. Default ``"kept"``.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
@@ -244,8 +244,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         KeyError: if the data has neither tokens, text nor a conversation.
 
     Warns:
-        SamplerMismatchWarning: once, if a wrapper or its model's ``generation_config`` says that tokens are not sampled from the
-            distribution that is scored, for instance because transformers' default top-k of 50 applies.
+        SamplerMismatchWarning: once, if a wrapper or its model's ``generation_config`` says that tokens are not sampled from
+            the distribution that is scored, for instance because transformers' default top-k of 50 applies.
 
     Example:
         >>> from tensordict import TensorDict

@@ -138,8 +138,8 @@ class RemoteModel:
         temperature = as_sampling(temperature, sampling).temperature
         if sampling is not None and sampling.truncates:
             raise ValueError(
-                f"{sampling} over a service: it scores whole distributions only. Score a policy whose sampler leaves tokens out in "
-                "this process; a reference is scored whole."
+                f"{sampling} over a service: it scores whole distributions only. Score a policy whose sampler leaves tokens "
+                "out in this process; a reference is scored whole."
             )
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(
