@@ -81,12 +81,12 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
             torch.maximum(state.top, blocks.amax(-1), out=state.top)
         if top_k and cols.start == 0 and top_k <= logits.shape[1]:
             floor = logits.topk(top_k, -1).values[:, -1]
-        if min_p > 0:
+        if min_p > 0 and not (top_k and top_p < 1):  # else top-p needs all that top-k leaves
             floor = torch.maximum(floor, state.top + math.log(min_p))
         found.add(logits.view(count, -1, size), blocks, floor, cols.start)
         if found.total > room:
             floor = found.prune(floor, top_k)
-            if found.total > most * count:
+            if found.total > room // 2:
                 return None
     found.prune(floor, 0)
     total = state.top + state.total.log() if whole else None

@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.ragged import Ragged, Rows, read_ragged, segment_sum, write_ragged
+from torchrl_llm_kl.ragged import Dense, Ragged, Rows, read_ragged, segment_sum, write_ragged
 from torchrl_llm_kl.rollouts._entries import find_key, per_token
 from torchrl_llm_kl.rollouts._keys import sub_key
 
@@ -70,7 +70,9 @@ def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, 
     """
     device = tokens.values.device
     td = write_ragged(td, sub_key(key, "counts"), tokens.like(counts.int().to(device)).slots(), tokens.container)
-    sizes = segment_sum(counts.cpu(), tokens.lengths.cpu()).tolist()
-    return write_ragged(
-        td, sub_key(key, "ids"), ids.int().to(device), Rows(sizes, tokens.container.batch_shape, device)
-    )
+    sizes, shape = segment_sum(counts.cpu(), tokens.lengths.cpu()), tokens.container.batch_shape
+    rows = Ragged(ids.int().to(device), sizes.to(device), Rows(sizes.tolist(), shape, device))
+    if not isinstance(tokens.container, Dense):
+        return write_ragged(td, sub_key(key, "ids"), rows.values, rows.container)
+    padded = rows.to_padded(value=-1)
+    return write_ragged(td, sub_key(key, "ids"), padded.flatten(), Dense(shape, padded.shape[1], device))

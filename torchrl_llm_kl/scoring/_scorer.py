@@ -335,8 +335,8 @@ class LogProbScorer:
         if sampling.truncates or replayed:
             raise ValueError(
                 f"{'kept tokens' if replayed else sampling} cannot be applied by {type(self.model).__name__}: its backend "
-                "returns log-probs, not logits. Score the transformers model, or use log-probs that the backend returns for what "
-                "it samples from (vLLM: logprobs_mode='processed_logprobs')."
+                "returns log-probs, not logits. Score the transformers model, or use log-probs that the backend returns for "
+                "what it samples from (vLLM: logprobs_mode='processed_logprobs')."
             )
 
     def _warn_outside(self, added: Tensor | None, sampling: Sampling) -> None:
