@@ -296,9 +296,9 @@ def test_a_record_of_other_tokens():
     other = random_sequences(5, 4, seed=1)
     with pytest.raises(ValueError, match=r"at sequence 0, position \d.*were recorded as kept there"):
         scorer.score(other, kept=record)
-    with pytest.raises(ValueError, match="must not descend|from 0 to"):
+    with pytest.raises(ValueError, match=r"must not descend|from 0 to"):
         scorer.score(tokens, kept=shifted)
-    with pytest.raises(ValueError, match="expected|must hold 10 numbers"):
+    with pytest.raises(ValueError, match=r"must hold 10 numbers"):
         scorer.score(tokens, kept=Kept(record.ids, record.offsets[:-1]))
 
 

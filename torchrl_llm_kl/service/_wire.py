@@ -102,7 +102,7 @@ class Settings:
                 )
         if self.top_k and self.sampling.truncates:
             raise ValueError(
-                f"top_k={self.top_k} returns the most probable of all tokens, and {self.sampling} leaves some out."
+                f"top_k={self.top_k} returns the most probable of all tokens, and {self.sampling} leaves some of them out."
             )
         _ = self.torch_dtype  # raises
         return replace(

@@ -16,8 +16,8 @@ class RecordKept:
 
     It applies temperature, top-k, top-p and min-p itself, since transformers runs its own after all processors that are given
     to ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``; torchrl's wrapper takes no
-    0, but ``top_k=model.config.vocab_size``). The record of one ``generate`` call replaces that of the one before. A token of 8 kept
-    ones takes 36 bytes.
+    0, but ``top_k=model.config.vocab_size``). The record of one ``generate`` call replaces that of the one before. A token of
+    8 kept ones takes 36 bytes.
 
     Args:
         sampling: how to sample.

@@ -52,8 +52,8 @@ _SCORERS = 4
 class TransformersEngine:
     """An engine for a model in this process: whatever :class:`~torchrl_llm_kl.LogProbScorer` scores.
 
-    It creates one scorer for each combination of dtype, adapters, ``deterministic`` and truncation, which scores at any temperature,
-    and keeps the last four. Their caches share ``memory``.
+    It creates one scorer for each combination of dtype, adapters, ``deterministic`` and truncation, which scores at any
+    temperature, and keeps the last four. Their caches share ``memory``.
 
     Args:
         model: scored as it is.
