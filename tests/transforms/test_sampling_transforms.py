@@ -119,7 +119,9 @@ def test_a_loss_replays(padded: bool) -> None:
         td = lazy_stack(rows)
     for data in (td, td.exclude("kept")):
         out = PolicyLoss(model, "ppo", sampling=SAMPLING)(data)
-        assert_close((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0),) * 2, rtol=0, atol=1e-5)
+        assert_close(
+            (out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0),) * 2, rtol=0, atol=1e-5, check_dtype=False
+        )
         out.total_loss.backward()
     assert PolicyLoss(model, "ppo", temperature=0.8)(td)["ratio_max"] < 1.0
 
@@ -134,10 +136,8 @@ def test_kl_to_the_reference(padded: bool) -> None:
     for estimator in ("k1", "exact"):
         out = RetrieveKL(model, ref, sampling=both, estimator=estimator)(td.clone())
         assert_close(out["ref_log_probs", "full"], want)
-        assert_close(
-            RetrieveKL(model, model, sampling=both, estimator=estimator)(td.clone())["kl_penalty"].sum(),
-            torch.tensor(0.0),
-        )
+        same = RetrieveKL(model, model, sampling=both, estimator=estimator)(td.clone())
+        assert float(same["kl_penalty"].abs().max()) < 1e-6
     whole = RetrieveKL(model, ref, sampling=SAMPLING)(td.clone())
     assert_close(whole["ref_log_probs", "full"], RetrieveLogProb(ref, temperature=0.8)(td.clone())["log_probs", "full"])
     assert (whole["ref_log_probs", "full"][:, 4:] < want[:, 4:] + 1e-6).all()
@@ -145,7 +145,7 @@ def test_kl_to_the_reference(padded: bool) -> None:
     loss = PolicyLoss(model, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=both)
     found = loss(td)["kl_to_ref"]
     d = (want - RetrieveLogProb(model, sampling=SAMPLING)(td.clone())["log_probs", "full"])[:, 4:]
-    assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-5, rtol=1e-5)
+    assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
 def test_torchrl_wrapper(tokenizer: Any, policy_model: nn.Module, padded: bool) -> None:
@@ -205,8 +205,7 @@ def test_warned_once(plain: Any, policy_model: nn.Module, ref_model: nn.Module) 
     scoring = plain.get_new_version(generate=False)
     builds = {
         "RetrieveLogProb": lambda **kwargs: RetrieveLogProb(scoring, **kwargs),
-        "RetrieveKL": lambda **kwargs: RetrieveKL(scoring, ref_model, **kwargs),
-        "RetrieveKL base": lambda **kwargs: RetrieveKL(
+        "RetrieveKL": lambda **kwargs: RetrieveKL(
             scoring, plain.get_new_version(generate=False, log_probs_key="r"), **kwargs
         ),
         "PolicyLoss": lambda **kwargs: PolicyLoss(plain, **kwargs),
@@ -276,8 +275,8 @@ def test_make_algorithm(ref_model: nn.Module, policy_model: nn.Module) -> None:
     exact = make_algorithm("grpo", policy_model, reference=ref_model, group_size=2, sampling=SAMPLING, kl_loss="exact")
     assert exact.loss._reference_scorer.sampling == Sampling(0.8)
     scorer = LogProbScorer(policy_model, sampling=SAMPLING)
-    assert make_algorithm("reinforce", scorer, kl_loss="none", kl_reward="none").loss.sampling == SAMPLING
+    assert make_algorithm("grpo", scorer, group_size=2, kl_loss="none").loss.sampling == SAMPLING
     with pytest.raises(ValueError, match="actor is a scorer with Sampling"):
-        make_algorithm("reinforce", scorer, kl_loss="none", kl_reward="none", sampling=Sampling(top_k=3))
+        make_algorithm("grpo", scorer, group_size=2, kl_loss="none", sampling=Sampling(top_k=3))
     with pytest.raises(TypeError, match="pass sampling= to make_algorithm"):
         make_algorithm("grpo", policy_model, reference=ref_model, group_size=2, loss_args={"sampling": SAMPLING})

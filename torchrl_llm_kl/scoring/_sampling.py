@@ -217,7 +217,7 @@ def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | 
     )
 
 
-def warn_of_mismatch(model: Any, scored: Sampling, *, trains: bool = False, stacklevel: int = 2) -> None:
+def warn_of_mismatch(model: Any, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
     """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
     if problem := mismatch_of(model, scored, trains=trains):
         warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)

@@ -431,7 +431,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         if self.reference is not None:
             _ = self.reference_scorer
         if model is not None:
-            self.compare_sampler(stacklevel=4)
+            self.compare_sampler(stacklevel=3)
             scorer = self._slot.get(model, adapters=self.adapters, **self._settings)
             if self.entropy_key is not None and scorer.path == "wrapper":
                 check_distributions(model, what="the entropy")
