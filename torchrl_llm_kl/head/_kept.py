@@ -67,7 +67,8 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
     whole = top_p < 1 and not top_k  # top-p is of all tokens
     state, floor = Softmax(head), head.per_position(-math.inf)
     found = _Candidates(count)
-    room = max(4 * top_k, 4 * most) * count
+    most *= count
+    room = 4 * (top_k * count or most)
     for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
         size = math.gcd(logits.shape[1], _BLOCK)
         blocks = logits.view(count, -1, size).amax(-1)
@@ -86,12 +87,13 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
         found.add(logits.view(count, -1, size), blocks, floor, cols.start)
         if found.total > room:
             floor = found.prune(floor, top_k)
-            if found.total > room // 2:
+            if found.total > max(room // 2, 2 * most):
                 return None
-    found.prune(floor, 0)
+            room = max(room, 2 * found.total)
     total = state.top + state.total.log() if whole else None
+    found.prune(floor if total is None else found.raised(floor, total, top_p), 0)
     row, ids, logits = found.chosen(truncation, total)
-    if len(row) > most * count:
+    if len(row) > most:
         return None
     added = head.per_position(0.0).bool()
     if targets is not None:
@@ -129,6 +131,16 @@ class _Candidates:
         keep = logits >= floor[row.long()]
         self._parts = [(row[keep], ids[keep], logits[keep])]
         self.total = len(self._parts[0][0])
+        return floor
+
+    def raised(self, floor: Tensor, log_total: Tensor, top_p: float) -> Tensor:
+        """The floor of top-p, raised where tokens of a round probability or more hold enough already: fewer are sorted."""
+        row, _, logits = self._joined()
+        row = row.long()
+        share = (logits - log_total[row]).exp()
+        for least in (1e-4, 1e-3, 1e-2):
+            mass = torch.zeros_like(floor).index_add(0, row, share.masked_fill(share < least, 0.0))
+            floor = torch.where(mass > top_p + _SLACK * (1 - top_p), log_total + (math.log(least) - _SLACK), floor)
         return floor
 
     def chosen(self, truncation: Truncation, log_total: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
