@@ -19,8 +19,22 @@ if TYPE_CHECKING:
     )
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
-    from torchrl_llm_kl.scoring import LogProbScorer, RememberedModel, ScoreStore, TokenCritic
-    from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
+    from torchrl_llm_kl.scoring import (
+        LogProbScorer,
+        RememberedModel,
+        SamplerMismatchWarning,
+        Sampling,
+        ScoreStore,
+        TokenCritic,
+    )
+    from torchrl_llm_kl.transforms import (
+        KLComputation,
+        KLRewardTransform,
+        RecordKept,
+        RetrieveKL,
+        RetrieveLogProb,
+        RetrieveValue,
+    )
 
 __version__ = "0.1.0"
 
@@ -34,11 +48,20 @@ _PUBLIC = {
         "LogProbScorer",
         "ReferenceUpdater",
         "RememberedModel",
+        "SamplerMismatchWarning",
+        "Sampling",
         "ScoreStore",
         "TokenCritic",
         "prepare_reference",
     ),
-    "transforms": ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb", "RetrieveValue"),
+    "transforms": (
+        "KLComputation",
+        "KLRewardTransform",
+        "RecordKept",
+        "RetrieveKL",
+        "RetrieveLogProb",
+        "RetrieveValue",
+    ),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
 _LAYERS = (*_PUBLIC, "masks", "rollouts", "service")
@@ -54,11 +77,14 @@ __all__ = [
     "LossTerm",
     "PolicyLoss",
     "Ragged",
+    "RecordKept",
     "ReferenceUpdater",
     "RememberedModel",
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveValue",
+    "SamplerMismatchWarning",
+    "Sampling",
     "ScoreStore",
     "TokenCritic",
     "ValueLoss",

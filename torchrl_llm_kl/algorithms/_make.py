@@ -29,7 +29,15 @@ from torchrl_llm_kl.losses import (
     spec_of,
 )
 from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
-from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    SamplerMismatchWarning,
+    Sampling,
+    as_sampling,
+    is_wrapper,
+    unwrap,
+    warn_of_mismatch,
+)
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 
@@ -43,6 +51,7 @@ def make_algorithm(
     group_key: NestedKey | None = None,
     group_size: int | None = None,
     temperature: float = 1.0,
+    sampling: Sampling | None = None,
     masking_strategy: MaskingStrategy = "sft",
     max_len: int | None = None,
     loss_args: Mapping[str, Any] | None = None,
@@ -65,6 +74,8 @@ def make_algorithm(
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
         group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
         temperature: of the sampler; divides the logits of policy and reference.
+        sampling: in place of ``temperature``, the sampler's top-k, top-p and min-p too, of the policy's old and current
+            log-probs; see :class:`~torchrl_llm_kl.Sampling`.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
@@ -82,6 +93,7 @@ def make_algorithm(
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
+        SamplerMismatchWarning: if the actor or ``gen_model`` is a wrapper that is known to sample otherwise than is scored.
 
     Example:
         >>> import torch
@@ -123,28 +135,35 @@ def make_algorithm(
     _check_loss_args(loss_args)
     objective_spec = spec_of(get_objective(preset.objective))
     assert objective_spec is not None
+    sampling = _sampling(actor, temperature, sampling)
+    temperature = sampling.temperature
     scoring = _scoring_settings(actor, temperature, loss_args)
     scored_reference = _reference_to_score(actor, reference, scoring)
     ref_adapters = reference.adapters if isinstance(reference, LogProbScorer) else False  # of the actor's own model
     policy = _to_score(actor, scoring, "actor") if gen_model is None else _to_score(gen_model, scoring, "gen_model")
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
+    sampler = actor if gen_model is None or isinstance(gen_model, str) else gen_model
+    if preset.schema not in _OFFLINE:
+        warn_of_mismatch(sampler, sampling, trains=True, stacklevel=2)
 
     if not isinstance(actor, LogProbScorer):
-        loss_args["temperature"] = temperature
+        loss_args |= {"temperature": temperature, "sampling": sampling if sampling.truncates else None}
     once = objective_spec.once
     scores_in_loss = preset.kl_loss == "exact" or (once is not None and once.mismatched)
-    loss = PolicyLoss(
-        actor,
-        preset.objective,
-        terms=_terms(preset),
-        aggregation=preset.aggregation,
-        max_len=max_len,
-        masking_strategy=masking_strategy,
-        reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
-        **loss_args,
-        **preset.objective_args,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplerMismatchWarning)
+        loss = PolicyLoss(
+            actor,
+            preset.objective,
+            terms=_terms(preset),
+            aggregation=preset.aggregation,
+            max_len=max_len,
+            masking_strategy=masking_strategy,
+            reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
+            **loss_args,
+            **preset.objective_args,
+        )
     advantage = None
     if spec is not None:
         hyper: dict[str, Any] = dict(preset.advantage_args)
@@ -165,12 +184,13 @@ def make_algorithm(
     ref = preset.needs_reference and scored_reference != "data"
     ref = ref and (charged or preset.kl_loss != "exact" or ("next", "ref_log_probs", "full") in read)
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
+    of_sampler = {"sampling": sampling} if sampling.truncates else {}
     if ref and old:
         if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
         if isinstance(scored_reference, str):
             scoring["ref_adapters"] = ref_adapters
-        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring)
+        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring, **of_sampler)
     elif ref:
         base = isinstance(scored_reference, str)
         scored, adapters = (policy, ref_adapters) if base else (scored_reference, True)
@@ -178,7 +198,7 @@ def make_algorithm(
             scored, log_probs_full_key=("ref_log_probs", "full"), adapters=adapters, **scoring
         )
     elif old and scored_reference != "data":
-        kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
+        kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring, **of_sampler)
     return AlgorithmParts(
         preset,
         SCHEMAS[preset.schema],
@@ -249,10 +269,13 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         raise ValueError(f"{name} has no critic: leave critic= out.")
 
 
+# Schemas of data that no policy samples.
+_OFFLINE = ("sft", "dpo", "unpaired")
 # Arguments of PolicyLoss that make_algorithm sets -> what to do instead.
 _SET_HERE = {
     "actor": "it is the second argument of make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
+    "sampling": "pass sampling= to make_algorithm, for old and current log-probs",
     "loss_agg_mode": "pass aggregation= to make_algorithm",
     "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
     **{
@@ -276,15 +299,25 @@ def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
             )
 
 
+def _sampling(actor: Any, temperature: float, sampling: Sampling | None) -> Sampling:
+    """How the policy samples: as an actor that is a scorer says, else as is requested."""
+    asked = as_sampling(temperature, sampling)
+    if not isinstance(actor, LogProbScorer):
+        return asked
+    if sampling is not None and asked != actor.sampling:
+        raise ValueError(f"sampling={asked}, but actor is a scorer with {actor.sampling}: set it there.")
+    if asked.temperature not in (1.0, actor.temperature):
+        raise ValueError(
+            f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
+        )
+    return actor.sampling
+
+
 def _scoring_settings(actor: Any, temperature: float, loss_args: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of every model's scorer: those of an actor that is a scorer, else the requested ones."""
     if not isinstance(actor, LogProbScorer):
         asked = {"dtype": loss_args.get("dtype"), "deterministic": loss_args.get("deterministic", False)}
         return {"temperature": temperature, **asked}
-    if temperature not in (1.0, actor.temperature):
-        raise ValueError(
-            f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
-        )
     return {"temperature": actor.temperature, "dtype": actor.dtype, "deterministic": actor.deterministic}
 
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.head._functions import Direction, linear_kl, linear_log_prob, linear_pair, linear_top_k, logits_kl
-from torchrl_llm_kl.head._support import Kept, Truncation
+from torchrl_llm_kl.head._functions import (
+    Direction,
+    linear_kept,
+    linear_kl,
+    linear_log_prob,
+    linear_pair,
+    linear_top_k,
+    logits_kl,
+)
+from torchrl_llm_kl.head._support import WHOLE as WHOLE, Kept, Truncation, dropped as dropped, floor_of as floor_of
 from torchrl_llm_kl.head._tiles import HeadOutput, PairOutput, TopK
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "PairOutput",
     "TopK",
     "Truncation",
+    "linear_kept",
     "linear_kl",
     "linear_log_prob",
     "linear_pair",

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
-from torchrl_llm_kl.head._support import WHOLE, Kept, support_of
+from torchrl_llm_kl.head._support import WHOLE, Kept, local_index, support_of
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     KeptLogits,
     PairOutput,
     Plan,
-    local_index,
     log_ratio_to_mixture,
     tiles,
 )
@@ -46,7 +45,7 @@ def backward_sweep(
         return [None] * len(needed)
     of_kl, of_log_prob, of_ref_log_prob, of_entropy = grads
     *statistics, floor = statistics if plan.truncation.active else (*statistics, statistics[0])
-    if of_kl is None and len(heads) == 2:
+    if of_kl is None and len(heads) == 2 and not plan.ref_kept:
         # Without a KL the heads are independent: one sweep each, with the buffers of one.
         of_policy, of_ref = (None, of_log_prob, None, of_entropy), (None, of_ref_log_prob, None, None)
         free = replace(plan, truncation=WHOLE)
@@ -61,11 +60,11 @@ def backward_sweep(
     kls: Sequence[Tensor | None] = list(statistics[4:6]) or [
         result.kl if i == plan.weighing else None for i in range(2)
     ]
-    support = support_of(plan, recorded, floor, find=False)
+    support = support_of(plan, recorded, targets, floor, find=False)
     per_position = (targets, result.entropy, *kls, *grads)
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, columns, logits, (*spare, out, scratch) in tiles(
-            plan.chunk, heads, 2 * len(heads) + 2, kept, support
+            plan.chunk, heads, 2 * len(heads) + 2, kept, support, plan.ref_kept
         ):
             sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
             for i, head in enumerate(heads):

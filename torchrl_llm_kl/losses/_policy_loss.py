@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, masked_mean
 from torchrl_llm_kl.estimators import k3
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
     PER_ROW,
@@ -40,7 +41,7 @@ from torchrl_llm_kl.losses._parts import (
 )
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
 from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
-from torchrl_llm_kl.ragged import own_leaves
+from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
@@ -50,9 +51,17 @@ from torchrl_llm_kl.rollouts import (
     mismatch,
     per_sequence,
     per_token,
+    read_kept,
     require_key,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, check_distributions
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    Sampling,
+    ScorerSlot,
+    as_sampling,
+    check_distributions,
+    warn_of_mismatch,
+)
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
@@ -97,6 +106,9 @@ class PolicyLoss(TokenLoss):
             lacks. Its parameters are not trained.
         temperature, tokens_per_batch, dtype, deterministic: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the
             reference has its own ``max_tokens`` instead of ``tokens_per_batch``.
+        sampling: in place of ``temperature``, how the policy samples: log-probs, entropies and KLs are those of what its top-k,
+            top-p and min-p leave; see :class:`~torchrl_llm_kl.Sampling`. What the sampler recorded (entry ``kept``) is replayed
+            where the data holds it.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
             vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
@@ -107,7 +119,8 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``reference_point``, ``match_id``, ``denominators``. An entry is also found on the other side of ``"next"``,
+    ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept``
+    (the parent of ``"counts"`` and ``"ids"``). An entry is also found on the other side of ``"next"``,
     and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
@@ -121,6 +134,9 @@ class PolicyLoss(TokenLoss):
         TypeError: for an unknown hyper-parameter.
         ValueError: if one is out of range; on data, if lengths differ or a masked-in number is not finite.
         KeyError: on data, if a required entry is missing.
+
+    Warns:
+        SamplerMismatchWarning: if the actor is a wrapper that is known to sample otherwise than is scored.
 
     Example:
         >>> import torch
@@ -155,6 +171,7 @@ class PolicyLoss(TokenLoss):
         reference_point: NestedKey = "reference_point"
         match_id: NestedKey = "match_id"
         denominators: NestedKey = "denominators"
+        kept: NestedKey = "kept"
 
     actor_network: nn.Module
     actor_network_params: Any
@@ -172,6 +189,7 @@ class PolicyLoss(TokenLoss):
         masking_strategy: MaskingStrategy = "sft",
         reference: Any = None,
         temperature: float = 1.0,
+        sampling: Sampling | None = None,
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
         deterministic: bool = False,
@@ -198,8 +216,11 @@ class PolicyLoss(TokenLoss):
                 other = "corrections" if name == "terms" else "terms"
                 raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
+        temperature = as_sampling(temperature, sampling).temperature
         settings: dict[str, Any] = {"temperature": temperature, "tokens_per_batch": tokens_per_batch}
         settings |= {"dtype": dtype, "deterministic": deterministic}
+        if sampling is not None:
+            settings["sampling"] = sampling
         self._set_models(actor, reference, settings, functional)
         self.objective = TermPart(function, **own)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
@@ -211,6 +232,8 @@ class PolicyLoss(TokenLoss):
         self._check_reference()
         self._dry_run()
         self._expose(exposed)
+        if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
+            warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
     def _set_models(self, actor: Any, reference: Any, settings: dict[str, Any], functional: bool) -> None:
         self._settings, self._functional = settings, functional
@@ -251,6 +274,16 @@ class PolicyLoss(TokenLoss):
         return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
 
     @property
+    def sampling(self) -> Sampling:
+        """How the scored tokens were sampled."""
+        given = self._given_scorer
+        return (
+            as_sampling(self._settings["temperature"], self._settings.get("sampling"))
+            if given is None
+            else given.sampling
+        )
+
+    @property
     def reference(self) -> Any:
         """The reference model or scorer, None if there is none."""
         return self.__dict__["_reference"]
@@ -262,7 +295,9 @@ class PolicyLoss(TokenLoss):
             return reference
         remote = getattr(reference, "log_probs_only", False) is True  # it plans its own batches
         settings = {
-            name: value for name, value in self._settings.items() if not (remote and name == "tokens_per_batch")
+            name: value
+            for name, value in self._settings.items()
+            if name != "sampling" and not (remote and name == "tokens_per_batch")
         }
         return self._reference_slot.get(reference, **settings)
 
@@ -276,6 +311,7 @@ class PolicyLoss(TokenLoss):
             names = ("tokens_per_batch", "dtype", "deterministic", "adapters")
             settings = {name: getattr(given, name) for name in names}
         model = self.actor_network if given is None else given.model
+        settings = {name: value for name, value in settings.items() if name != "sampling"}
         return self._sharp_slot.get(model, **{**settings, "temperature": self.scorer_temperature / 2})
 
     @property
@@ -352,7 +388,7 @@ class PolicyLoss(TokenLoss):
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         td, response, inputs = self._read(tensordict)
-        inputs |= self._score(response, inputs)
+        inputs |= self._score(response, inputs, self._kept(td, response.tokens))
         self._check_finite(response, inputs)
         terms, metrics = self._terms(inputs)
         return self._output(td, response, terms, {**common_metrics(inputs), **metrics})
@@ -384,6 +420,7 @@ class PolicyLoss(TokenLoss):
         if once is None:
             return tensordict
         td, response, inputs = self._read(tensordict, without=once.name)
+        kept = None if once.mismatched else self._kept(td, response.tokens)
         if once.mismatched:
             if self._reference_scorer is None:
                 raise ValueError(
@@ -393,7 +430,7 @@ class PolicyLoss(TokenLoss):
             response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
             inputs = {"mask": response.mask}
         with torch.no_grad():
-            inputs |= self._score(response, inputs)
+            inputs |= self._score(response, inputs, kept)
         self._check_finite(response, inputs)
         taken = inspect.signature(once.function).parameters
         value = once.function(**{name: x for name, x in inputs.items() if name in taken})
@@ -462,23 +499,43 @@ class PolicyLoss(TokenLoss):
                 named, read=read, place="sequence {}".format, advice="Fix the entry, or mask the sequence out."
             )
 
-    def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _kept(self, td: TensorDictBase, tokens: Ragged) -> Kept | None:
+        """What the sampler recorded; None if nothing is left out, or nothing was recorded."""
+        if not self.sampling.truncates:
+            return None
+        found = read_kept(td, self.tensor_keys.kept, tokens, self._reader.locate(td).mask)
+        return None if found is None else Kept(*found)
+
+    def _score(
+        self, response: ResponseTokens, inputs: Mapping[str, Tensor], kept: Kept | None = None
+    ) -> dict[str, Tensor]:
         """The inputs that the models compute."""
         self._check_reference()
-        needs, reference = self._needs, self._reference_scorer
+        needs, reference, sampling = self._needs, self._reference_scorer, self.sampling
+        replayed = {} if kept is None else {"kept": kept}
+        ref_here = "ref_log_prob" in needs and "ref_log_prob" not in inputs
+        both = "kl" in needs or (ref_here and sampling.truncates and sampling.reference == "kept")
+        if "sharp_log_prob" in needs and sampling.truncates and kept is None:
+            raise ValueError(
+                f"{name_of(self.objective.function)} scores at half the temperature, where {sampling} leaves other "
+                "tokens: replay what the sampler kept (RecordKept), or sample without truncation."
+            )
         own = self.actor_network_params if self._functional else None
         with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
             scores = self.scorer.evaluate(
                 response.tokens,
                 response.flat_mask,
                 entropy=self.log_entropy or "entropy" in needs,
-                reference=reference if "kl" in needs else None,
+                reference=reference if both else None,
                 grad=torch.is_grad_enabled(),
+                **replayed,
             )
             ref = scores.ref_log_prob
-            if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
+            if ref is None and reference is not None and ref_here:
                 ref = reference.score(response.tokens, response.flat_mask)
-            sharp = self._sharp_scorer.score(response.tokens, response.flat_mask) if "sharp_log_prob" in needs else None
+            sharp = None
+            if "sharp_log_prob" in needs:
+                sharp = self._sharp_scorer.score(response.tokens, response.flat_mask, **replayed)
         found = {
             "log_prob": scores.log_prob,
             "entropy": scores.entropy,

@@ -19,6 +19,7 @@ from torchrl_llm_kl.rollouts._entries import (
     sequence_sums as sequence_sums,
     with_a_row as with_a_row,
 )
+from torchrl_llm_kl.rollouts._kept import read_kept as read_kept, write_kept as write_kept
 from torchrl_llm_kl.rollouts._keys import (
     ATTENTION_MASK as ATTENTION_MASK,
     TOKENS_FULL as TOKENS_FULL,

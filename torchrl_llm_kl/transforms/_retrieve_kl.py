@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +13,13 @@ from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, check_distributions
+from torchrl_llm_kl.scoring import (
+    DEFAULT_MEMORY,
+    SamplerMismatchWarning,
+    Sampling,
+    as_sampling,
+    check_distributions,
+)
 from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
@@ -25,7 +32,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "deterministic", "dtype", "memory", "scope", "temperature")
     },
-    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "moments_key")},
+    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "kept_key", "moments_key", "sampling")},
     **{
         name: ((_KL, name),)
         for name in [
@@ -70,6 +77,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
             deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
+        sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over
+            all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by
+            side, whatever the estimator.
 
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
@@ -127,7 +137,10 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         deterministic: bool = False,
         scope: Scope = "turn",
         temperature: float = 1.0,
+        sampling: Sampling | None = None,
+        kept_key: NestedKey = "kept",
     ) -> None:
+        temperature = as_sampling(temperature, sampling).temperature
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if estimator == "exact":
@@ -150,6 +163,18 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             "temperature": temperature,
         }
         base = isinstance(ref_model, str)
+        if sampling is not None and sampling.reference == "kept" and sampling.truncates:
+            check_distributions(gen_model, ref_model, what="a reference over what the policy keeps")
+        with warnings.catch_warnings():  # the reference samples nothing
+            warnings.simplefilter("ignore", SamplerMismatchWarning)
+            reference = RetrieveLogProb(
+                gen_model if base else ref_model,
+                log_probs_full_key=ref_log_probs_full_key,
+                adapters=_ref_adapters(adapters, ref_adapters, base),
+                device=None if base and isinstance(gen_model, str) else device,
+                **shared,
+            )
+        reference._compared = True
         super().__init__(
             RetrieveLogProb(
                 gen_model,
@@ -159,15 +184,11 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 detach=detach,
                 adapters=adapters,
                 device=None if isinstance(gen_model, str) else device,
+                sampling=sampling,
+                kept_key=kept_key,
                 **shared,
             ),
-            RetrieveLogProb(
-                gen_model if base else ref_model,
-                log_probs_full_key=ref_log_probs_full_key,
-                adapters=_ref_adapters(adapters, ref_adapters, base),
-                device=None if base and isinstance(gen_model, str) else device,
-                **shared,
-            ),
+            reference,
             KLComputation(
                 gen_log_probs_full_key,
                 ref_log_probs_full_key,
@@ -194,6 +215,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             stays_off = name == "adapters" and part == _REFERENCE and self._ref_adapters_are_own
             if not stays_off:
                 setattr(self[part], attribute, value)
+        if name == "sampling" and value is not None:
+            self[_REFERENCE].temperature = value.temperature
 
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
@@ -225,13 +248,19 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
+        kept, sampling = gen.kept(td, next_td, located), gen.sampling
+        side_by_side = sampling is not None and sampling.truncates and sampling.reference == "kept"
         if kl.estimator == "exact":
-            scores = gen.evaluate(located, ref.scorer)
+            scores = gen.evaluate(located, ref.scorer, kept)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
-            finish = ref.begin(located)  # a remote model runs while the policy is scored here
-            scores = gen.evaluate(located)
-            ref_log_prob = finish().log_prob
+            if side_by_side:
+                scores = gen.evaluate(located, ref.scorer, kept)
+                ref_log_prob = scores.ref_log_prob
+            else:
+                finish = ref.begin(located)  # a remote model runs while the policy is scored here
+                scores = gen.evaluate(located, None, kept)
+                ref_log_prob = finish().log_prob
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         outputs |= kl.charged(next_td, penalty, located.mask)

@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,9 +14,29 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, ModelInterface, Scope, TokenisingOptions, in_layout, locate, sub_key
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, check_distributions, evaluating
+from torchrl_llm_kl.rollouts import (
+    Located,
+    ModelInterface,
+    Scope,
+    TokenisingOptions,
+    in_layout,
+    locate,
+    read_kept,
+    sub_key,
+)
+from torchrl_llm_kl.scoring import (
+    DEFAULT_MEMORY,
+    LogProbScorer,
+    Sampling,
+    ScorerSlot,
+    Scores,
+    as_sampling,
+    check_distributions,
+    evaluating,
+    warn_of_mismatch,
+)
 from torchrl_llm_kl.transforms._base import (
     Checks,
     NoCollectorError,
@@ -40,6 +61,10 @@ def _check_top_k(top_k: int) -> int:
     if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
         raise ValueError(f"top_k must be a whole number of at least 0, got {top_k!r}.")
     return top_k
+
+
+def _check_sampling(sampling: Sampling | None) -> Sampling | None:
+    return None if sampling is None else as_sampling(1.0, sampling)
 
 
 def _check_reference(reference: Any) -> Any:
@@ -77,6 +102,7 @@ class ScoringTransform(StepTransform):
     assistant_only: bool
     scope: Scope
     temperature: float
+    sampling: Sampling | None = None
     dtype: torch.dtype | None
     memory: int
     deterministic: bool
@@ -86,6 +112,14 @@ class ScoringTransform(StepTransform):
     def __init__(self) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_forgive_models)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # One temperature, under two names.
+        if name == "sampling" and value is not None:
+            super().__setattr__("temperature", value.temperature)
+        elif name == "temperature" and self.sampling is not None:
+            super().__setattr__("sampling", replace(self.sampling, temperature=value))
 
     # ------------------------------------------------------------------ state: settings, without the models
 
@@ -133,7 +167,8 @@ class ScoringTransform(StepTransform):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("temperature", "dtype", "memory", "deterministic")}
+        own = {name: getattr(self, name) for name in ("temperature", "dtype", "memory", "deterministic")}
+        return own if self.sampling is None else {**own, "sampling": self.sampling}
 
     def arrange(self, data: Ragged) -> Ragged:
         """An output in the layout that the model's ``pad_output`` requests; in that of the data for a bare model."""
@@ -171,6 +206,10 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         tokenizer: replaces the model's own, where text must be tokenised.
         padding_side: the side of padding where a model with ``pad_output=True`` gets text or a nested tensor.
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
+        sampling: in place of ``temperature``, how the policy samples: scores are those of what its top-k, top-p and min-p
+            leave; see :class:`~torchrl_llm_kl.Sampling`. Default None: nothing is left out.
+        kept_key: parent of the entries in which the sampler recorded what it kept (:class:`~torchrl_llm_kl.RecordKept`): with a
+            ``sampling`` that leaves tokens out, the record is replayed where the data holds it. Default ``"kept"``.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. No effect when the data is one whole conversation.
         adapters: False disables the model's PEFT adapters and so scores the base model; a name scores that adapter alone.
@@ -204,6 +243,10 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             cannot be separated from the prompt, a sequence is longer than the model's positions, or a log-prob is not finite.
         KeyError: if the data has neither tokens, text nor a conversation.
 
+    Warns:
+        SamplerMismatchWarning: once, if a wrapper or its model's ``generation_config`` says that tokens are not sampled from
+            the distribution that is scored, for instance because transformers' default top-k of 50 applies.
+
     Example:
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -220,6 +263,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         **StepTransform.checks,
         "model": check_scored_model,
         "reference": _check_reference,
+        "sampling": _check_sampling,
         "top_k": _check_top_k,
     }
     fixed = ScoringTransform.fixed | {"history_key"}
@@ -248,12 +292,16 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         moments_key: NestedKey | None = None,
         top_k: int = 0,
         top_k_key: NestedKey = "top_k",
+        sampling: Sampling | None = None,
+        kept_key: NestedKey = "kept",
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
+        as_sampling(temperature, sampling)
         self.assistant_only, self.scope, self.detach = assistant_only, scope, detach
         self.temperature, self.adapters, self.dtype, self.memory = temperature, adapters, dtype, memory
-        self.deterministic = deterministic
+        self.deterministic, self.sampling, self.kept_key = deterministic, sampling, kept_key
+        self._compared = False  # whether the sampler was compared with what is scored
         self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:
@@ -324,7 +372,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
-        scores = self.evaluate(self.locate(td), self.reference_scorer)
+        located = self.locate(td)
+        scores = self.evaluate(located, self.reference_scorer, self.kept(td, next_td, located))
         found = {self.log_probs_full_key: scores.log_prob, self.exact_kl_key: scores.kl}
         return {key: values for key, values in found.items() if values is not None} | self.requested(scores)
 
@@ -336,9 +385,20 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             found |= {sub_key(self.moments_key, name): getattr(scores, name) for name in _MOMENTS}
         return {key: values for key, values in found.items() if key is not None and values is not None}
 
-    def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
+    def kept(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Kept | None:
+        """What the sampler recorded; None if nothing is left out, or nothing was recorded."""
+        if self.sampling is None or not self.sampling.truncates:
+            return None
+        found = None
+        for node in (next_td, td) if next_td is not td else (td,):
+            found = read_kept(node, self.kept_key, located.tokens, located.mask) if found is None else found
+        return None if found is None else Kept(*found)
+
+    def evaluate(self, located: Located, reference: LogProbScorer | None = None, kept: Kept | None = None) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
-        return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested)
+        self.compare_sampler()
+        replayed = {} if kept is None else {"kept": kept}
+        return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested, **replayed)
 
     def begin(self, located: Located) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
@@ -369,8 +429,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         """Build the scorers of the models known so far, so that a model that cannot be scored raises an error here."""
         model = getattr(self, "model", None)
         if self.reference is not None:
-            self._ref_slot.get(self.reference, **self._settings)
+            _ = self.reference_scorer
         if model is not None:
+            self.compare_sampler(stacklevel=3)
             scorer = self._slot.get(model, adapters=self.adapters, **self._settings)
             if self.entropy_key is not None and scorer.path == "wrapper":
                 check_distributions(model, what="the entropy")
@@ -380,7 +441,16 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     @property
     def reference_scorer(self) -> LogProbScorer | None:
         """The scorer of ``reference``, if there is one."""
-        return None if self.reference is None else self._ref_slot.get(self.reference, **self._settings)
+        settings = {name: value for name, value in self._settings.items() if name != "sampling"}  # it samples nothing
+        return None if self.reference is None else self._ref_slot.get(self.reference, **settings)
+
+    def compare_sampler(self, stacklevel: int = 2) -> None:
+        """Warn once if the model's wrapper samples otherwise than is scored."""
+        if not self._compared:
+            self._compared = True
+            warn_of_mismatch(
+                self._scored_model(), as_sampling(self.temperature, self.sampling), stacklevel=stacklevel + 1
+            )
 
     def _scored_model(self) -> Any:
         return self.model if hasattr(self, "model") else collector_policy(self)

@@ -126,6 +126,7 @@ def as_policy(
     else:
         # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
         generate_kwargs |= {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": model.config.vocab_size}
+        generate_kwargs["repetition_penalty"] = 1.0
     policy = TransformersWrapper(
         model,
         tokenizer=tokenizer,
