@@ -23,7 +23,7 @@ from torchrl_llm_kl.rollouts._rendered import TokenisingOptions, row_histories
 from torchrl_llm_kl.rollouts._tokens import Located, first_difference, locate, response_mask
 
 #: Another prompt for the same response: ``function(history)``, ``function(history, row)``, or an entry with token ids.
-Context = Callable[..., Any] | NestedKey
+Context = Callable[..., Any] | str | tuple[str, ...]
 
 _ASSISTANT = "assistant"
 
@@ -115,11 +115,11 @@ def in_context(
     else:
         prompts = _prompt_entry(td, context, tokens)
     rows, marks = [], []
-    for i, (prompt, row, scored) in enumerate(zip(prompts, kept, tokens.like(mask).to_list(), strict=True)):
-        scored = scored[len(scored) - len(row) :]
+    for i, (prompt, rest, scored) in enumerate(zip(prompts, kept, tokens.like(mask).to_list(), strict=True)):
+        scored = scored[len(scored) - len(rest) :]
         if len(prompt) == 0 and bool(scored[:1].any()):
             raise ValueError(f"sequence {i}: the context has no tokens, and the first response token needs a prefix.")
-        rows.append(torch.cat([prompt.to(row), row]))
+        rows.append(torch.cat([prompt.to(rest), rest]))
         marks.append(torch.cat([scored.new_zeros(len(prompt)), scored]))
     moved = Ragged.from_list(rows, tokens.container.batch_shape)
     return InContext(moved, torch.cat(marks), located.source, located.sampled, located)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -486,7 +486,7 @@ def _in_place(located: Located, scores: Scores) -> Scores:
     found = scores._asdict()
     moved = scores._replace(**{name: located.back(x) for name, x in found.items() if isinstance(x, Ragged)})
     if isinstance(scores, VersionedScores):
-        moved.version = scores.version
+        cast(VersionedScores, moved).version = scores.version
     return moved
 
 
