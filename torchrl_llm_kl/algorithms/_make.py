@@ -28,7 +28,7 @@ from torchrl_llm_kl.losses import (
     get_objective,
     spec_of,
 )
-from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
+from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
     SamplerMismatchWarning,
@@ -55,6 +55,7 @@ def make_algorithm(
     masking_strategy: MaskingStrategy = "sft",
     max_len: int | None = None,
     loss_args: Mapping[str, Any] | None = None,
+    context: Context | None = None,
     **overrides: Unpack[AlgorithmOverrides],
 ) -> AlgorithmParts:
     """Bind an algorithm to its models, ready to train an actor.
@@ -81,6 +82,8 @@ def make_algorithm(
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
             ...), ``tokens_per_batch``, ``dtype`` and ``deterministic`` (which then apply to old and reference log-probs
             too), ...
+        context: the prompt after which the reference scores the same response, such as one with the solution: a function of the
+            conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
         overrides: changes of the preset; see :class:`AlgorithmOverrides`.
 
     Returns:
@@ -183,6 +186,12 @@ def make_algorithm(
     # A loss with an exact KL scores the reference itself.
     ref = preset.needs_reference and scored_reference != "data"
     ref = ref and (charged or preset.kl_loss != "exact" or ("next", "ref_log_probs", "full") in read)
+    if context is not None and (not ref or scores_in_loss):
+        where = "the loss scores it on the data's own prompts" if scores_in_loss else "none is scored"
+        raise ValueError(
+            f"context= is the prompt of the reference, and for {preset.name} {where}: leave context out, or use an algorithm "
+            "that reads reference log-probs, such as 'on_policy_distill'."
+        )
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
     of_sampler = {"sampling": sampling} if sampling.truncates else {}
     if ref and old:
@@ -190,12 +199,14 @@ def make_algorithm(
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
         if isinstance(scored_reference, str):
             scoring["ref_adapters"] = ref_adapters
-        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring, **of_sampler)
+        kl_transform = RetrieveKL(
+            policy, scored_reference, add_to_reward=charged, context=context, **scoring, **of_sampler
+        )
     elif ref:
         base = isinstance(scored_reference, str)
         scored, adapters = (policy, ref_adapters) if base else (scored_reference, True)
         kl_transform = RetrieveLogProb(
-            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=adapters, **scoring
+            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=adapters, context=context, **scoring
         )
     elif old and scored_reference != "data":
         kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring, **of_sampler)

@@ -41,6 +41,7 @@ from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     apply_correction,
+    correction_metrics,
     entropy_threshold,
     importance_weights,
     mismatch_metrics,
@@ -109,7 +110,7 @@ __all__ = [
     "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
     "aggregate", "aot", "aot_match", "aot_reference_point", "aot_unpaired", "apo_down", "apo_zero",
     "apply_correction", "available_objectives", "bco", "bco_pair", "bco_reference_point", "check_placement", "cispo",
-    "clip_cov", "count", "cpo", "dapo", "discopop", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
+    "clip_cov", "correction_metrics", "count", "cpo", "dapo", "discopop", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
     "entropy_threshold", "exo_pair", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling",
     "importance_weights", "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "kto", "kto_reference_point", "luspo",
     "mismatch_metrics", "mix", "mix_chord", "mu_schedule", "nca_pair", "objective", "off_policy_sequence_mask",

@@ -40,7 +40,7 @@ from torchrl_llm_kl.losses._parts import (
     rollout_corrections,
 )
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
-from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
+from torchrl_llm_kl.losses.corrections import apply_correction, correction_metrics, mismatch_metrics
 from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
@@ -127,7 +127,8 @@ class PolicyLoss(TokenLoss):
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
         ``"none"``), whose sum is ``out.total_loss``; and metrics over the masked-in tokens, without graph: the objective's
         own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens``,
-        ``num_sequences``; for data with ``sampler_log_prob`` those of :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
+        ``num_sequences``; with corrections those of :func:`~torchrl_llm_kl.losses.correction_metrics`; for data with
+        ``sampler_log_prob`` those of :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
         ``old_log_prob`` or else of the current policy.
 
     Raises:
@@ -467,6 +468,8 @@ class PolicyLoss(TokenLoss):
                 rows[name] = value
                 continue
             flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
+            if name == "sampler_log_prob":
+                flat[name] = self._reader.with_unscored(mask, flat[name], tokens, found)
             if name == "old_log_prob" and name in needs:
                 mask = self._reader.without_unscored(mask, flat[name], tokens, found)
         flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in _MASKS if name in flat}
@@ -552,6 +555,7 @@ class PolicyLoss(TokenLoss):
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
         mask, experts = inputs["mask"], inputs.get("expert_mask")
+        product = torch.ones_like(inputs["log_prob"]).detach()
         correction: Correction
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
             if experts is None or not {"old_log_prob", "sampler_log_prob"} & set(correction.needs):
@@ -561,6 +565,10 @@ class PolicyLoss(TokenLoss):
                 weights = torch.where(mask & experts, 1, weights)
             terms = apply_correction(terms, weights, mask)
             metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
+            if weights.shape[:-1] == mask.shape[:-1]:  # not one weight for each pair
+                product = product * weights.detach()
+        if self.corrections:
+            metrics |= correction_metrics(product, mask if experts is None else mask & ~experts)
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
 

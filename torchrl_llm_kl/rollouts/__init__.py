@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from torchrl_llm_kl.rollouts._context import (
+    Context,
+    InContext,
+    check_context as check_context,
+    in_context,
+)
 from torchrl_llm_kl.rollouts._entries import (
     MissingEntryError as MissingEntryError,
     describe_entries as describe_entries,
@@ -43,9 +49,12 @@ from torchrl_llm_kl.rollouts._tokens import (
     locate,
     prompt_ids as prompt_ids,
     response_mask as response_mask,
+    zeros_of_first_tokens as zeros_of_first_tokens,
 )
 
 __all__ = [
+    "Context",
+    "InContext",
     "Located",
     "MaskingStrategy",
     "MissingEntryError",
@@ -55,6 +64,7 @@ __all__ = [
     "Scope",
     "TokenisingOptions",
     "find_key",
+    "in_context",
     "locate",
     "mismatch",
     "per_sequence",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
+from torchrl_llm_kl.rollouts import Context, Located, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     SamplerMismatchWarning,
@@ -45,6 +45,9 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
             "reward_placement",
         ]
     },
+    "context": ((_REFERENCE, "context"),),
+    "gen_context": ((_POLICY, "context"),),
+    "sampler_log_probs_key": ((_POLICY, "sampler_log_probs_key"),),
     "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
     "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
 }
@@ -74,6 +77,11 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             see :class:`RetrieveLogProb`.
         ref_adapters: ``adapters`` of the reference alone: ``RetrieveKL(policy, "base", ref_adapters="ref")`` compares the
             policy's active adapter with its adapter ``"ref"``. Default None: those of ``adapters``, and none for ``"base"``.
+        context: of the reference alone: score the same response after another prompt, such as one with the solution; see
+            :class:`RetrieveLogProb`. Not with ``estimator="exact"``, whose models read the same tokens.
+        gen_context: of the policy alone, likewise: for a policy that is not to see a prompt it was sampled with.
+        sampler_log_probs_key: where the log-probs that the policy stored when it sampled are moved; see
+            :class:`RetrieveLogProb`.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
             deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
@@ -139,6 +147,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         temperature: float = 1.0,
         sampling: Sampling | None = None,
         kept_key: NestedKey = "kept",
+        context: Context | None = None,
+        gen_context: Context | None = None,
+        sampler_log_probs_key: NestedKey | None = None,
     ) -> None:
         temperature = as_sampling(temperature, sampling).temperature
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
@@ -162,6 +173,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             "scope": scope,
             "temperature": temperature,
         }
+        if estimator == "exact":
+            _check_one_context(gen_context, context)
         base = isinstance(ref_model, str)
         if sampling is not None and sampling.reference == "kept" and sampling.truncates:
             check_distributions(gen_model, ref_model, what="a reference over what the policy keeps")
@@ -170,6 +183,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             reference = RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
+                context=context,
                 adapters=_ref_adapters(adapters, ref_adapters, base),
                 device=None if base and isinstance(gen_model, str) else device,
                 **shared,
@@ -181,6 +195,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 log_probs_full_key=gen_log_probs_full_key,
                 entropy_key=entropy_key,
                 moments_key=moments_key,
+                context=gen_context,
+                sampler_log_probs_key=sampler_log_probs_key,
                 detach=detach,
                 adapters=adapters,
                 device=None if isinstance(gen_model, str) else device,
@@ -251,20 +267,22 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         kept, sampling = gen.kept(td, next_td, located), gen.sampling
         side_by_side = sampling is not None and sampling.truncates and sampling.reference == "kept"
         if kl.estimator == "exact":
-            scores = gen.evaluate(located, ref.scorer, kept)
+            _check_one_context(gen.context, ref.context)
+            scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
             if side_by_side:
-                scores = gen.evaluate(located, ref.scorer, kept)
+                _check_one_context(gen.context, ref.context)
+                scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
                 ref_log_prob = scores.ref_log_prob
             else:
-                finish = ref.begin(located)  # a remote model runs while the policy is scored here
-                scores = gen.evaluate(located, None, kept)
+                finish = ref.begin(ref.in_context(td, located))  # a remote model runs while the policy is scored here
+                scores = gen.evaluate(gen.in_context(td, located), None, kept)
                 ref_log_prob = finish().log_prob
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         outputs |= kl.charged(next_td, penalty, located.mask)
-        return outputs | gen.requested(scores)
+        return outputs | gen.requested(scores) | gen.of_sampler(td, located)
 
 
 # ------------------------------------------------------------------ checks
@@ -305,6 +323,15 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
     if len(known) == 2 and gen_key == ref_key:
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."
+        )
+
+
+def _check_one_context(gen: Context | None, ref: Context | None) -> None:
+    if gen != ref:
+        raise ValueError(
+            "estimator='exact' runs both models side by side on the same tokens, and their contexts differ: "
+            f"gen_context={gen!r}, context={ref!r}. Use an estimator of log-probs such as 'k1', or the teacher's most probable "
+            "tokens: RetrieveLogProb(teacher, context=..., top_k=64)."
         )
 
 

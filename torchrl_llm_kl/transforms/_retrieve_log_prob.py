@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,14 +17,24 @@ from torch import nn
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
+    Context,
+    InContext,
     Located,
+    MissingEntryError,
     ModelInterface,
     Scope,
     TokenisingOptions,
+    check_context,
+    describe_entries,
+    find_key,
+    in_context,
     in_layout,
     locate,
+    per_token,
     read_kept,
+    response_mask,
     sub_key,
+    zeros_of_first_tokens,
 )
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
@@ -32,6 +42,7 @@ from torchrl_llm_kl.scoring import (
     Sampling,
     ScorerSlot,
     Scores,
+    VersionedScores,
     as_sampling,
     check_distributions,
     evaluating,
@@ -230,6 +241,14 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             0, none. They have no gradient.
         top_k_key: below which key they go: ``"ids"`` (int64) and ``"log_probs"`` ``[*B, T, top_k]``, in descending order, and
             ``"rest_log_prob"`` ``[*B, T]``, the log of the total probability of all other tokens. Default ``"top_k"``.
+        context: score the response after another prompt, which replaces all before the assistant's first token: a function of
+            the conversation (``History -> History``, or ``(History, row) -> History`` to read other entries of the row), or
+            the entry with the ids of the prompts; see :func:`~torchrl_llm_kl.rollouts.in_context`. What is written keeps the
+            shape and the mask of the data. Default None: the data's own prompt.
+        sampler_log_probs_key: move the log-probs that the policy stored when it sampled, under ``log_probs_full_key`` (or
+            the ``"response"`` beside it), to this key before writing there: ``("sampler_log_probs", "full")`` is what
+            :class:`~torchrl_llm_kl.PolicyLoss` reads. NaN where the sampler returned none, 0 at tokens that are not scored.
+            Outside an env, data that already has the entry keeps it. Default None: they are not read.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
@@ -240,8 +259,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
-            cannot be separated from the prompt, a sequence is longer than the model's positions, or a log-prob is not finite.
-        KeyError: if the data has neither tokens, text nor a conversation.
+            cannot be separated from the prompt, a sequence is longer than the model's positions, a log-prob is not finite, or
+            a context changes the assistant's messages.
+        KeyError: if the data has neither tokens, text nor a conversation; or lacks the context or the sampler's log-probs.
 
     Warns:
         SamplerMismatchWarning: once, if a wrapper or its model's ``generation_config`` says that tokens are not sampled from
@@ -265,6 +285,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         "reference": _check_reference,
         "sampling": _check_sampling,
         "top_k": _check_top_k,
+        "context": check_context,
     }
     fixed = ScoringTransform.fixed | {"history_key"}
 
@@ -294,6 +315,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         top_k_key: NestedKey = "top_k",
         sampling: Sampling | None = None,
         kept_key: NestedKey = "kept",
+        context: Context | None = None,
+        sampler_log_probs_key: NestedKey | None = None,
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
@@ -330,21 +353,30 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
         self.entropy_key, self.moments_key = entropy_key, moments_key
         self.top_k, self.top_k_key = top_k, top_k_key
+        self.context, self.sampler_log_probs_key = context, sampler_log_probs_key
         self.declare()
         self.check_models()
 
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The model's input; the log-probs, and the exact KL, the entropy, the moments and the top k if requested."""
+        """The model's input and a context's entry; the log-probs, and what else is requested."""
         out = [self.log_probs_full_key]
+        if self.sampler_log_probs_key is not None:
+            if self.sampler_log_probs_key == self.log_probs_full_key:
+                raise ValueError(
+                    f"sampler_log_probs_key and log_probs_full_key are both {self.log_probs_full_key!r}: the model's log-probs "
+                    "would replace the sampler's. Give them different keys."
+                )
+            out.append(self.sampler_log_probs_key)
         if self.reference is not None:
             out.append(self.exact_kl_key)
         if self.entropy_key is not None:
             out.append(self.entropy_key)
         if self.moments_key is not None:
             out += [sub_key(self.moments_key, name) for name in _MOMENTS]
-        return list(self._known_interface().in_keys), out + list(self._top_k_fields)
+        context = [] if self.context is None or callable(self.context) else [self.context]
+        return [*self._known_interface().in_keys, *context], out + list(self._top_k_fields)
 
     @property
     def _top_k_fields(self) -> dict[NestedKey, str]:
@@ -373,9 +405,11 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
         located = self.locate(td)
-        scores = self.evaluate(located, self.reference_scorer, self.kept(td, next_td, located))
+        kept = self.kept(td, next_td, located)
+        scores = self.evaluate(self.in_context(td, located), self.reference_scorer, kept)
         found = {self.log_probs_full_key: scores.log_prob, self.exact_kl_key: scores.kl}
-        return {key: values for key, values in found.items() if values is not None} | self.requested(scores)
+        found |= self.requested(scores) | self.of_sampler(td, located)
+        return {key: values for key, values in found.items() if values is not None}
 
     def requested(self, scores: Scores) -> dict[NestedKey, Ragged]:
         """The entropy, the moments and the top k among the scores, by key."""
@@ -394,18 +428,43 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             found = read_kept(node, self.kept_key, located.tokens, located.mask) if found is None else found
         return None if found is None else Kept(*found)
 
+    def in_context(self, td: TensorDictBase, located: Located) -> Located:
+        """The located tokens after the prompt that :attr:`context` gives; unchanged without one."""
+        if self.context is None:
+            return located
+        return in_context(td, located, self.context, self._interface(), self._options)
+
+    def of_sampler(self, td: TensorDictBase, located: Located) -> dict[NestedKey, Ragged]:
+        """The sampler's own log-probs, to be moved to their entry; none without a key or if the data has them there."""
+        key = self.sampler_log_probs_key
+        if key is None or (not in_env(self) and find_key(td, key) is not None):
+            return {}
+        found = _stored_by_sampler(td, self.log_probs_full_key)
+        if found is None:
+            raise MissingEntryError(
+                f"sampler_log_probs_key={key!r} moves the sampler's log-probs: expected them under "
+                f"{self.log_probs_full_key!r}, found: {describe_entries(td)}. Collect with return_log_probs=True, or leave "
+                "sampler_log_probs_key out."
+            )
+        tokens, mask = located.tokens, located.mask
+        values = per_token(td, found, tokens, response_mask(td, tokens, self._interface())).detach().float()
+        values = values.masked_fill(zeros_of_first_tokens(values, mask, tokens), torch.nan)
+        return {key: tokens.like(torch.where(mask, values, 0))}
+
     def evaluate(self, located: Located, reference: LogProbScorer | None = None, kept: Kept | None = None) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         self.compare_sampler()
         replayed = {} if kept is None else {"kept": kept}
-        return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested, **replayed)
+        options = self._requested | replayed
+        return _in_place(located, self.scorer.evaluate(located.tokens, located.mask, reference=reference, **options))
 
     def begin(self, located: Located) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
         begin = getattr(self.scorer, "begin", None)
-        return (
-            partial(self.evaluate, located) if begin is None else begin(located.tokens, located.mask, **self._requested)
-        )
+        if begin is None:
+            return partial(self.evaluate, located)
+        finish = begin(located.tokens, located.mask, **self._requested)
+        return lambda: _in_place(located, finish())
 
     @property
     def _requested(self) -> dict[str, Any]:
@@ -464,6 +523,25 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             return self._interface()
         except NoCollectorError:
             return ModelInterface()
+
+
+def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
+    """Where the policy stored its log-probs: the response's, which no transform writes, before those of the whole sequence."""
+    names: list[NestedKey] = [key] if isinstance(key, str) else [(*key[:-1], "response"), key]
+    here = [name for name in names if find_key(td, name) == name]
+    there = [found for name in names if (found := find_key(td, name)) is not None]
+    return next(iter([*here, *there]), None)
+
+
+def _in_place(located: Located, scores: Scores) -> Scores:
+    """The scores of sequences in another context, at the tokens of the data."""
+    if not isinstance(located, InContext):
+        return scores
+    found = scores._asdict()
+    moved = scores._replace(**{name: located.back(x) for name, x in found.items() if isinstance(x, Ragged)})
+    if isinstance(scores, VersionedScores):
+        cast(VersionedScores, moved).version = scores.version
+    return moved
 
 
 class RetrieveValue(StepTransform):

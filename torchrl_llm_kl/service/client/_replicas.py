@@ -287,8 +287,10 @@ class Replicas:
             except ray.exceptions.GetTimeoutError:
                 raise patience.up() from None
             except failures() as error:
-                self.lose(replica, error)
-                patience.rest(error)
+                failure = error
+            self.lose(replica, failure)
+            patience.rest(failure)
+            del failure  # its traceback holds this frame, and the frame this object
 
     def ask_all(self, method: str, *, timeout: float) -> dict[int, Any]:
         """What the method of each active replica returns, all at once; an exception for one that does not answer.
@@ -323,8 +325,10 @@ class Replicas:
                     MEMBERSHIPS.beat_soon()
                 return ray.get(answer)
             except failures() as error:
-                self.lose(replica, error)
-                patience.rest(error)
+                failure = error
+            self.lose(replica, failure)
+            patience.rest(failure)
+            del failure  # its traceback holds this frame, and the frame this object
 
     def lose(self, replica: int, error: Exception) -> None:
         """Drop a replica whose call failed with one of :func:`failures`, so that the next call looks for it again.
