@@ -44,7 +44,9 @@ class _KLController(_Coefficient):
                 "to the coefficient, and one of 0 would stay 0."
             )
         if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing must be at least 0 and below 1, got {smoothing}; 0 takes the last batch alone.")
+            raise ValueError(
+                f"smoothing must be at least 0 and below 1, got {smoothing}; 0 takes the last batch alone."
+            )
         if not (warmup >= 0 and warmup == int(warmup)):
             raise ValueError(f"warmup must be a whole number of updates, 0 for none, got {warmup}.")
         super().__init__(init)
@@ -111,7 +113,9 @@ class _KLController(_Coefficient):
         """The mean over all samples, 0-dim like ``value``; NaN if there are none."""
         distributed = dist.is_available() and dist.is_initialized()
         if all_ranks and not distributed:
-            raise RuntimeError("all_ranks=True, but torch.distributed is not initialised: call init_process_group first.")
+            raise RuntimeError(
+                "all_ranks=True, but torch.distributed is not initialised: call init_process_group first."
+            )
         if not distributed or all_ranks is False:
             total, weight = self._share(current_kl, n)
             return (total / weight).to(self.value)
@@ -123,7 +127,9 @@ class _KLController(_Coefficient):
         if problem is not None:
             raise problem
         if not isinstance(current_kl, Tensor) and not bool(sums.isfinite().all()):
-            raise ValueError("current_kl of another rank is not finite, or its n is negative: look for a bad log-prob there.")
+            raise ValueError(
+                "current_kl of another rank is not finite, or its n is negative: look for a bad log-prob there."
+            )
         return (sums[0] / sums[1]).to(self.value)
 
     def _share(self, current_kl: float | Tensor, n: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +148,9 @@ class _KLController(_Coefficient):
         return torch.where(weight > 0, kl * weight, 0), weight
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, target={self.target:g}, smoothing={self.smoothing:g}, max_step={self.max_step:g}"
+        return (
+            f"{super().extra_repr()}, target={self.target:g}, smoothing={self.smoothing:g}, max_step={self.max_step:g}"
+        )
 
 
 class PIKLCoefficient(_KLController):
@@ -182,8 +190,8 @@ class PIKLCoefficient(_KLController):
         >>> coefficient()
         tensor(0.1940)
 
-    Source: Stooke et al. 2020, "Responsive Safety in Reinforcement Learning by PID Lagrangian Methods" (arXiv 2007.03964), whose
-    multiplier has a proportional term too; here of the logarithm, since the KL falls as a power of the coefficient.
+    Source: Stooke et al. 2020, "Responsive Safety in Reinforcement Learning by PID Lagrangian Methods" (arXiv 2007.03964), who
+    give a multiplier a proportional term; here it is that of the logarithm, since the KL falls as a power of the coefficient.
     """
 
     def __init__(

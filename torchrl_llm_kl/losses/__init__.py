@@ -106,9 +106,10 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 # fmt: off
 __all__ = [
     "AGGREGATIONS", "AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "Aggregation", "Correction", "Divergence",
-    "DualKLCoefficient", "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler",
-    "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "Once",
-    "PIKLCoefficient", "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
+    "DualKLCoefficient", "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning",
+    "KLToReference", "KLToSampler", "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec",
+    "OffPolicySequenceMask", "Once", "PIKLCoefficient", "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart",
+    "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
     "aggregate", "aot", "aot_match", "aot_reference_point", "aot_unpaired", "apo_down", "apo_zero",
     "apply_correction", "available_objectives", "bco", "bco_pair", "bco_reference_point", "check_placement", "cispo",
     "clip_cov", "count", "cpo", "dapo", "discopop", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
