@@ -68,6 +68,7 @@ LOSS_KEYS = (  # the entries that the losses read
     ("tokens", "prompt"),
     ("masks", "all_attention_mask"),
     ("next", "log_probs", "full"),
+    ("next", "ref_log_probs", "full"),
     ("next", "state_value"),
     "advantage",
     "value_target",

@@ -294,9 +294,9 @@ def test_the_page_is_that_of_its_results(tmp_path):
 def test_a_study_run_is_the_demo(tmp_path):
     """The warmed-up model from its file, and torch's random state with it: the same steps as in one process."""
     (pi, _) = target_cells()
-    scale = replace(QUICK, warmup_steps=5)
+    scale = replace(QUICK, warmup_steps=12)
     result = countdown_study.run(pi, 3, scale, tmp_path)
-    options = {"steps": 3, "warmup-steps": 5, "num-prompts": 2, "group-size": 3, "seed": 3}
+    options = {"steps": 3, "warmup-steps": 12, "num-prompts": 2, "group-size": 3, "seed": 3}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     found = CliRunner().invoke(countdown_study.demo.app, [*arguments, "--out", str(tmp_path / "demo")])
     assert found.exit_code == 0, found.output
