@@ -20,7 +20,7 @@ from countdown.report import smooth
 Result = dict[str, Any]
 
 TARGET = 0.5  # nats per answer
-TUNING_SEEDS = (0, 1, 2)  # the settings of the controllers were chosen on these
+TUNING_SEEDS = (0,)  # on which the settings of the controllers were checked
 TARGET_SEEDS = tuple(range(10, 20))
 PLACEMENT_SEEDS = tuple(range(20, 25))
 
@@ -221,7 +221,10 @@ def target_table(results: Results, seeds: Sequence[int], scale: Scale) -> str:
         row += [cells(runs, seed, "accuracy_after", "{:.1%}".format) for runs in (pi, ziegler)]
         lines.append(f"| {' | '.join(row)} |")
     chosen = ", ".join(map(str, TUNING_SEEDS))
-    text = ["\n".join(lines), f"Settings were chosen on seeds {chosen}, none of them here."]
+    text = [
+        "\n".join(lines),
+        f"Settings were chosen on a model of the demo and checked on seed {chosen}, not on these.",
+    ]
     for name, runs in (("PI control", pi), ("Ziegler's rule", ziegler)):
         done = [runs[seed] for seed in seeds if seed in runs]
         if done:
