@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
         AdaptiveKLCoefficient,
+        DualKLCoefficient,
         FixedKLCoefficient,
+        PIKLCoefficient,
         get_estimator,
     )
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
@@ -41,7 +43,14 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("make_algorithm",),
-    "estimators": ("AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "FixedKLCoefficient", "get_estimator"),
+    "estimators": (
+        "AdaptiveEntropyCoefficient",
+        "AdaptiveKLCoefficient",
+        "DualKLCoefficient",
+        "FixedKLCoefficient",
+        "PIKLCoefficient",
+        "get_estimator",
+    ),
     "losses": ("LossTerm", "PolicyLoss", "ValueLoss", "get_objective"),
     "ragged": ("Ragged",),
     "scoring": (
@@ -70,11 +79,13 @@ __all__ = [
     "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
     "Advantage",
+    "DualKLCoefficient",
     "FixedKLCoefficient",
     "KLComputation",
     "KLRewardTransform",
     "LogProbScorer",
     "LossTerm",
+    "PIKLCoefficient",
     "PolicyLoss",
     "Ragged",
     "RecordKept",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torchrl_llm_kl.estimators import (
     AdaptiveEntropyCoefficient,
     AdaptiveKLCoefficient,
+    DualKLCoefficient,
     FixedKLCoefficient,
     KLPlacementWarning,
+    PIKLCoefficient,
     check_placement,
 )
 from torchrl_llm_kl.losses._arithmetic import AGGREGATIONS, Aggregation, aggregate, count
@@ -105,9 +107,10 @@ from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 # fmt: off
 __all__ = [
     "AGGREGATIONS", "AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "Aggregation", "Correction", "Divergence",
-    "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning", "KLToReference", "KLToSampler",
-    "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec", "OffPolicySequenceMask", "Once",
-    "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
+    "DualKLCoefficient", "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning",
+    "KLToReference", "KLToSampler", "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec",
+    "OffPolicySequenceMask", "Once", "PIKLCoefficient", "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart",
+    "TopEntropyMask", "UnknownObjectiveError", "ValueLoss",
     "aggregate", "aot", "aot_match", "aot_reference_point", "aot_unpaired", "apo_down", "apo_zero",
     "apply_correction", "available_objectives", "bco", "bco_pair", "bco_reference_point", "check_placement", "cispo",
     "clip_cov", "correction_metrics", "count", "cpo", "dapo", "discopop", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
