@@ -23,8 +23,9 @@ from torchrl_llm_kl.scoring import Sampling, Scores, Sequences, TokenMask, Versi
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
-from torchrl_llm_kl.service.client._replicas import Patience, Replicas, client_name, failures
+from torchrl_llm_kl.service.client._replicas import Patience, Replicas, failures
 from torchrl_llm_kl.service.client._router import Router
+from torchrl_llm_kl.service.control._membership import check_not_forked, client_name
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 
 _MOST_TOKENS = 2**21  # of a request, about: 8 MiB
@@ -295,6 +296,7 @@ class RemoteScorer:
         remember: bool = False,
     ) -> Pending:
         """Send the requests; the result is a function that waits for the scores of :meth:`evaluate`."""
+        check_not_forked()  # before any tensor: torch's own threads do not survive a fork either
         if moments:
             raise _local_only("moments=True")
         if grad:

@@ -26,7 +26,6 @@ from torchrl_llm_kl.service.control._membership import (
     MEMBERSHIPS,
     check_not_forked,
     check_open,
-    client_name,
     cluster,
     session,
 )
@@ -40,8 +39,6 @@ from torchrl_llm_kl.service.control._table import (
     check_expected,
     compare,
 )
-
-__all__ = ["Patience", "Replicas", "client_name", "failures"]
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
