@@ -184,7 +184,7 @@ def make_algorithm(
     ref = preset.needs_reference and scored_reference != "data"
     ref = ref and (charged or preset.kl_loss != "exact" or ("next", "ref_log_probs", "full") in read)
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
-    of_sampler = {"sampling": sampling} if sampling.truncates else {}
+    of_sampler: dict[str, Any] = {"sampling": sampling} if sampling.truncates else {}
     if ref and old:
         if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}

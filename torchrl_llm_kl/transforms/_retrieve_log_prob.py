@@ -397,7 +397,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     def evaluate(self, located: Located, reference: LogProbScorer | None = None, kept: Kept | None = None) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         self.compare_sampler()
-        replayed = {} if kept is None else {"kept": kept}
+        replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
         return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested, **replayed)
 
     def begin(self, located: Located) -> Callable[[], Scores]:
