@@ -193,7 +193,7 @@ def make_algorithm(
             "that reads reference log-probs, such as 'on_policy_distill'."
         )
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
-    of_sampler = {"sampling": sampling} if sampling.truncates else {}
+    of_sampler: dict[str, Any] = {"sampling": sampling} if sampling.truncates else {}
     if ref and old:
         if charged:
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}

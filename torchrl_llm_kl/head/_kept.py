@@ -68,7 +68,7 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
     state, floor = Softmax(head), head.per_position(-math.inf)
     found = _Candidates(count)
     most *= count
-    room = 4 * (top_k * count or most)
+    room = 4 * top_k * count or 8 * most
     for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
         size = math.gcd(logits.shape[1], _BLOCK)
         blocks = logits.view(count, -1, size).amax(-1)
@@ -87,7 +87,7 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
         found.add(logits.view(count, -1, size), blocks, floor, cols.start)
         if found.total > room:
             floor = found.prune(floor, top_k)
-            if found.total > max(room // 2, 2 * most):
+            if found.total > (2 * most if top_k else 6 * most):
                 return None
             room = max(room, 2 * found.total)
     total = state.top + state.total.log() if whole else None

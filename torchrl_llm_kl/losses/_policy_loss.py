@@ -515,7 +515,7 @@ class PolicyLoss(TokenLoss):
         """The inputs that the models compute."""
         self._check_reference()
         needs, reference, sampling = self._needs, self._reference_scorer, self.sampling
-        replayed = {} if kept is None else {"kept": kept}
+        replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
         ref_here = "ref_log_prob" in needs and "ref_log_prob" not in inputs
         both = "kl" in needs or (ref_here and sampling.truncates and sampling.reference == "kept")
         if "sharp_log_prob" in needs and sampling.truncates and kept is None:

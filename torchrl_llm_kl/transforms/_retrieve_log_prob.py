@@ -454,7 +454,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     def evaluate(self, located: Located, reference: LogProbScorer | None = None, kept: Kept | None = None) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         self.compare_sampler()
-        replayed = {} if kept is None else {"kept": kept}
+        replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
         options = self._requested | replayed
         return _in_place(located, self.scorer.evaluate(located.tokens, located.mask, reference=reference, **options))
 
