@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp test test-slow mutants bench bench-gpu bench-ray lint types docs clean
+.PHONY: help setup demo demo-ray demo-fsdp study study-target test test-slow mutants bench bench-gpu bench-ray lint types docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,12 @@ demo-ray: $(READY)  ## Run the demo with four collectors that share one Ray refe
 RANKS ?= 2
 demo-fsdp: $(READY)  ## Run the demo on two ranks (RANKS=2) with sharded models and checkpoints; writes runs/fsdp
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) tutorials/countdown_fsdp.py $(ARGS)
+
+study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, resumable); writes docs/kl_study.md
+	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py placement $(ARGS)
+
+study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an hour, resumable); writes docs/kl_study.md
+	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
 test: $(READY)  ## Run the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
@@ -57,6 +63,7 @@ docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
 	$(BIN)/python docs/build_api.py
 	$(BIN)/python docs/build_estimator_table.py
 	$(BIN)/python docs/build_distillation_table.py
+	$(BIN)/python docs/build_log_probs.py
 	$(BIN)/python docs/build_chat_template_table.py
 	$(BIN)/python docs/build_algorithm_table.py
 

@@ -14,31 +14,63 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
         AdaptiveKLCoefficient,
+        DualKLCoefficient,
         FixedKLCoefficient,
+        PIKLCoefficient,
         get_estimator,
     )
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
-    from torchrl_llm_kl.scoring import LogProbScorer, RememberedModel, ScoreStore, TokenCritic
-    from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
+    from torchrl_llm_kl.scoring import (
+        LogProbScorer,
+        RememberedModel,
+        SamplerMismatchWarning,
+        Sampling,
+        ScoreStore,
+        TokenCritic,
+    )
+    from torchrl_llm_kl.transforms import (
+        KLComputation,
+        KLRewardTransform,
+        RecordKept,
+        RetrieveKL,
+        RetrieveLogProb,
+        RetrieveValue,
+    )
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("make_algorithm",),
-    "estimators": ("AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "FixedKLCoefficient", "get_estimator"),
+    "estimators": (
+        "AdaptiveEntropyCoefficient",
+        "AdaptiveKLCoefficient",
+        "DualKLCoefficient",
+        "FixedKLCoefficient",
+        "PIKLCoefficient",
+        "get_estimator",
+    ),
     "losses": ("LossTerm", "PolicyLoss", "ValueLoss", "get_objective"),
     "ragged": ("Ragged",),
     "scoring": (
         "LogProbScorer",
         "ReferenceUpdater",
         "RememberedModel",
+        "SamplerMismatchWarning",
+        "Sampling",
         "ScoreStore",
         "TokenCritic",
         "prepare_reference",
     ),
-    "transforms": ("KLComputation", "KLRewardTransform", "RetrieveKL", "RetrieveLogProb", "RetrieveValue"),
+    "transforms": (
+        "KLComputation",
+        "KLRewardTransform",
+        "RecordKept",
+        "RetrieveKL",
+        "RetrieveLogProb",
+        "RetrieveValue",
+    ),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
 _LAYERS = (*_PUBLIC, "masks", "rollouts", "service")
@@ -47,18 +79,23 @@ __all__ = [
     "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
     "Advantage",
+    "DualKLCoefficient",
     "FixedKLCoefficient",
     "KLComputation",
     "KLRewardTransform",
     "LogProbScorer",
     "LossTerm",
+    "PIKLCoefficient",
     "PolicyLoss",
     "Ragged",
+    "RecordKept",
     "ReferenceUpdater",
     "RememberedModel",
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveValue",
+    "SamplerMismatchWarning",
+    "Sampling",
     "ScoreStore",
     "TokenCritic",
     "ValueLoss",

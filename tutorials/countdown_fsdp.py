@@ -62,7 +62,7 @@ from countdown_grpo import (
     status,
     summarise,
 )
-from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
+from torchrl_llm_kl import PIKLCoefficient, RetrieveKL
 from torchrl_llm_kl.algorithms import get_algorithm
 
 # Others need expert answers or a teacher, which countdown_grpo.py makes.
@@ -150,14 +150,13 @@ class Run:
     def _shard(self) -> None:
         """Build the algorithm on whole models, then shard them, then build the optimizer on the shards."""
         settings, preset = self.settings, get_algorithm(self.settings.algorithm)
-        batch_size = settings.num_prompts * settings.group_size
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
         self.kl_target = settings.kl_target
         if self.kl_target is None and preset.use_reference:
             self.kl_target = 0.5
         self.coefficient = None
         if self.kl_target is not None:
-            self.coefficient = AdaptiveKLCoefficient(init=0.2, target=self.kl_target, horizon=2 * batch_size)
+            self.coefficient = PIKLCoefficient(init=0.2, target=self.kl_target)
         self.parts = build(
             settings.algorithm,
             self.policy,
@@ -197,7 +196,7 @@ class Run:
                 )
                 self.metrics.append(row)
                 if self.coefficient is not None:
-                    self.coefficient.update(row["kl"], n=len(batch))
+                    self.coefficient.update(row["kl"], n=len(batch), all_ranks=False)  # that of the whole batch
                 self.step += 1
                 advance(status(row))
                 stopped = ranks.any(bool(self.stop))

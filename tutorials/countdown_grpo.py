@@ -18,8 +18,9 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tensordict
 import torch
@@ -30,7 +31,16 @@ from torch import nn
 from torchrl.collectors.llm import LLMCollector
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from countdown.algorithms import ON_POLICY, build, expert_buffer, label, make_teacher, with_experts
+from countdown.algorithms import (
+    CONTROLLERS,
+    ON_POLICY,
+    build,
+    expert_buffer,
+    label,
+    make_coefficient,
+    make_teacher,
+    with_experts,
+)
 from countdown.model import (
     MAX_NEW_TOKENS,
     accuracy,
@@ -42,7 +52,7 @@ from countdown.model import (
 )
 from countdown.report import Metrics, MetricsFile, keep_earlier_run, plot_curves, print_table, progress, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
-from torchrl_llm_kl import AdaptiveKLCoefficient, RetrieveKL
+from torchrl_llm_kl import RetrieveKL
 from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
@@ -58,6 +68,7 @@ LOSS_KEYS = (  # the entries that the losses read
     ("tokens", "prompt"),
     ("masks", "all_attention_mask"),
     ("next", "log_probs", "full"),
+    ("next", "ref_log_probs", "full"),
     ("next", "state_value"),
     "advantage",
     "value_target",
@@ -75,26 +86,26 @@ def train(
     *,
     steps: int,
     lr: float,
-    kl_target: float | None,
+    coefficient: nn.Module | None,
     num_prompts: int,
     group_size: int,
     max_new_tokens: int,
     seed: int,
     metrics: MetricsFile,
     teacher: PreTrainedModel | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    **placement: Any,
 ) -> None:
     """Train ``policy`` in place; the reference is a copy of its initial weights.
 
-    ``kl_target`` is None for an algorithm without a KL penalty.
+    ``coefficient`` is that of the KL penalty, None for an algorithm without one. ``sampling`` goes to the sampler,
+    ``placement`` to the algorithm; the demo has the defaults of both.
     """
     batch_size = num_prompts * group_size
     reference = copy.deepcopy(policy).requires_grad_(False)
 
     # An algorithm is a preset of advantage, objective and KL placement. Here the KL is part of the reward, times a
-    # coefficient that changes by at most 10 % per step (0.2 * n / horizon) to hold the KL at its target.
-    coefficient = None
-    if kl_target is not None:
-        coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
+    # coefficient that adapts to hold the KL at its target.
     parts = build(
         algorithm,
         policy,
@@ -102,6 +113,7 @@ def train(
         coefficient=coefficient,
         max_new_tokens=max_new_tokens,
         teacher=teacher,
+        **placement,
     )
     experts = expert_buffer(problems, tokenizer, seed=seed) if parts.algorithm.use_rollout else None
 
@@ -110,11 +122,12 @@ def train(
     # the last token. Algorithms without a reference have no such transform: the KL is then monitored only.
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):
-        kl = RetrieveKL("from_collector", reference, add_to_reward=False)
+        temperature = placement.get("temperature", 1.0)
+        kl = RetrieveKL("from_collector", reference, add_to_reward=False, temperature=temperature)
     env = make_env(problems, tokenizer, num_prompts=num_prompts, group_size=group_size, seed=seed)
     collector = LLMCollector(
         env.append_transform(kl),
-        policy=as_policy(policy, tokenizer, max_new_tokens=max_new_tokens),
+        policy=as_policy(policy, tokenizer, max_new_tokens=max_new_tokens, **(sampling or {})),
         dialog_turns_per_batch=batch_size,
         total_dialog_turns=batch_size * steps,
         flatten_data=True,
@@ -132,7 +145,13 @@ def train(
                 answers = with_experts(answers, experts)
             learn(policy, parts, answers, optimizer)
             schedule.step()
-            row = summarise(batch, step=step, coefficient=coefficient, seconds=time.perf_counter() - start)
+            row = summarise(
+                batch,
+                step=step,
+                coefficient=coefficient,
+                charged=kl.add_to_reward,
+                seconds=time.perf_counter() - start,
+            )
             metrics.append(row)
             if coefficient is not None:
                 # The penalty grows if the KL is above its target, and shrinks if it is below.
@@ -154,13 +173,19 @@ def learn(
             optimizer.step()
 
 
-def summarise(batch: TensorDictBase, *, step: int, coefficient: nn.Module | None, seconds: float) -> Metrics:
-    """Means over the answers of a step; the KL is in nats per answer, summed over its tokens."""
+def summarise(
+    batch: TensorDictBase, *, step: int, coefficient: nn.Module | None, seconds: float, charged: bool = True
+) -> Metrics:
+    """Means over the answers of a step; the KL is in nats per answer, summed over its tokens.
+
+    With ``charged`` the rewards include the penalty, if there is a coefficient.
+    """
     kl = batch["next", "kl_penalty"].sum(-1).mean().item()
     reward = {"reward": batch["next", "reward"].flatten(1).sum(-1).mean().item()}
-    if coefficient is not None:  # the rewards include the penalty
-        value, penalised = coefficient().item(), reward["reward"]
-        reward = {"reward": penalised + value * kl, "penalised_reward": penalised, "coefficient": value}
+    if coefficient is not None:
+        value = coefficient().item()
+        reward["penalised_reward"] = reward["reward"] - (0.0 if charged else value * kl)
+        reward = {**reward, "reward": reward["penalised_reward"] + value * kl, "coefficient": value}
     prompt_width = batch["tokens", "prompt"].shape[-1]
     return {
         "step": step,
@@ -196,6 +221,9 @@ def main(
     kl_target: Annotated[
         float | None, typer.Option(help="KL to the reference to hold, in nats per answer. Default: 0.5.")
     ] = None,
+    controller: Annotated[
+        str, typer.Option(help="How the coefficient follows the target: pi, dual (ascent) or ziegler.")
+    ] = "pi",
     lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = 1.5e-4,
     num_prompts: Annotated[int, typer.Option(min=1, help="Problems per RL step.")] = NUM_PROMPTS,
     group_size: Annotated[int, typer.Option(min=2, help="Answers to each problem.")] = GROUP_SIZE,
@@ -212,9 +240,14 @@ def main(
     ] = Path("runs/demo"),
 ) -> None:
     """Teach a language model to play Countdown, with a KL penalty that keeps it near its initial weights."""
-    check_options(algorithm=algorithm, kl_target=kl_target, lr=lr, out=out, save_model=save_model)
+    check_options(
+        algorithm=algorithm, kl_target=kl_target, lr=lr, out=out, save_model=save_model, controller=controller
+    )
     if kl_target is None and get_algorithm(algorithm).use_reference:
         kl_target = 0.5
+    coefficient = None
+    if kl_target is not None:
+        coefficient = make_coefficient(controller, target=kl_target, batch_size=num_prompts * group_size)
     silence_dependencies()
     start = time.perf_counter()
     torch.manual_seed(seed)
@@ -244,7 +277,7 @@ def main(
             train_problems,
             steps=steps,
             lr=lr,
-            kl_target=kl_target,
+            coefficient=coefficient,
             num_prompts=num_prompts,
             group_size=group_size,
             max_new_tokens=max_new_tokens,
@@ -293,7 +326,13 @@ def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def check_options(
-    *, algorithm: str, kl_target: float | None, lr: float, out: Path, save_model: Path | None = None
+    *,
+    algorithm: str,
+    kl_target: float | None,
+    lr: float,
+    out: Path,
+    save_model: Path | None = None,
+    controller: str = "pi",
 ) -> None:
     if algorithm not in ON_POLICY:
         raise typer.BadParameter(
@@ -303,6 +342,10 @@ def check_options(
         raise typer.BadParameter(
             f"{algorithm} has no KL penalty that could hold a target: leave the option out, or choose another algorithm.",
             param_hint="--kl-target",
+        )
+    if controller not in CONTROLLERS:
+        raise typer.BadParameter(
+            f"{controller!r} is none of {', '.join(CONTROLLERS)}: choose one of them.", param_hint="--controller"
         )
     for name, value in (("--kl-target", kl_target), ("--lr", lr)):
         if value is not None and not value > 0:

@@ -48,7 +48,7 @@ from countdown_grpo import (
     status,
     summarise,
 )
-from torchrl_llm_kl import AdaptiveKLCoefficient
+from torchrl_llm_kl import PIKLCoefficient
 from torchrl_llm_kl.service import ScoringService
 
 TOLERANCE = 1e-6  # for any metric and any weight; the verdict says whether the runs needed it
@@ -87,7 +87,7 @@ def train(
     kill_at: int | None = None,
 ) -> list[Process]:
     """Train ``policy`` in place. Returns the processes of the service, the killed one first."""
-    coefficient = AdaptiveKLCoefficient(init=0.2, target=kl_target, horizon=2 * batch_size)
+    coefficient = PIKLCoefficient(init=0.2, target=kl_target)
     # The service's model replaces a model anywhere: here the reference of the transform that scores responses. The
     # collectors receive a copy of the transform, which is small: it holds the service's name, not the model.
     parts = build("grpo", policy, service.model, coefficient=coefficient, max_new_tokens=MAX_NEW_TOKENS)

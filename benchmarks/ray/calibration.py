@@ -15,7 +15,8 @@ from benchmarks.ray.callers import Callers, Window
 from benchmarks.ray.capacity import around, drawn
 from benchmarks.ray.events import Draw, Replica, World, quantile, simulate
 from benchmarks.ray.sides import reference
-from torchrl_llm_kl.service import ScoringService, _batcher
+from torchrl_llm_kl.service import ScoringService
+from torchrl_llm_kl.service.replica import _batcher
 
 _KEPT = 100  # quantiles that describe a distribution
 _LATELY = getattr(_batcher, "CALLER_TTL", 10.0)

@@ -16,19 +16,23 @@ from test_learning_ppo import TabularCritic
 from torch import Tensor, nn
 from toy_tasks import chain
 
-from torchrl_llm_kl import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient, FixedKLCoefficient
+from torchrl_llm_kl import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    DualKLCoefficient,
+    FixedKLCoefficient,
+    PIKLCoefficient,
+)
 from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm
 from torchrl_llm_kl.scoring import ReferenceUpdater
 
 TASK = chain()
 
 
-def adaptive() -> dict[str, Any]:
-    return {
-        "kl_loss": "none",
-        "kl_reward": "k1",
-        "kl_reward_coeff": AdaptiveKLCoefficient(0.3, target=0.05, horizon=200),
-    }
+def adaptive(coefficient: nn.Module | None = None) -> dict[str, Any]:
+    if coefficient is None:
+        coefficient = AdaptiveKLCoefficient(0.3, target=0.05, horizon=200)
+    return {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": coefficient}
 
 
 @dataclass
@@ -73,8 +77,8 @@ class Run:
                 self.optimiser.step()
             if hasattr(self.parts.loss, "step"):
                 self.parts.loss.step += 1
-            if isinstance(self.coefficient, AdaptiveKLCoefficient):
-                kl = batch["next", "kl_penalty"] if self.name != "KL in the loss" else metrics["kl_to_ref"]
+            if self.coefficient is not None:
+                kl = metrics["kl_to_ref"] if "in the loss" in self.name else batch["next", "kl_penalty"]
                 self.coefficient.update(kl.sum(-1).mean() if kl.ndim else kl, n=64)
             if self.entropy is not None:
                 self.entropy.update(metrics["entropy"])
@@ -115,6 +119,11 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             "kl_loss_coeff": AdaptiveKLCoefficient(0.3, target=0.05, horizon=200),
             "entropy_coeff": AdaptiveEntropyCoefficient(target=3.0),
         },
+    ),
+    "PI control": ("grpo", lambda: {"group_key": "query", **adaptive(PIKLCoefficient(0.3, target=0.05, warmup=2))}),
+    "dual ascent in the loss": (
+        "grpo",
+        lambda: {"group_key": "query", "kl_loss": "k2", "kl_loss_coeff": DualKLCoefficient(0.3, target=0.05, warmup=2)},
     ),
     "schedule": ("mix_chord", lambda: {"group_key": "query", "mu_warmup_steps": 2, "mu_decay_steps": 4}),
     "critic": ("ppo", adaptive),

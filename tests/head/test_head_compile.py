@@ -147,13 +147,13 @@ def test_graph_break_between_two_sweeps():
     assert_close(value_and_gradients(compiled, args), value_and_gradients(run, args))
 
 
-WHOLE = [0.0, 1.0, 0.0]
+WHOLE = [0.0, 1.0, 0.0, 0.0, 0.0]  # the last two: keep targets, restrict the reference
 SETTINGS = ([3, 40], True, [0.7, 0.3], WHOLE, torch.float64, torch.float64, [1.7, 0.6, 5.0, 1.7, 1.3, 0.0])
 
 
 @pytest.mark.parametrize(
     ("shares", "truncation"),
-    [([1.0, 0.0], WHOLE), ([0.0, 1.0], WHOLE), ([0.7, 0.3], WHOLE), ([1.0, 0.0], [5.0, 0.9, 0.1])],
+    [([1.0, 0.0], WHOLE), ([0.0, 1.0], WHOLE), ([0.7, 0.3], WHOLE), ([1.0, 0.0], [5.0, 0.9, 0.1, 1.0, 1.0])],
     ids=str,
 )
 @pytest.mark.parametrize("with_targets", [True, False])

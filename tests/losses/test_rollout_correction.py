@@ -327,7 +327,7 @@ def test_verls_thresholds() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"rollout_is": "turn"}, ValueError, "rollout_is must be one of 'token', 'sequence', got 'turn'"),
+        ({"rollout_is": "turn"}, ValueError, "rollout_is must be one of 'token', 'sequence', 'geometric', got 'turn'"),
         ({"rollout_is_threshold": 3.0}, ValueError, r"rollout_is_threshold=3\.0 has no effect without rollout_is"),
         ({"rollout_rs_threshold": 3.0}, ValueError, r"rollout_rs_threshold=3\.0 has no effect without rollout_rs"),
         ({"rollout_rs": "token_k1"}, TypeError, "rollout_rs_threshold must be a number or a string .*, got None"),

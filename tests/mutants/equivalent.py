@@ -32,15 +32,15 @@ _same(
 )
 _same(
     "losses/corrections.py",
-    "importance_weights",
+    "_effective_size",
     "a common factor of all weights cancels",
     "scaled = weight / weight.amax().clamp(min=2.0) if weight.numel() else weight",
 )
 _same(
     "losses/corrections.py",
-    "importance_weights",
+    "_effective_size",
     "0 divided by anything",
-    '"effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 2, square),',
+    "return masked_mean(scaled, mask).square() / torch.where(square == 0, 2, square)",
 )
 for _function in ("rejection_mask", "mismatch_metrics"):
     _same(

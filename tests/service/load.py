@@ -69,7 +69,7 @@ class Load:
         assert len(self.answers) == self.asked > 0
         for seed, answer in self.answers.items():
             expected = [scorer.score(sequences(seed)).values for scorer in scorers]
-            assert any(torch.allclose(answer, one, rtol=1e-6, atol=1e-5) for one in expected), f"request {seed}"
+            assert any(torch.allclose(answer, one, rtol=1e-6, atol=1e-6) for one in expected), f"request {seed}"
 
 
 @contextmanager

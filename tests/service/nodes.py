@@ -70,7 +70,7 @@ def main() -> dict[str, Any]:
         whole = time.monotonic() - killed
     local = LogProbScorer(model())
     wrong = sum(
-        not torch.allclose(answer, local.score(sequences(seed)).values, rtol=1e-6, atol=1e-5)
+        not torch.allclose(answer, local.score(sequences(seed)).values, rtol=1e-6, atol=1e-6)
         for seed, answer in load.answers.items()
     )
     after = homes("nodes", 4)

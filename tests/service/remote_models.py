@@ -36,7 +36,7 @@ def slow(seconds: float) -> nn.Module:
 
 
 def model(seed: int = 0) -> nn.Module:
-    return tiny_model(seed=seed)
+    return tiny_model(seed=seed).double()
 
 
 def _pause(module: nn.Module, args: Any, *, seconds: float) -> None:
@@ -45,7 +45,7 @@ def _pause(module: nn.Module, args: Any, *, seconds: float) -> None:
 
 def delayed(seconds: float, seed: int = 0) -> nn.Module:
     """:func:`model` with a slower forward."""
-    made = tiny_model(seed=seed)
+    made = tiny_model(seed=seed).double()
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds))
     return made
 
@@ -76,7 +76,7 @@ def deadly(folder: str) -> nn.Module:
 def late(seconds: float) -> nn.Module:
     """:func:`model`, slow to make."""
     time.sleep(seconds)
-    return tiny_model(seed=0)
+    return tiny_model(seed=0).double()
 
 
 def only_once(folder: str) -> nn.Module:
@@ -85,7 +85,7 @@ def only_once(folder: str) -> nn.Module:
     if (marks / "broken").exists():
         raise OSError("the disk is not there")
     (marks / "broken").touch()
-    return tiny_model(seed=0)
+    return tiny_model(seed=0).double()
 
 
 def quits(folder: str) -> nn.Module:
@@ -101,6 +101,6 @@ def _pause_while(module: nn.Module, args: Any, *, path: str, seconds: float) -> 
 
 def delayed_while(path: str, seconds: float) -> nn.Module:
     """:func:`model` with a slower forward while a file exists."""
-    made = tiny_model(seed=0)
+    made = tiny_model(seed=0).double()
     made.model.layers[0].register_forward_pre_hook(partial(_pause_while, path=path, seconds=seconds))
     return made

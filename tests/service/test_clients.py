@@ -176,7 +176,7 @@ def test_the_service_ends_with_its_last_client() -> None:
     assert "shortlived:0" in names(), "another client uses it"
     assert other.call(0, "health")
     del other
-    until(lambda: "shortlived:0" not in names(), seconds=120)
+    until(lambda: "shortlived:0" not in names(), seconds=10)
 
 
 @pytest.mark.slow

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torchrl_llm_kl.service import WeightVersionError, _push, _weights
+from torchrl_llm_kl.service import WeightVersionError, _weights
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import Pushes, WeightKeeper, chunks_of, tensors_of
+from torchrl_llm_kl.service.client import _push
 from torchrl_llm_kl.service.client._push import ask_all, push_weights
 
 ray = pytest.importorskip("ray")

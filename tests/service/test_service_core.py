@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.testing import assert_close
 
-from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.service import WeightVersionError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
@@ -224,6 +224,22 @@ def test_sixty_temperatures_share_one_scorer(dtype: torch.dtype, error: float) -
     (scorer,) = engine._scorers.values()
     assert len(scorer.memory) == 2, "keys and values are cached once"
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
+
+
+def test_what_a_sampler_left() -> None:
+    """Settings over the wire score like a scorer of this process, whatever was scored before."""
+    engine, row = TransformersEngine(model()), Ragged.from_list([torch.arange(20) % 97])
+    for sampling in (Sampling(), Sampling(0.7, top_k=60), Sampling(0.7), Sampling(1.3, 80, 0.999, 0.001)):
+        fields = dict(zip(("keep_top_k", "keep_top_p", "keep_min_p"), sampling.truncation, strict=True))
+        sent = Request.of(
+            row.values, row.lengths, None, Settings(sampling.temperature, **fields), version=None, caller=""
+        )
+        settings = Request.unpack(sent.pack()).settings.checked()
+        assert settings.sampling == sampling
+        found = engine.score(row, row.positions > 0, settings).values
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_close(found, LogProbScorer(model(), sampling=sampling).score(row).values)
 
 
 def test_scorers_of_other_settings_are_few_and_share_the_memory() -> None:

@@ -14,25 +14,25 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b'KLRL\x02\x00\x01\x00\xcc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
+    b'KLRL\x03\x00\x01\x00\xcc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
     b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0}'
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
     b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b'KLRL\x02\x00\x01\x00|\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
+    b'KLRL\x03\x00\x01\x00|\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
     b'"caller":"","newest":0,"deaths":0}    \x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
 )
 PACKED_REPLY = (
-    b'KLRL\x02\x00\x02\x00T\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4}   '
+    b'KLRL\x03\x00\x02\x00T\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4}   '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b'KLRL\x02\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0}  '
+    b'KLRL\x03\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0}  '
     b"\x9a\x99\x99\x99\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b'KLRL\x02\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1}  '
+    b'KLRL\x03\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1}  '
     b"\x00\x00\x00\xbf\x00\x00@\xc0\x07\x00\x00\x00,\x01\x00\x00\x00\xb8\x00\xbc"
 )
 # Before there were versions.
@@ -91,15 +91,15 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (
             Request,
             with_protocol(PACKED_REQUEST, 1),
-            "client speaks version 1 .* replica version 2: .* side of the client",
+            "client speaks version 1 .* replica version 3: .* side of the client",
         ),
         (
             Request,
-            with_protocol(PACKED_REQUEST, 3),
-            "client speaks version 3 .* replica version 2: .* side of the replica",
+            with_protocol(PACKED_REQUEST, 4),
+            "client speaks version 4 .* replica version 3: .* side of the replica",
         ),
-        (Reply, with_protocol(PACKED_REPLY, 1), "replica speaks version 1 .* client version 2: .* side of the replica"),
-        (Reply, with_protocol(PACKED_REPLY, 3), "replica speaks version 3 .* client version 2: .* side of the client"),
+        (Reply, with_protocol(PACKED_REPLY, 1), "replica speaks version 1 .* client version 3: .* side of the replica"),
+        (Reply, with_protocol(PACKED_REPLY, 4), "replica speaks version 4 .* client version 3: .* side of the client"),
         (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
         (Request, b"", "a request of 0 bytes"),
         (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
@@ -133,8 +133,12 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (Request, PACKED_REQUEST.replace(b'"newest":2', b'"newest":{'), "no valid JSON"),
         (Request, PACKED_REQUEST.replace(b'"newest"', b'"oldest"'), "a request has no field 'newest'"),
         (Request, PACKED_REQUEST.replace(b'"me/7"', b"123456"), "caller of a request is 123456, expected a string"),
-        (Request, PACKED_REQUEST.replace(b"\x03\x00", b"\x07\x00"), "sequence of length 7, expected 0 to its 6 tokens"),
-        (Request, PACKED_REQUEST.replace(b"\x03\x00", b"\x04\x00"), "add up to 7, expected its 6 tokens"),
+        (
+            Request,
+            PACKED_REQUEST.replace(b"}\x03\x00", b"}\x07\x00"),
+            "sequence of length 7, expected 0 to its 6 tokens",
+        ),
+        (Request, PACKED_REQUEST.replace(b"}\x03\x00", b"}\x04\x00"), "add up to 7, expected its 6 tokens"),
         (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
         (Reply, PACKED_TOP_K.replace(b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top 2"),
     ],
@@ -156,6 +160,13 @@ def test_messages_that_cannot_be_read(read: Any, packed: bytes, message: str) ->
         ({"top_k": 1025}, "top_k must be a whole number from 0 to 1024, got 1025"),
         ({"top_k": True}, "top_k must be a whole number"),
         ({"top_k_dtype": "float64"}, "top_k_dtype must be 'float32' or 'float16'"),
+        ({"keep_top_k": -1}, "keep_top_k must be a whole number, 0 for all tokens, got -1"),
+        ({"keep_top_k": 2.0}, "keep_top_k must be a whole number"),
+        ({"keep_top_p": 0.0}, r"keep_top_p must lie in \(0, 1\], got 0.0"),
+        ({"keep_top_p": True}, "keep_top_p must lie"),
+        ({"keep_min_p": float("nan")}, r"keep_min_p must lie in \[0, 1\], got nan"),
+        ({"keep_min_p": "1"}, "keep_min_p must lie"),
+        ({"keep_top_k": 3, "top_k": 2}, "most probable of all tokens, and Sampling"),
         ({"dtype": ["bfloat16"]}, "dtype must be the name"),
         ({"dtype": "int64"}, "dtype must be the name"),
     ],

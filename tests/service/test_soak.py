@@ -101,7 +101,7 @@ def work(remote: RemoteModel, expected: list[torch.Tensor], end: float, tally: T
             tally.errors.append(error)
             continue
         tally.slowest = max(tally.slowest, time.monotonic() - start)
-        same = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-5)  # rounding in other batches: 9e-6
+        same = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-6)
         tally.right += same
         tally.wrong += not same
     tally.retries = mine.retries

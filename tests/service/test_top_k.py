@@ -16,8 +16,9 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, RetrieveLogProb
-from torchrl_llm_kl.service import ProtocolError, RayRetrieveLogProb, RemoteModel, _client
+from torchrl_llm_kl.service import ProtocolError, RayRetrieveLogProb, RemoteModel
 from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.client import _remote
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
@@ -44,7 +45,7 @@ def loopback(monkeypatch: pytest.MonkeyPatch, made: Any, max_tokens: int = 4) ->
                     raise one
             return [Reply.unpack(one.pack()) for one in found if isinstance(one, Reply)]
 
-    monkeypatch.setattr(_client, "Exchange", Exchange)
+    monkeypatch.setattr(_remote, "Exchange", Exchange)
     return RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": max_tokens}, num_replicas=2))
 
 
@@ -142,7 +143,7 @@ class Plain(TransformersEngine):
 def test_an_engine_without_distributions() -> None:
     core, request = ScoringCore(Plain(model())), partial(Request.of, version=None, caller="")
     tokens, lengths = torch.tensor([3, 4, 5]), torch.tensor([3])
-    settings = [_client.Settings(), _client.Settings(entropy=True), _client.Settings(top_k=2)]
+    settings = [_remote.Settings(), _remote.Settings(entropy=True), _remote.Settings(top_k=2)]
     plain, entropy, top = core.score([request(tokens, lengths, None, each) for each in settings])
     assert isinstance(plain, Reply)
     assert isinstance(entropy, ValueError)
@@ -154,7 +155,7 @@ def test_an_engine_without_distributions() -> None:
 def test_a_reply_without_the_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = loopback(monkeypatch, model())
     monkeypatch.setattr(
-        _client.Exchange, "replies", lambda self: [Reply(np.zeros(7, np.float32), None, 0)] * len(self.parts)
+        _remote.Exchange, "replies", lambda self: [Reply(np.zeros(7, np.float32), None, 0)] * len(self.parts)
     )
     with pytest.raises(ProtocolError, match="it answers another request"):
         remote.make_scorer().evaluate(ROWS, top_k=2)

@@ -204,7 +204,7 @@ def test_a_run_writes_consistent_metrics_and_a_picture(tiny_run):
         assert 0 <= row["success"] <= row["reward"] + 1e-6 <= 1 + 2e-6
         assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
         assert 12 <= row["answer_tokens"] <= 12 * countdown_grpo.MAX_NEW_TOKENS
-    assert rows[1]["coefficient"] < rows[0]["coefficient"]  # KL below its target: the penalty shrinks
+    assert rows[1]["coefficient"] == rows[0]["coefficient"]  # held while the KL rises from 0
     assert (folder / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "greedy accuracy after RL" in output
 
@@ -232,6 +232,7 @@ def test_a_saved_tokenizer_splits_text_as_before(tiny_run):
     [
         (["--kl-target", "0"], "not greater than 0"),
         (["--lr", "-1"], "not greater than 0"),
+        (["--controller", "pid"], "'pid' is none of pi, dual, ziegler"),
         (["--group-size", "1"], "group-size"),
         (["--model", "/nowhere/at/all"], "cannot use"),
         (["--out", __file__], "is a file"),
@@ -287,6 +288,20 @@ def test_only_a_run_with_a_penalty_speaks_of_one(tmp_path, monkeypatch, drawn, a
     assert "KL (nats per answer)" in texts(figure)
     assert "KL to the reference" in output
     assert all(("coefficient" in row) == ("penalised_reward" in row) == penalised for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("controller", "factor"),
+    # A KL of 0 at the first step: clipped at 20 % below the target, by half of that; or in the warm-up.
+    [("ziegler", 0.9), ("dual", 1.0), ("pi", 1.0)],
+)
+def test_other_controllers(tmp_path, controller, factor):
+    run(
+        *("--controller", controller, "--steps", "2", "--warmup-steps", "2", "--out", str(tmp_path)),
+        *("--num-prompts", "2", "--group-size", "2"),
+    )
+    before, after = (json.loads(line)["coefficient"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (before, after) == pytest.approx((0.2, 0.2 * factor))
 
 
 def test_a_target_without_a_penalty_is_refused(tmp_path):

@@ -28,8 +28,16 @@ from torchrl_llm_kl.losses import (
     get_objective,
     spec_of,
 )
-from torchrl_llm_kl.rollouts import MaskingStrategy, ModelInterface, Scope
-from torchrl_llm_kl.scoring import LogProbScorer, is_wrapper, unwrap
+from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Scope
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    SamplerMismatchWarning,
+    Sampling,
+    as_sampling,
+    is_wrapper,
+    unwrap,
+    warn_of_mismatch,
+)
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 
@@ -43,9 +51,11 @@ def make_algorithm(
     group_key: NestedKey | None = None,
     group_size: int | None = None,
     temperature: float = 1.0,
+    sampling: Sampling | None = None,
     masking_strategy: MaskingStrategy = "sft",
     max_len: int | None = None,
     loss_args: Mapping[str, Any] | None = None,
+    context: Context | None = None,
     **overrides: Unpack[AlgorithmOverrides],
 ) -> AlgorithmParts:
     """Bind an algorithm to its models, ready to train an actor.
@@ -65,11 +75,15 @@ def make_algorithm(
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
         group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
         temperature: of the sampler; divides the logits of policy and reference.
+        sampling: in place of ``temperature``, the sampler's top-k, top-p and min-p too, of the policy's old and current
+            log-probs; see :class:`~torchrl_llm_kl.Sampling`.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
         max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
             ...), ``tokens_per_batch``, ``dtype`` and ``deterministic`` (which then apply to old and reference log-probs
             too), ...
+        context: the prompt after which the reference scores the same response, such as one with the solution: a function of the
+            conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
         overrides: changes of the preset; see :class:`AlgorithmOverrides`.
 
     Returns:
@@ -82,6 +96,7 @@ def make_algorithm(
 
     Warns:
         KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
+        SamplerMismatchWarning: if the actor or ``gen_model`` is a wrapper that is known to sample otherwise than is scored.
 
     Example:
         >>> import torch
@@ -123,30 +138,37 @@ def make_algorithm(
     _check_loss_args(loss_args)
     objective_spec = spec_of(get_objective(preset.objective))
     assert objective_spec is not None
+    sampling = _sampling(actor, temperature, sampling)
+    temperature = sampling.temperature
     scoring = _scoring_settings(actor, temperature, loss_args)
     scored_reference = _reference_to_score(actor, reference, scoring)
     ref_adapters = reference.adapters if isinstance(reference, LogProbScorer) else False  # of the actor's own model
     policy = _to_score(actor, scoring, "actor") if gen_model is None else _to_score(gen_model, scoring, "gen_model")
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
+    sampler = actor if gen_model is None or isinstance(gen_model, str) else gen_model
+    if preset.schema not in _OFFLINE:
+        warn_of_mismatch(sampler, sampling, trains=True, stacklevel=2)
 
     if not isinstance(actor, LogProbScorer):
-        loss_args["temperature"] = temperature
+        loss_args |= {"temperature": temperature, "sampling": sampling if sampling.truncates else None}
     once = objective_spec.once
     exact = preset.distils and preset.distribution == "exact"
     scores_in_loss = preset.kl_loss == "exact" or exact or (once is not None and once.mismatched)
     own = {"distribution": preset.distribution} if preset.distils else {}
-    loss = PolicyLoss(
-        actor,
-        preset.objective,
-        terms=_terms(preset),
-        aggregation=preset.aggregation,
-        max_len=max_len,
-        masking_strategy=masking_strategy,
-        reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
-        **loss_args,
-        **{**preset.objective_args, **own},  # type: ignore[arg-type]
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplerMismatchWarning)
+        loss = PolicyLoss(
+            actor,
+            preset.objective,
+            terms=_terms(preset),
+            aggregation=preset.aggregation,
+            max_len=max_len,
+            masking_strategy=masking_strategy,
+            reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
+            **loss_args,
+            **{**preset.objective_args, **own},  # type: ignore[arg-type]
+        )
     advantage = None
     if spec is not None:
         hyper: dict[str, Any] = dict(preset.advantage_args)
@@ -167,7 +189,16 @@ def make_algorithm(
     ref = preset.needs_reference and scored_reference != "data"
     scored_there = (preset.kl_loss == "exact" or exact) and not preset.top_k
     ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
+    if context is not None and (not ref or scores_in_loss):
+        where = "the loss scores it on the data's own prompts" if scores_in_loss else "none is scored"
+        advice = (
+            "pass top_k=" if exact else "use an algorithm that reads reference log-probs, such as 'on_policy_distill'"
+        )
+        raise ValueError(
+            f"context= is the prompt of the reference, and for {preset.name} {where}: leave context out, or {advice}."
+        )
     kl_transform: RetrieveKL | RetrieveLogProb | None = None
+    of_sampler: dict[str, Any] = {"sampling": sampling} if sampling.truncates else {}
     if ref and old:
         if preset.top_k:
             raise ValueError(
@@ -178,15 +209,22 @@ def make_algorithm(
             scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
         if isinstance(scored_reference, str):
             scoring["ref_adapters"] = ref_adapters
-        kl_transform = RetrieveKL(policy, scored_reference, add_to_reward=charged, **scoring)
+        kl_transform = RetrieveKL(
+            policy, scored_reference, add_to_reward=charged, context=context, **scoring, **of_sampler
+        )
     elif ref:
         base = isinstance(scored_reference, str)
         scored, adapters = (policy, ref_adapters) if base else (scored_reference, True)
         kl_transform = RetrieveLogProb(
-            scored, log_probs_full_key=("ref_log_probs", "full"), adapters=adapters, top_k=preset.top_k, **scoring
+            scored,
+            log_probs_full_key=("ref_log_probs", "full"),
+            adapters=adapters,
+            top_k=preset.top_k,
+            context=context,
+            **scoring,
         )
     elif old and scored_reference != "data":
-        kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring)
+        kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring, **of_sampler)
     return AlgorithmParts(
         preset,
         SCHEMAS[preset.schema],
@@ -263,10 +301,13 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         raise ValueError(f"{name} has no critic: leave critic= out.")
 
 
+# Schemas of data that no policy samples.
+_OFFLINE = ("sft", "dpo", "unpaired")
 # Arguments of PolicyLoss that make_algorithm sets -> what to do instead.
 _SET_HERE = {
     "actor": "it is the second argument of make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
+    "sampling": "pass sampling= to make_algorithm, for old and current log-probs",
     "loss_agg_mode": "pass aggregation= to make_algorithm",
     "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
     **{
@@ -290,15 +331,25 @@ def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
             )
 
 
+def _sampling(actor: Any, temperature: float, sampling: Sampling | None) -> Sampling:
+    """How the policy samples: as an actor that is a scorer says, else as is requested."""
+    asked = as_sampling(temperature, sampling)
+    if not isinstance(actor, LogProbScorer):
+        return asked
+    if sampling is not None and asked != actor.sampling:
+        raise ValueError(f"sampling={asked}, but actor is a scorer with {actor.sampling}: set it there.")
+    if asked.temperature not in (1.0, actor.temperature):
+        raise ValueError(
+            f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
+        )
+    return actor.sampling
+
+
 def _scoring_settings(actor: Any, temperature: float, loss_args: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of every model's scorer: those of an actor that is a scorer, else the requested ones."""
     if not isinstance(actor, LogProbScorer):
         asked = {"dtype": loss_args.get("dtype"), "deterministic": loss_args.get("deterministic", False)}
         return {"temperature": temperature, **asked}
-    if temperature not in (1.0, actor.temperature):
-        raise ValueError(
-            f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
-        )
     return {"temperature": actor.temperature, "dtype": actor.dtype, "deterministic": actor.deterministic}
 
 

@@ -24,6 +24,7 @@ from torchrl_llm_kl.estimators._coefficients import (
     FixedKLCoefficient,
     as_coefficient,
 )
+from torchrl_llm_kl.estimators._controllers import DualKLCoefficient, DualParametrisation, PIKLCoefficient
 from torchrl_llm_kl.estimators._exact import exact_kl, exact_kl_from_logits
 from torchrl_llm_kl.estimators._outcomes import top_k_divergence
 from torchrl_llm_kl.estimators._per_token import (
@@ -54,10 +55,13 @@ __all__ = [
     "QUANTITIES",
     "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
+    "DualKLCoefficient",
+    "DualParametrisation",
     "EstimatorContract",
     "EstimatorName",
     "FixedKLCoefficient",
     "KLPlacementWarning",
+    "PIKLCoefficient",
     "StraightThrough",
     "UnknownEstimatorError",
     "abs_",

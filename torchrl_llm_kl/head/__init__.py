@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchrl_llm_kl.head._functions import (
     Direction,
+    linear_kept,
     linear_kl,
     linear_log_prob,
     linear_outcomes,
@@ -11,7 +12,7 @@ from torchrl_llm_kl.head._functions import (
     linear_top_k,
     logits_kl,
 )
-from torchrl_llm_kl.head._support import Kept, Truncation
+from torchrl_llm_kl.head._support import WHOLE as WHOLE, Kept, Truncation, dropped as dropped, floor_of as floor_of
 from torchrl_llm_kl.head._tiles import HeadOutput, OutcomesOutput, PairOutput, TopK
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PairOutput",
     "TopK",
     "Truncation",
+    "linear_kept",
     "linear_kl",
     "linear_log_prob",
     "linear_outcomes",

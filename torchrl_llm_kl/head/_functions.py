@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, wide_dtype
+from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
 from torchrl_llm_kl.head._operators import sweep, top_k
 from torchrl_llm_kl.head._shards import Slice, local_part
 from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
@@ -35,6 +36,7 @@ def linear_log_prob(
     entropy: bool = False,
     truncation: Truncation | None = None,
     kept: Kept | None = None,
+    keep_targets: bool = False,
     product_dtype: torch.dtype | None = None,
     chunk: tuple[int, int] | int | None = None,
 ) -> HeadOutput:
@@ -65,8 +67,11 @@ def linear_log_prob(
         soft_cap: ``c`` of ``c * tanh(logit / c)``; None for no cap.
         entropy: whether to compute the entropy too, about 2% more time.
         truncation: what the sampler leaves of the distribution, which is then renormalised. The tokens are found from these
-            logits; the gradient takes them as given. Forward takes tiles of all tokens and fewer positions.
-        kept: instead, the tokens that a sampler recorded.
+            logits; the gradient takes them as given. Forward takes tiles of all tokens and fewer positions: where few tokens
+            are left, :func:`linear_kept` and then ``kept=`` take less time.
+        kept: instead, the tokens that a sampler recorded or :func:`linear_kept` found. If they are few, nothing else of the
+            head is read.
+        keep_targets: a target that the truncation leaves out is kept beside the others.
         product_dtype: of the matrix products, see above.
         chunk: positions and tokens of a tile, or positions alone; changes memory and speed only. Default: by device.
 
@@ -89,8 +94,12 @@ def linear_log_prob(
     weight, bias, part = local_part("", weight, bias)
     head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
     left = _check_truncation(truncation, kept, head, part)
-    plan = Plan(_tile_sizes(chunk, hidden), entropy, truncation=left)
-    out = sweep(plan, _check_targets(targets, head, part), head, part=part, recorded=kept)
+    plan = Plan(_tile_sizes(chunk, hidden), entropy, truncation=left, keep_targets=keep_targets)
+    targets = _check_targets(targets, head, part)
+    if kept is not None and _few(kept, head, None, plan, part):
+        out = kept_scores(plan, targets, head, None, kept)
+    else:
+        out = sweep(plan, targets, head, part=part, recorded=kept)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -162,6 +171,8 @@ def linear_pair(
     entropy: bool = False,
     truncation: Truncation | None = None,
     kept: Kept | None = None,
+    keep_targets: bool = False,
+    ref_kept: bool = False,
     product_dtype: torch.dtype | None = None,
     chunk: tuple[int, int] | int | None = None,
 ) -> PairOutput:
@@ -179,7 +190,8 @@ def linear_pair(
     divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
 
     A ``truncation``, or recorded tokens ``kept``, restrict the policy alone: the KL is that of the sampler to the whole
-    reference, finite for ``"reverse"``.
+    reference, finite for ``"reverse"``. With ``ref_kept`` the reference is renormalised over the same tokens, the KL is 0 where
+    both agree on these, and ``"forward"`` is finite too; its log-prob of a target that is left out is ``-inf``.
 
     ``targets`` are the token ids whose log-probs are computed too, if any; ``[N]``. ``beta``, inside (0, 1), is the
     weight of the reference in the mixture, for ``"jensen_shannon"`` alone.
@@ -216,14 +228,18 @@ def linear_pair(
             "neither. Set product_dtype."
         )
     left = _check_truncation(truncation, kept, policy, part)
-    if (kept is not None or left.active) and direction != "reverse":
+    truncated = kept is not None or left.active
+    if truncated and direction != "reverse" and not (ref_kept and direction == "forward"):
         raise ValueError(
             f'direction={direction!r} is infinite where the policy is truncated and the reference is not: use "reverse".'
         )
-    plan = Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta), left)
+    ref_kept = ref_kept and truncated
+    plan = Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta), left, keep_targets, ref_kept)
     if part is not None or ref_part is not None:
         ref = _same_slice(plan, part, ref, ref_part)
     checked = None if targets is None else _check_targets(targets, policy, part)
+    if kept is not None and _few(kept, policy, ref, plan, part or ref_part):
+        return kept_scores(plan, checked, policy, ref, kept)
     return PairOutput._make(sweep(plan, checked, policy, ref, part, kept)[:4])
 
 
@@ -346,6 +362,72 @@ def linear_top_k(
     return top_k(head, k, (n, v), None if targets is None else _check_targets(targets, head, part), part)
 
 
+@torch.no_grad()
+def linear_kept(
+    hidden: Tensor,
+    weight: Tensor,
+    truncation: Truncation,
+    targets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    most: int | None = None,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> Kept | None:
+    """The tokens that truncated sampling leaves at each position, and their logits, in one sweep without whole rows.
+
+    Pass them as ``kept`` to :func:`linear_log_prob` or :func:`linear_pair` with the same head and options: their sums and
+    gradients are then over these tokens alone. ``targets [N]`` are kept beside the others where the truncation leaves them
+    out. All other arguments, and the errors, are those of :func:`linear_log_prob`.
+
+    Args:
+        hidden: see there.
+        weight: see there.
+        truncation: what the sampler leaves.
+        targets: token ids to keep in any case.
+
+    Keyword Args:
+        bias: see there.
+        temperature: see there.
+        scale: see there.
+        soft_cap: see there.
+        most: the most tokens of a position, on average over a tile of positions. Default: 64, or a 64th of the vocabulary.
+        product_dtype: see there.
+        chunk: see there.
+
+    Returns:
+        The tokens, by position, with their logits and with ``added``; None if there are more than ``most``.
+
+    Example:
+        >>> weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log()  # probabilities 1/2, 1/8, 1/4, 1/8
+        >>> kept = linear_kept(torch.ones(2, 1), weight, Truncation(top_p=0.7), torch.tensor([2, 3]))
+        >>> kept.ids.tolist(), kept.offsets.tolist(), kept.added.tolist()
+        ([0, 2, 0, 2, 3], [0, 2, 5], [False, True])
+    """
+    weight, bias, part = local_part("", weight, bias)
+    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
+    left = _check_truncation(truncation, None, head, part)
+    if not left.active:
+        raise ValueError(f"{truncation} leaves every token: call linear_log_prob without it.")
+    checked = None if targets is None else _check_targets(targets, head, part)
+    return find_kept(
+        head, left, _tile_sizes(chunk, hidden), checked, most_kept(head.sizes[1]) if most is None else most
+    )
+
+
+def _few(kept: Kept, policy: Head, ref: Head | None, plan: Plan, part: Slice | None) -> bool:
+    """Whether to score the kept tokens alone. A compiled graph cannot hold tensors of their number."""
+    if torch.compiler.is_compiling() or part is not None or (plan.keep_targets and kept.logits is None):
+        return False
+    if ref is not None and any(t is not None and t.requires_grad for t in ref[:3]):
+        return False
+    count, vocab = policy.sizes
+    return kept.logits is not None or len(kept.ids) <= most_kept(vocab) * count
+
+
 # ------------------------------------------------------------------ checks
 
 
@@ -422,6 +504,8 @@ def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: He
         top_k, top_p, min_p = truncation
         if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
             raise ValueError(f"{truncation}: expected top_k of at least 0, top_p in (0, 1] and min_p in [0, 1].")
+    if kept is not None and truncation is not None:
+        raise ValueError("truncation and kept say the same: pass one of them.")
     if kept is not None:
         if kept.offsets.shape != (head.sizes[0] + 1,):
             raise ValueError(

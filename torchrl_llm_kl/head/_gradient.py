@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
-from torchrl_llm_kl.head._support import WHOLE, Kept, support_of
+from torchrl_llm_kl.head._support import WHOLE, Kept, local_index, support_of
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     KeptLogits,
     Plan,
     Result,
-    local_index,
     log_ratio_to_mixture,
     tiles,
     without_ids,
@@ -48,7 +47,7 @@ def backward_sweep(
         return [None] * len(needed)
     of_kl, of_log_prob, of_ref_log_prob, of_entropy, of_outcomes = grads
     *statistics, floor = statistics if plan.truncation.active else (*statistics, statistics[0])
-    if of_kl is None and len(heads) == 2:
+    if of_kl is None and len(heads) == 2 and not plan.ref_kept:
         # Without a KL the heads are independent: one sweep each, with the buffers of one.
         of_policy = (None, of_log_prob, None, of_entropy, of_outcomes)
         of_ref = (None, of_ref_log_prob, None, None, None)
@@ -64,7 +63,7 @@ def backward_sweep(
     kls: Sequence[Tensor | None] = list(statistics[4:6]) or [
         result.kl if i == plan.weighing else None for i in range(2)
     ]
-    support = support_of(plan, recorded, floor, find=False)
+    support = support_of(plan, recorded, targets, floor, find=False)
     per_position = (targets, result.entropy, *kls, *grads[:4])
     listed = None
     if of_outcomes is not None and ids is not None and result.outcomes is not None:
@@ -72,7 +71,7 @@ def backward_sweep(
         listed = _Listed(ids, result.outcomes, of_outcomes.masked_fill(result.outcomes.isneginf(), 0.0))
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, columns, logits, (*spare, out, scratch) in tiles(
-            plan.chunk, heads, 2 * len(heads) + 2, kept, support
+            plan.chunk, heads, 2 * len(heads) + 2, kept, support, plan.ref_kept
         ):
             sides = [_Side(logits[i], *spare[2 * i : 2 * i + 2]) for i in range(len(heads))]
             for i, head in enumerate(heads):

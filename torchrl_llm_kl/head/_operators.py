@@ -49,7 +49,13 @@ def sweep(
         recorded = recorded._replace(ids=recorded.ids - part.first)
     if part is not None and ids is not None:
         ids = ids - part.first
-    tensors = [targets, *policy[:3], *(ref[:3] if ref is not None else [None] * 3), *(recorded or [None] * 2), ids]
+    tensors = [
+        targets,
+        *policy[:3],
+        *(ref[:3] if ref is not None else [None] * 3),
+        *((None, None) if recorded is None else recorded[:2]),
+        ids,
+    ]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return Result._make(_Sweep.apply(part, settings, *tensors))
@@ -139,7 +145,7 @@ def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
         list(plan.chunk),
         plan.entropy,
         list(plan.shares),
-        [float(x) for x in plan.truncation],
+        [float(x) for x in (*plan.truncation, plan.keep_targets, plan.ref_kept)],
         policy.dtype,
         ref_dtype,
         numbers,
@@ -147,7 +153,7 @@ def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
 
 
 def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head], Kept | None]:
-    chunk, entropy, shares, (top_k, top_p, min_p), dtype, ref_dtype, numbers = settings
+    chunk, entropy, shares, (top_k, top_p, min_p, *flags), dtype, ref_dtype, numbers = settings
     heads = []
     for i, each in enumerate([dtype] if ref_dtype is None else [dtype, ref_dtype]):
         temperature, scale, soft_cap = numbers[3 * i : 3 * i + 3]
@@ -155,7 +161,9 @@ def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head], Kept
     ids, offsets = tensors[7:9]
     recorded = None if ids is None or offsets is None else Kept(ids, offsets)
     truncation = Truncation(int(top_k), top_p, min_p)
-    return Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1]), truncation), heads, recorded
+    keep_targets, ref_kept = map(bool, flags)
+    plan = Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1]), truncation, keep_targets, ref_kept)
+    return plan, heads, recorded
 
 
 def _present(tensors: Tensors, settings: Settings) -> list[bool]:

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 2**18  # logits, 1 MiB in float32
@@ -37,26 +38,77 @@ WHOLE = Truncation()
 
 
 class Kept(NamedTuple):
-    """Tokens that a sampler could have drawn at each of ``N`` positions, as it recorded them."""
+    """Tokens that a sampler could have drawn at each of ``N`` positions: as it recorded them, or found by :func:`linear_kept`.
+
+    Example:
+        >>> kept = Kept(torch.tensor([4, 7, 2]), torch.tensor([0, 2, 3]))  # two at the first position, one at the second
+        >>> kept.take(torch.tensor([1, 0])).ids
+        tensor([2, 4, 7])
+    """
 
     ids: Tensor  #: those of all positions, one after another; integers ``[M]``
     offsets: Tensor  #: position ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; int64 ``[N + 1]``
+    logits: Tensor | None = None  #: theirs under the head they were found with; None if recorded
+    added: Tensor | None = None  #: where the target is kept although the truncation drops it; bool ``[N]``
+
+    @property
+    def rows(self) -> Tensor:
+        """The position of each token; ``[M]``."""
+        count = torch.arange(len(self.offsets) - 1, device=self.offsets.device)
+        return count.repeat_interleave(self.offsets.diff(), output_size=len(self.ids))
+
+    def take(self, positions: Tensor) -> Kept:
+        """The tokens of some positions, in their order."""
+        starts, counts = self.offsets[:-1][positions], self.offsets.diff()[positions]
+        offsets = from_zero(counts.cumsum(0))
+        index = torch.arange(int(offsets[-1]), device=offsets.device)
+        index = index + (starts - offsets[:-1]).repeat_interleave(counts, output_size=len(index))
+        logits, added = self.logits, self.added
+        return Kept(
+            self.ids[index],
+            offsets,
+            None if logits is None else logits[index],
+            None if added is None else added[positions],
+        )
+
+
+def from_zero(sums: Tensor) -> Tensor:
+    """Cumulative sums with a leading 0."""
+    return F.pad(sums, (1, 0))
+
+
+def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the targets among some tokens, and whether they are among them; same shape as ``targets``."""
+    index = targets - cols.start
+    inside = (index >= 0) & (index < cols.stop - cols.start)
+    return index.masked_fill(~inside, 0), inside
 
 
 class Support:
     """Rules tokens out of the logits of a tile: they become ``-inf``.
 
     Below a floor for each position, which a forward over whole rows finds and a backward is given; or, with ``kept``, all but
-    the recorded ones.
+    the recorded ones. ``targets`` stay in any case.
     """
 
-    def __init__(self, truncation: Truncation, kept: Kept | None, floor: Tensor, *, find: bool) -> None:
-        self.truncation, self.kept, self.floor, self.find = truncation, kept, floor, find
+    def __init__(
+        self, truncation: Truncation, kept: Kept | None, floor: Tensor, targets: Tensor | None, *, find: bool
+    ) -> None:
+        self.truncation, self.kept, self.floor, self.targets, self.find = truncation, kept, floor, targets, find
 
     def restrict(self, logits: Tensor, rows: slice, cols: slice) -> None:
         """Rule tokens out of ``logits [n, v]``, in place."""
+        if self.targets is None:
+            self._drop(logits, rows, cols)
+            return
+        index, inside = local_index(self.targets[rows].unsqueeze(1), cols)
+        chosen = logits.gather(1, index)
+        self._drop(logits, rows, cols)
+        logits.scatter_(1, index, torch.where(inside, chosen, logits.gather(1, index)))
+
+    def _drop(self, logits: Tensor, rows: slice, cols: slice) -> None:
         if self.kept is not None:
-            logits.masked_fill_(~_recorded(self.kept, logits, rows, cols), -math.inf)
+            logits.masked_fill_(~recorded(self.kept, logits, rows, cols), -math.inf)
             return
         for block in _blocks(logits):
             part, floor = logits[block], self.floor[rows][block]
@@ -72,12 +124,14 @@ def _blocks(logits: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def support_of(plan: Any, kept: Kept | None, floor: Tensor, *, find: bool) -> Support | None:
+def support_of(plan: Any, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
     """The support of a plan's policy; None if it is the whole vocabulary."""
-    return Support(plan.truncation, kept, floor, find=find) if kept is not None or plan.truncation.active else None
+    if kept is None and not plan.truncation.active:
+        return None
+    return Support(plan.truncation, kept, floor, targets if plan.keep_targets else None, find=find)
 
 
-def _recorded(kept: Kept, logits: Tensor, rows: slice, cols: slice) -> Tensor:
+def recorded(kept: Kept, logits: Tensor, rows: slice, cols: slice) -> Tensor:
     """Whether each token of a tile was recorded; boolean ``[n, v]``."""
     found = torch.zeros_like(logits, dtype=torch.bool)
     offsets = kept.offsets[rows.start : rows.stop + 1]
@@ -137,3 +191,17 @@ def _between(kept: Tensor, left_out: Tensor) -> Tensor:
     """The middle of both; ``kept`` where they are equal, below it where nothing is left out."""
     middle = kept + 0.5 * (left_out - kept)
     return torch.where(left_out.isneginf(), kept - 1.0, middle)
+
+
+def dropped(logits: Tensor, truncation: Truncation, kept: Kept | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of whole rows ``[n, V]``: the tokens that are ruled out, never the targets, and at which positions these were added.
+
+    Boolean ``[n, V]`` and ``[n]``.
+    """
+    logits, whole = logits.detach(), slice(0, logits.shape[1])
+    if kept is not None:
+        out = ~recorded(kept, logits, slice(0, len(logits)), whole)
+    else:
+        out = logits < floor_of(logits, truncation).unsqueeze(-1)
+    added = out.gather(1, targets.unsqueeze(1))
+    return out.scatter(1, targets.unsqueeze(1), False), added.squeeze(1)

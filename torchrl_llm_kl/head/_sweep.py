@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._support import Kept, support_of
+from torchrl_llm_kl.head._support import Kept, local_index, support_of
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     KeptLogits,
     Plan,
     Result,
-    local_index,
     log_ratio_to_mixture,
     tiles,
     without_ids,
@@ -40,13 +39,13 @@ def forward_sweep(
         of each head to it, then, with a truncation, the floor of the policy's logits.
     """
     count, pair = len(heads), len(heads) == 2
-    states = [_Softmax(head) for head in heads]
-    support = support_of(plan, recorded, heads[0].per_position(0.0), find=True)
+    states = [Softmax(head) for head in heads]
+    support = support_of(plan, recorded, targets, heads[0].per_position(0.0), find=True)
     moment, kls = heads[0].per_position(0.0), [head.per_position(0.0) for head in heads]
     listed = None if ids is None else _Listed(heads[0], ids)
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, _, logits, (*probs, scratch) in tiles(
-            plan.forward_chunk(heads[0]), heads, count + 1, support=support
+            plan.forward_chunk(heads[0]), heads, count + 1, support=support, both=plan.ref_kept
         ):
             if kept is not None:
                 kept.add(logits)
@@ -78,7 +77,7 @@ def forward_sweep(
 
 
 def _finish(
-    plan: Plan, chosen: bool, states: list[_Softmax], moment: Tensor, kls: list[Tensor]
+    plan: Plan, chosen: bool, states: list[Softmax], moment: Tensor, kls: list[Tensor]
 ) -> tuple[Result, list[Tensor]]:
     log_totals = [state.total.log() for state in states]
     statistics = [t for state, log_total in zip(states, log_totals, strict=True) for t in (state.top, log_total)]
@@ -98,7 +97,7 @@ def _finish(
     return Result(kl, log_probs[0], log_probs[1], entropy, None), statistics
 
 
-class _Softmax:
+class Softmax:
     """Largest logit, sum of exponentials relative to it and the targets' logits of one head, so far; ``[N]`` each."""
 
     def __init__(self, head: Head) -> None:
@@ -189,7 +188,7 @@ def top_k_sweep(
     values = head.hidden.new_empty(head.hidden.shape[0], k, dtype=head.wide)
     indices = values.new_empty(values.shape, dtype=torch.long)
     tail_top, tail = head.per_position(torch.finfo(head.wide).min), head.per_position(0.0)
-    softmax = _Softmax(head)  # for the targets' logits alone
+    softmax = Softmax(head)  # for the targets' logits alone
     with torch.autocast(head.hidden.device.type, enabled=False):
         # The first tile fills all k places.
         for rows, cols, _, (logits,), _ in tiles((chunk[0], max(chunk[1], k)), [head], 0):

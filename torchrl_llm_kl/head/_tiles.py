@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
-from torchrl_llm_kl.head._support import WHOLE, Support, Truncation
+from torchrl_llm_kl.head._support import WHOLE, Support, Truncation, local_index
 
 # exp underflows to 0 below this, in float64 too: log-probs are clamped here before they meet their probability.
 LOG_ZERO = -1000.0
@@ -142,6 +142,8 @@ class Plan:
     entropy: bool = False  # the policy's
     shares: tuple[float, float] = (1.0, 0.0)
     truncation: Truncation = WHOLE  # the policy's
+    keep_targets: bool = False  # the policy keeps the targets, whatever the truncation
+    ref_kept: bool = False  # the reference is restricted to the tokens that the policy keeps
 
     @property
     def mixture(self) -> bool:
@@ -192,13 +194,15 @@ def tiles(
     spare: int,
     kept: KeptLogits | None = None,
     support: Support | None = None,
+    both: bool = False,
 ) -> Iterator[tuple[slice, slice, list[Columns], list[Tensor], list[Tensor]]]:
     """Iterate over positions x vocabulary; tiles of the same tokens are consecutive.
 
     Yields:
         Positions, tokens, and of each head the tokens' weight and bias and the logits; then ``spare`` uninitialised
         buffers. Logits and buffers are contiguous ``[n, v]``, and the next tile overwrites them. Logits that were ``kept``
-        are copied instead of computed. Those of the first head are restricted to its ``support``.
+        are copied instead of computed. Those of the first head are restricted to its ``support``, and with ``both`` those of
+        the second too.
     """
     count, vocab = heads[0].sizes
     n, v = min(chunk[0], max(count, 1)), min(chunk[1], vocab)
@@ -217,15 +221,10 @@ def tiles(
                     head.logits(rows, cols, columns[i], out=logits[i])
                     if i == 0 and support is not None:
                         support.restrict(logits[0], rows, cols)
+                    elif both:
+                        logits[i].masked_fill_(logits[0].isneginf(), -math.inf)
             number += 1
             yield rows, cols, columns, logits[: len(heads)], logits[len(heads) :]
-
-
-def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the targets among some tokens, and whether they are among them; same shape as ``targets``."""
-    index = targets - cols.start
-    inside = (index >= 0) & (index < cols.stop - cols.start)
-    return index.masked_fill(~inside, 0), inside
 
 
 def without_ids(values: Tensor, ids: Tensor, cols: slice, out: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torchrl_llm_kl.estimators import (
     AdaptiveEntropyCoefficient,
     AdaptiveKLCoefficient,
+    DualKLCoefficient,
     FixedKLCoefficient,
     KLPlacementWarning,
+    PIKLCoefficient,
     check_placement,
 )
 from torchrl_llm_kl.losses._arithmetic import AGGREGATIONS, Aggregation, aggregate, count
@@ -42,6 +44,7 @@ from torchrl_llm_kl.losses._value_loss import ValueLoss, value_error
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     apply_correction,
+    correction_metrics,
     entropy_threshold,
     importance_weights,
     mismatch_metrics,
@@ -106,17 +109,18 @@ from torchrl_llm_kl.losses.terms import divergence_to_teacher, entropy_bonus, kl
 # fmt: off
 __all__ = [
     "AGGREGATIONS", "AdaptiveEntropyCoefficient", "AdaptiveKLCoefficient", "Aggregation", "Correction", "Divergence",
-    "DivergenceToTeacher", "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights", "KLPlacementWarning",
-    "KLToReference", "KLToSampler", "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName", "ObjectiveSpec",
-    "OffPolicySequenceMask", "Once", "PolicyLoss", "RejectionMask", "RolloutArgs", "TermPart", "TopEntropyMask",
-    "UnknownObjectiveError", "ValueLoss", "aggregate", "aot", "aot_match", "aot_reference_point", "aot_unpaired",
-    "apo_down", "apo_zero", "apply_correction", "available_objectives", "bco", "bco_pair", "bco_reference_point",
-    "check_placement", "cispo", "clip_cov", "count", "cpo", "dapo", "discopop", "distill", "divergence_to_teacher",
-    "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus", "entropy_threshold", "exo_pair", "get_objective", "gmpo", "gpg",
-    "gspo", "hinge", "importance_sampling", "importance_weights", "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "kto",
-    "kto_reference_point", "luspo", "mismatch_metrics", "mix", "mix_chord", "mu_schedule", "nca_pair", "objective",
-    "off_policy_sequence_mask", "opmd", "orpo", "ppo", "rec", "rejection_mask", "robust", "rollout_corrections", "sapo",
-    "select_clip_cov", "select_kl_cov", "sft", "sft_is", "sft_phi", "simpo", "spec_of", "sppo", "sppo_hard",
-    "top_entropy_mask", "topr", "value_error", "vespo",
+    "DivergenceToTeacher", "DualKLCoefficient", "EntropyBonus", "FixedKLCoefficient", "ImportanceWeights",
+    "KLPlacementWarning", "KLToReference", "KLToSampler", "LossOutput", "LossTerm", "ObjectiveArgs", "ObjectiveName",
+    "ObjectiveSpec", "OffPolicySequenceMask", "Once", "PIKLCoefficient", "PolicyLoss", "RejectionMask", "RolloutArgs",
+    "TermPart", "TopEntropyMask", "UnknownObjectiveError", "ValueLoss", "aggregate", "aot", "aot_match",
+    "aot_reference_point", "aot_unpaired", "apo_down", "apo_zero", "apply_correction", "available_objectives", "bco",
+    "bco_pair", "bco_reference_point", "check_placement", "cispo", "clip_cov", "correction_metrics", "count", "cpo",
+    "dapo", "discopop", "distill", "divergence_to_teacher", "dpo", "dppo", "dr_grpo", "dro", "entropy_bonus",
+    "entropy_threshold", "exo_pair", "get_objective", "gmpo", "gpg", "gspo", "hinge", "importance_sampling",
+    "importance_weights", "ipo", "kl_cov", "kl_to_ref", "kl_to_sampler", "kto", "kto_reference_point", "luspo",
+    "mismatch_metrics", "mix", "mix_chord", "mu_schedule", "nca_pair", "objective", "off_policy_sequence_mask", "opmd",
+    "orpo", "ppo", "rec", "rejection_mask", "robust", "rollout_corrections", "sapo", "select_clip_cov", "select_kl_cov",
+    "sft", "sft_is", "sft_phi", "simpo", "spec_of", "sppo", "sppo_hard", "top_entropy_mask", "topr", "value_error",
+    "vespo",
 ]
 # fmt: on

@@ -381,7 +381,7 @@ class TopEntropyMask(Correction):
 class RolloutArgs(TypedDict, total=False):
     """The settings of verl's ``rollout_correction``; see :func:`rollout_corrections`."""
 
-    rollout_is: Literal["token", "sequence"] | None
+    rollout_is: Literal["token", "sequence", "geometric"] | None
     rollout_is_threshold: float | str | None
     rollout_is_batch_normalize: bool
     rollout_rs: str | None
@@ -402,7 +402,7 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
     """The corrections that verl's ``rollout_correction`` settings describe; ``PolicyLoss`` takes these settings itself.
 
     Keyword Args:
-        rollout_is: :class:`ImportanceWeights` of this level; None for none.
+        rollout_is: :class:`ImportanceWeights` of this level (``"geometric"`` too, unlike in verl); None for none.
         rollout_is_threshold: ``2.0`` truncates there; ``"0.5_5.0"`` sets weights outside to 0.
         rollout_rs: one or more of :data:`~torchrl_llm_kl.losses.Divergence`, with commas: a :class:`RejectionMask` each.
         rollout_rs_threshold: one bound for all of them, or one each, with commas. For ``k1`` two ratios of sampler to
@@ -426,12 +426,13 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
     out: list[Correction] = []
     threshold = given.get("rollout_is_threshold", 2.0)
     if level is not None:
-        check_choice(("token", "sequence"), rollout_is=level)
+        check_choice(("token", "sequence", "geometric"), rollout_is=level)
         low, high = _bounds("rollout_is_threshold", threshold)
         out.append(ImportanceWeights(level=level, mode="truncate" if low is None else "mask", low=low, high=high))
     elif threshold not in (2.0, None):
         raise ValueError(
-            f"rollout_is_threshold={threshold!r} has no effect without rollout_is: pass 'token' or 'sequence'."
+            f"rollout_is_threshold={threshold!r} has no effect without rollout_is: pass 'token', 'sequence' or "
+            "'geometric'."
         )
     thresholds = given.get("rollout_rs_threshold")
     if options is None:

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, masked_mean
 from torchrl_llm_kl.estimators import k3
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
     PER_OUTCOME,
@@ -41,8 +42,8 @@ from torchrl_llm_kl.losses._parts import (
     rollout_corrections,
 )
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, as_mask, merge_metrics, with_graph
-from torchrl_llm_kl.losses.corrections import apply_correction, mismatch_metrics
-from torchrl_llm_kl.ragged import own_leaves
+from torchrl_llm_kl.losses.corrections import apply_correction, correction_metrics, mismatch_metrics
+from torchrl_llm_kl.ragged import Ragged, own_leaves
 from torchrl_llm_kl.rollouts import (
     TOKENS_FULL,
     MaskingStrategy,
@@ -52,11 +53,19 @@ from torchrl_llm_kl.rollouts import (
     mismatch,
     per_sequence,
     per_token,
+    read_kept,
     read_top_k,
     require_key,
     top_k_entries,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, ScorerSlot, check_distributions
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    Sampling,
+    ScorerSlot,
+    as_sampling,
+    check_distributions,
+    warn_of_mismatch,
+)
 
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
@@ -108,6 +117,9 @@ class PolicyLoss(TokenLoss):
             :class:`~torchrl_llm_kl.RetrieveLogProb`; a list of such keys for several teachers.
         temperature, tokens_per_batch, dtype, deterministic: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the
             reference has its own ``max_tokens`` instead of ``tokens_per_batch``.
+        sampling: in place of ``temperature``, how the policy samples: log-probs, entropies and KLs are those of what its top-k,
+            top-p and min-p leave; see :class:`~torchrl_llm_kl.Sampling`. What the sampler recorded (entry ``kept``) is replayed
+            where the data holds it.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
             vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
@@ -118,20 +130,25 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``reference_point``, ``match_id``, ``denominators``. An entry is also found on the other side of ``"next"``,
+    ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept``
+    (the parent of ``"counts"`` and ``"ids"``). An entry is also found on the other side of ``"next"``,
     and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
         ``"none"``), whose sum is ``out.total_loss``; and metrics over the masked-in tokens, without graph: the objective's
         own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens``,
-        ``num_sequences``; for data with ``sampler_log_prob`` those of :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
+        ``num_sequences``; with corrections those of :func:`~torchrl_llm_kl.losses.correction_metrics`; for data with
+        ``sampler_log_prob`` those of :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
         ``old_log_prob`` or else of the current policy.
 
     Raises:
         TypeError: for an unknown hyper-parameter.
         ValueError: if one is out of range; on data, if lengths differ or a masked-in number is not finite.
         KeyError: on data, if a required entry is missing.
+
+    Warns:
+        SamplerMismatchWarning: if the actor is a wrapper that is known to sample otherwise than is scored.
 
     Example:
         >>> import torch
@@ -166,6 +183,7 @@ class PolicyLoss(TokenLoss):
         reference_point: NestedKey = "reference_point"
         match_id: NestedKey = "match_id"
         denominators: NestedKey = "denominators"
+        kept: NestedKey = "kept"
 
     actor_network: nn.Module
     actor_network_params: Any
@@ -184,6 +202,7 @@ class PolicyLoss(TokenLoss):
         reference: Any = None,
         top_k_key: NestedKey | list[NestedKey] = "top_k",
         temperature: float = 1.0,
+        sampling: Sampling | None = None,
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
         deterministic: bool = False,
@@ -210,8 +229,11 @@ class PolicyLoss(TokenLoss):
                 other = "corrections" if name == "terms" else "terms"
                 raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
+        temperature = as_sampling(temperature, sampling).temperature
         settings: dict[str, Any] = {"temperature": temperature, "tokens_per_batch": tokens_per_batch}
         settings |= {"dtype": dtype, "deterministic": deterministic}
+        if sampling is not None:
+            settings["sampling"] = sampling
         self._set_models(actor, reference, settings, functional)
         self.objective = TermPart(function, **own)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
@@ -224,6 +246,8 @@ class PolicyLoss(TokenLoss):
         self._check_reference()
         self._dry_run()
         self._expose(exposed)
+        if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
+            warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
     def _set_models(self, actor: Any, reference: Any, settings: dict[str, Any], functional: bool) -> None:
         self._settings, self._functional = settings, functional
@@ -264,6 +288,16 @@ class PolicyLoss(TokenLoss):
         return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
 
     @property
+    def sampling(self) -> Sampling:
+        """How the scored tokens were sampled."""
+        given = self._given_scorer
+        return (
+            as_sampling(self._settings["temperature"], self._settings.get("sampling"))
+            if given is None
+            else given.sampling
+        )
+
+    @property
     def reference(self) -> Any:
         """The reference model or scorer, None if there is none."""
         return self.__dict__["_reference"]
@@ -275,7 +309,9 @@ class PolicyLoss(TokenLoss):
             return reference
         remote = getattr(reference, "log_probs_only", False) is True  # it plans its own batches
         settings = {
-            name: value for name, value in self._settings.items() if not (remote and name == "tokens_per_batch")
+            name: value
+            for name, value in self._settings.items()
+            if name != "sampling" and not (remote and name == "tokens_per_batch")
         }
         return self._reference_slot.get(reference, **settings)
 
@@ -289,6 +325,7 @@ class PolicyLoss(TokenLoss):
             names = ("tokens_per_batch", "dtype", "deterministic", "adapters")
             settings = {name: getattr(given, name) for name in names}
         model = self.actor_network if given is None else given.model
+        settings = {name: value for name, value in settings.items() if name != "sampling"}
         return self._sharp_slot.get(model, **{**settings, "temperature": self.scorer_temperature / 2})
 
     @property
@@ -312,6 +349,12 @@ class PolicyLoss(TokenLoss):
         return self.top_k_key if isinstance(self.top_k_key, list) else [self.top_k_key]
 
     def _check_reference(self) -> None:
+        if self.sampling.truncates and self._needs & {"outcomes", "teacher_divergence"}:
+            raise ValueError(
+                f"a distillation with {self.sampling}: a teacher's tokens that are left out would have no probability and no "
+                "gradient, so the divergence to it is not defined. Pass temperature= or Sampling(temperature) alone; the "
+                "tokens themselves may come from a truncated sampler."
+            )
         exact = self._needs & {"kl", "teacher_divergence"}
         if not exact:
             return
@@ -394,7 +437,7 @@ class PolicyLoss(TokenLoss):
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         td, response, inputs = self._read(tensordict)
-        inputs |= self._score(response, inputs)
+        inputs |= self._score(response, inputs, self._kept(td, response.tokens))
         self._check_finite(response, inputs)
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
@@ -430,6 +473,7 @@ class PolicyLoss(TokenLoss):
         if once is None:
             return tensordict
         td, response, inputs = self._read(tensordict, without=once.name)
+        kept = None if once.mismatched else self._kept(td, response.tokens)
         if once.mismatched:
             if self._reference_scorer is None:
                 raise ValueError(
@@ -439,7 +483,7 @@ class PolicyLoss(TokenLoss):
             response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
             inputs = {"mask": response.mask}
         with torch.no_grad():
-            inputs |= self._score(response, inputs)
+            inputs |= self._score(response, inputs, kept)
         self._check_finite(response, inputs)
         taken = inspect.signature(once.function).parameters
         value = once.function(**{name: x for name, x in inputs.items() if name in taken})
@@ -479,6 +523,8 @@ class PolicyLoss(TokenLoss):
                 rows[name] = value
                 continue
             flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
+            if name == "sampler_log_prob":
+                flat[name] = self._reader.with_unscored(mask, flat[name], tokens, found)
             if name == "old_log_prob" and name in needs:
                 mask = self._reader.without_unscored(mask, flat[name], tokens, found)
         teachers = read_top_k(td, self._teachers, tokens, responses) if "teacher_outcomes" in needs else None
@@ -540,10 +586,29 @@ class PolicyLoss(TokenLoss):
                     stacklevel=3,
                 )
 
-    def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _kept(self, td: TensorDictBase, tokens: Ragged) -> Kept | None:
+        """What the sampler recorded; None if nothing is left out, or nothing was recorded."""
+        if not self.sampling.truncates:
+            return None
+        found = read_kept(td, self.tensor_keys.kept, tokens, self._reader.locate(td).mask)
+        return None if found is None else Kept(*found)
+
+    def _score(
+        self, response: ResponseTokens, inputs: Mapping[str, Tensor], kept: Kept | None = None
+    ) -> dict[str, Tensor]:
         """The inputs that the models compute."""
         self._check_reference()
-        needs, reference = self._needs, self._reference_scorer
+        needs, reference, sampling = self._needs, self._reference_scorer, self.sampling
+        replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
+        ref_here = "ref_log_prob" in needs and "ref_log_prob" not in inputs
+        exact = self._exact()
+        if ref_here and sampling.truncates and sampling.reference == "kept":
+            exact = {"reference": reference}
+        if "sharp_log_prob" in needs and sampling.truncates and kept is None:
+            raise ValueError(
+                f"{name_of(self.objective.function)} scores at half the temperature, where {sampling} leaves other "
+                "tokens: replay what the sampler kept (RecordKept), or sample without truncation."
+            )
         own = self.actor_network_params if self._functional else None
         with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
             scores = self.scorer.evaluate(
@@ -552,12 +617,15 @@ class PolicyLoss(TokenLoss):
                 entropy=self.log_entropy or "entropy" in needs,
                 top_ids=inputs.get("top_ids"),
                 grad=torch.is_grad_enabled(),
-                **self._exact(),
+                **exact,
+                **replayed,
             )
             ref = scores.ref_log_prob
-            if ref is None and reference is not None and "ref_log_prob" in needs and "ref_log_prob" not in inputs:
+            if ref is None and reference is not None and ref_here:
                 ref = reference.score(response.tokens, response.flat_mask)
-            sharp = self._sharp_scorer.score(response.tokens, response.flat_mask) if "sharp_log_prob" in needs else None
+            sharp = None
+            if "sharp_log_prob" in needs:
+                sharp = self._sharp_scorer.score(response.tokens, response.flat_mask, **replayed)
         found = {
             "log_prob": scores.log_prob,
             "entropy": scores.entropy,
@@ -577,6 +645,7 @@ class PolicyLoss(TokenLoss):
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
         mask, experts = inputs["mask"], inputs.get("expert_mask")
+        product = torch.ones_like(inputs["log_prob"]).detach()
         correction: Correction
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
             if experts is None or not {"old_log_prob", "sampler_log_prob"} & set(correction.needs):
@@ -586,6 +655,10 @@ class PolicyLoss(TokenLoss):
                 weights = torch.where(mask & experts, 1, weights)
             terms = apply_correction(terms, weights, mask)
             metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
+            if weights.shape[:-1] == mask.shape[:-1]:  # not one weight for each pair
+                product = product * weights.detach()
+        if self.corrections:
+            metrics |= correction_metrics(product, mask if experts is None else mask & ~experts)
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
 

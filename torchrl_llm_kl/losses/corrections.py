@@ -77,6 +77,37 @@ def _corrected(term: LossTerm, weights: Tensor, mask: Tensor | None) -> LossTerm
 
 
 @torch.no_grad()
+def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """What several corrections do together: metrics of the product of their weights.
+
+    :class:`~torchrl_llm_kl.PolicyLoss` logs them. ``rejected_fraction``: tokens of weight 0; ``rejected_seq_fraction``:
+    sequences with such a token; ``correction_ess``: ``(mean w)**2 / mean w**2`` over tokens, the share of the batch that is
+    left, 0 if every token is rejected.
+
+    Args:
+        weights: the product; ``[*B, T]``.
+        mask: bool ``[*B, T]``.
+
+    Returns:
+        0-dim tensors without graph, 0 for an empty mask.
+
+    Example:
+        >>> weights, mask = torch.tensor([[2.0, 0.0], [1.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+        >>> {name: round(float(value), 4) for name, value in correction_metrics(weights, mask).items()}
+        {'rejected_fraction': 0.3333, 'rejected_seq_fraction': 0.5, 'correction_ess': 0.6}
+
+    Source: verl 0.9.1 has the first two as ``rollout_rs_masked_fraction`` and ``rollout_rs_seq_masked_fraction``.
+    """
+    (weights,) = checked(mask, weights=weights)
+    rejected = mask & (weights == 0)
+    return {
+        "rejected_fraction": masked_mean(rejected.to(weights.dtype), mask),
+        "rejected_seq_fraction": masked_mean(rejected.any(-1).to(weights.dtype), mask.any(-1)),
+        "correction_ess": _effective_size(weights, mask),
+    }
+
+
+@torch.no_grad()
 def importance_weights(
     old_log_prob: Tensor,
     sampler_log_prob: Tensor,
@@ -92,15 +123,16 @@ def importance_weights(
     Without bounds, the mean of a token's loss times its weight equals the mean loss of tokens sampled from the trainer's
     probabilities.
 
-    ========================== ============================================================== ===========================
-    setting                    known as                                                       bounds there
-    ========================== ============================================================== ===========================
-    ``token``, ``truncate``    truncated importance sampling (TIS)                            ``high=2``
-    ``token``, ``mask``        IcePop                                                         ``low=0.5, high=5``
-    ``sequence``, ``truncate`` sequence TIS                                                   ``high=2`` (verl), ``3`` (TRL)
-    ``sequence``, ``mask``     masked importance sampling, TRL's default                      ``high=3``
-    ``geometric``, ``mask``    geometric mask of long answers                                 close to 1
-    ========================== ============================================================== ===========================
+    =========================== ============================================================== ===========================
+    setting                     known as                                                       bounds there
+    =========================== ============================================================== ===========================
+    ``token``, ``truncate``     truncated importance sampling (TIS)                            ``high=2``
+    ``token``, ``mask``         IcePop                                                         ``low=0.5, high=5``
+    ``sequence``, ``truncate``  sequence TIS                                                   ``high=2`` (verl), ``3`` (TRL)
+    ``sequence``, ``mask``      masked importance sampling, TRL's default                      ``high=3``
+    ``geometric``, ``truncate`` geometric TIS                                                  ``high=2``
+    ``geometric``, ``mask``     geometric mask of long answers                                 close to 1
+    =========================== ============================================================== ===========================
 
     The trainer computes ``old_log_prob`` before its first update on the tokens, the sampler ``sampler_log_prob``; where that
     is NaN (not scored) the log-ratio is 0.
@@ -151,16 +183,21 @@ def importance_weights(
     if mode == "mask":
         weight = torch.where(outside, 0, ratio)
     fraction = "truncated_fraction" if mode == "truncate" else "masked_fraction"
-    # The scale cancels in the effective sample size, and keeps the squares of large weights finite.
-    scaled = weight / weight.amax().clamp(min=1.0) if weight.numel() else weight
-    square = masked_mean(scaled.square(), counts)
     metrics = {
         "weight_mean": masked_mean(ratio, counts),
         "weight_max": torch.where(counts, ratio, 0).max() if ratio.numel() else ratio.new_zeros(()),
         fraction: masked_mean(outside.to(ratio.dtype), counts),
-        "effective_sample_size": masked_mean(scaled, counts).square() / torch.where(square == 0, 1, square),
+        "effective_sample_size": _effective_size(weight, counts),
     }
     return torch.where(mask, weight, 0), metrics
+
+
+def _effective_size(weight: Tensor, mask: Tensor) -> Tensor:
+    """``(mean w)**2 / mean w**2``, in (0, 1]; 0 if all weights are 0."""
+    # The scale cancels, and keeps the squares of large weights finite.
+    scaled = weight / weight.amax().clamp(min=1.0) if weight.numel() else weight
+    square = masked_mean(scaled.square(), mask)
+    return masked_mean(scaled, mask).square() / torch.where(square == 0, 1, square)
 
 
 #: A divergence of sampler and trainer, per token or summarised over a sequence; see :func:`rejection_mask`.
@@ -194,7 +231,9 @@ def rejection_mask(
     ``seq_max_*``  all tokens of a sequence that has a token outside
     ============== ===========================================================
 
-    Rejected tokens keep their place in the denominator. Several masks multiply: all must accept a token.
+    ``seq_mean_k1`` bounds the geometric mean of the ratio: between ``a`` and ``b`` with ``low=-log(b)`` and ``high=-log(a)``.
+    Rejected tokens keep their place in the denominator, so that a batch without any other has a loss and a gradient of 0.
+    Several masks multiply: all must accept a token.
 
     Hyper-parameters:
         divergence: one of :data:`Divergence`, the names of verl's ``rollout_rs``.

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from torchrl_llm_kl.rollouts._context import (
+    Context,
+    InContext,
+    check_context as check_context,
+    in_context,
+)
 from torchrl_llm_kl.rollouts._entries import (
     MissingEntryError as MissingEntryError,
     describe_entries as describe_entries,
@@ -19,6 +25,7 @@ from torchrl_llm_kl.rollouts._entries import (
     sequence_sums as sequence_sums,
     with_a_row as with_a_row,
 )
+from torchrl_llm_kl.rollouts._kept import read_kept as read_kept, write_kept as write_kept
 from torchrl_llm_kl.rollouts._keys import (
     ATTENTION_MASK as ATTENTION_MASK,
     TOKENS_FULL as TOKENS_FULL,
@@ -48,9 +55,12 @@ from torchrl_llm_kl.rollouts._tokens import (
     locate,
     prompt_ids as prompt_ids,
     response_mask as response_mask,
+    zeros_of_first_tokens as zeros_of_first_tokens,
 )
 
 __all__ = [
+    "Context",
+    "InContext",
     "Located",
     "MaskingStrategy",
     "MissingEntryError",
@@ -60,6 +70,7 @@ __all__ = [
     "Scope",
     "TokenisingOptions",
     "find_key",
+    "in_context",
     "locate",
     "mismatch",
     "per_sequence",

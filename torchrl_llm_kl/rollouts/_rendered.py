@@ -175,6 +175,20 @@ def _conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = Fal
     return nested if td.batch_dims else [nested]
 
 
+def row_histories(td: TensorDictBase, key: NestedKey) -> list[Any]:
+    """The conversations under ``key`` as one ``History`` of batch size ``[messages]`` for each row, without placeholders."""
+    column = read_column(td, key) if not isinstance(key, str) else td.get(key, None)
+    rows = [_as_history(row, key) for row in (column if isinstance(column, list) else [column])]
+    for _ in range(0 if isinstance(column, list) else td.batch_dims):
+        rows = [row for part in rows for row in part.unbind(0)]
+    return [_without_placeholders(row) for row in rows]
+
+
+def _without_placeholders(history: Any) -> Any:
+    real = [i for i, message in enumerate(history.unbind(0)) if history_to_messages(message)]
+    return history if len(real) == len(history) else history[real]
+
+
 def _as_history(value: Any, key: NestedKey) -> Any:
     from torchrl.data.llm import History
 

@@ -6,6 +6,7 @@ template. Text and conversations are rendered only when the data holds no tokens
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -275,6 +276,17 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
     return None
 
 
+def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Tensor:
+    """True at the first token of a masked-in run whose log-prob is exactly 0, if others of its sequence are not; ``[N]``.
+
+    torchrl's wrappers store 0 there: they never compute it.
+    """
+    before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
+    first = mask & (~before | (tokens.positions == 0))
+    scored = tokens.like((mask & (log_prob != 0)).long()).sum() > 0
+    return first & (log_prob == 0) & scored[tokens.sequence_ids]
+
+
 # ------------------------------------------------------------------ the trained tokens of a loss
 
 
@@ -332,8 +344,8 @@ class TokenReader:
         its log-prob is exactly 0 and others are not; a token that really had probability 1 has no gradient anyway. SGLang's
         wrapper stores 0 for the whole prompt, which ``"rlhf"`` and ``"generic"`` train on too.
         """
-        if isinstance(key, tuple) and key[0] == "next" and key[-1] != "response":
-            return mask  # written by a transform, which scores every token
+        if _of_transform(key):
+            return mask
         if self.strategy != "sft" and bool((unscored := mask & leading_zeros(old, tokens)).any()):
             warnings.warn(
                 f"{key!r} holds exactly 0 for the first {int(unscored.sum())} tokens of prompts: the sampler returned no "
@@ -342,10 +354,7 @@ class TokenReader:
                 stacklevel=4,
             )
             mask = mask & ~unscored
-        before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
-        first = mask & (~before | (tokens.positions == 0))
-        scored = tokens.like((mask & (old != 0)).long()).sum() > 0
-        unscored = first & (old == 0) & scored[tokens.sequence_ids]
+        unscored = zeros_of_first_tokens(old, mask, tokens)
         if bool(unscored.any()):
             warnings.warn(
                 f"{key!r} holds exactly 0 for the first generated token of {int(unscored.sum())} responses: torchrl's "
@@ -354,3 +363,16 @@ class TokenReader:
                 stacklevel=4,
             )
         return mask & ~unscored
+
+    def with_unscored(self, mask: Tensor, sampler: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
+        """Log-probs of the sampler with NaN where torchrl's wrappers store 0 for one that they never computed; ``[N]``."""
+        return (
+            sampler
+            if _of_transform(key)
+            else sampler.masked_fill(zeros_of_first_tokens(sampler, mask, tokens), math.nan)
+        )
+
+
+def _of_transform(key: NestedKey) -> bool:
+    """Whether an entry was written by a transform, which scores every token, to judge by its key."""
+    return isinstance(key, tuple) and key[0] == "next" and key[-1] != "response"

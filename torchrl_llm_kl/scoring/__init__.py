@@ -11,6 +11,13 @@ from torchrl_llm_kl.scoring._request import (
     TokenMask as TokenMask,
     read_sequences as read_sequences,
 )
+from torchrl_llm_kl.scoring._sampling import (
+    SamplerMismatchWarning,
+    Sampling,
+    as_sampling as as_sampling,
+    truncate as truncate,
+    warn_of_mismatch as warn_of_mismatch,
+)
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores, VersionedScores as VersionedScores
 from torchrl_llm_kl.scoring._store import ScoreStore
@@ -27,6 +34,8 @@ __all__ = [
     "LogProbScorer",
     "ReferenceUpdater",
     "RememberedModel",
+    "SamplerMismatchWarning",
+    "Sampling",
     "ScoreStore",
     "Scores",
     "TokenCritic",

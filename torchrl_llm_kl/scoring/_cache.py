@@ -19,8 +19,8 @@ from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Values of each tensor that a fingerprint compares.
 _SAMPLES = 16
-# Temperatures whose log-probs are cached; keys and values serve any.
-_TEMPERATURES = 4
+# Samplers whose log-probs are cached; keys and values serve any.
+_SAMPLERS = 4
 
 # ---------------------------------------------------------------------- the cache
 
@@ -31,8 +31,8 @@ class Segment:
 
     tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
-    # By temperature: [n] float32, float64 for a float64 head, on the CPU; NaN where not computed.
-    log_probs: dict[float, Tensor] = field(default_factory=dict)
+    # By temperature, or sampler: [n] float32, float64 for a float64 head, on the CPU; NaN where not computed.
+    log_probs: dict[Any, Tensor] = field(default_factory=dict)
     parent: Segment | None = None  # None for the root
     start: int = 0
     children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
@@ -66,13 +66,13 @@ class PrefixKVCache:
         self.tokens_seen = 0  # tokens of all requests so far; shared prefixes once
         self.tokens_recalled = 0  # cache hits among them
         self.dtype = torch.float32  # of log-probs
-        self.temperature = 1.0  # of the call, whose log-probs are looked up
+        self.sampler: Any = 1.0  # of the call, whose log-probs are looked up: see Setup.sampler
         self._owner: tuple[object, ...] = ()
         self.clear()
 
     def bind(self, setup: Setup, ranks: Ranks) -> None:
         """Clear the cache if weights or settings changed, on any rank: each sees a part of sharded weights."""
-        self.temperature = setup.temperature
+        self.sampler = setup.sampler
         owner = (fingerprint(setup.model), setup.adapters, setup.dtype, setup.deterministic)
         if not ranks.all(owner == self._owner):
             self.clear()
@@ -256,16 +256,16 @@ class CacheLookup:
         """Read a hit's log-probs into the tree, and note it for :meth:`finish`."""
         self._used.add(segment)
         self._hits.append((segment, first, last, place))
-        if self.cache.temperature in segment.log_probs:
-            self._log_probs[place : place + last - first] = segment.log_probs[self.cache.temperature][first:last]
+        if self.cache.sampler in segment.log_probs:
+            self._log_probs[place : place + last - first] = segment.log_probs[self.cache.sampler][first:last]
 
     def _log_probs_of(self, segment: Segment) -> Tensor:
-        """A segment's log-probs at the temperature of the call, which becomes its latest one."""
-        held = segment.log_probs.pop(self.cache.temperature, None)
+        """A segment's log-probs under the sampler of the call, which becomes its latest one."""
+        held = segment.log_probs.pop(self.cache.sampler, None)
         if held is None:
             held = torch.full((segment.tokens.numel(),), torch.nan, dtype=self.cache.dtype)
-        segment.log_probs[self.cache.temperature] = held
-        if len(segment.log_probs) > _TEMPERATURES:
+        segment.log_probs[self.cache.sampler] = held
+        if len(segment.log_probs) > _SAMPLERS:
             del segment.log_probs[next(iter(segment.log_probs))]
         return held
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
+from torchrl_llm_kl.head import WHOLE, Truncation
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
@@ -49,6 +50,12 @@ class Setup:
     dtype: torch.dtype | None = None
     grad: bool = False  # keep the graph and the model's own mode; otherwise evaluation mode without a graph
     deterministic: bool = False
+    truncation: Truncation = WHOLE
+
+    @property
+    def sampler(self) -> Any:
+        """What log-probs depend on besides weights and prefix; the temperature alone without truncation."""
+        return (self.temperature, *self.truncation) if self.truncation.active else self.temperature
 
     @contextmanager
     def active(self) -> Iterator[None]:

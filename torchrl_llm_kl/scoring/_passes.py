@@ -242,7 +242,8 @@ class PaddedPass:
                     )
                 # The last positions: prompt tuning puts virtual tokens before the sequence.
                 logits = logits[:, -ids.shape[1] :].flatten(0, 1)
-                return States(slots.to(logits.device), lambda some: logits[some], setup.temperature)
+                places, temperature = slots.to(logits.device), setup.temperature
+                return States(places, lambda some: logits[some], temperature, truncation=setup.truncation)
             output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
 

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
 from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring._sampling import as_sampling
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
 from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
@@ -132,6 +134,7 @@ class RememberedScorer:
     def __init__(self, model: RememberedModel, settings: dict[str, Any]) -> None:
         self.model, self._settings, self._slot = model, settings, ScorerSlot()
         self.path, self.temperature = self.inner.path, self.inner.temperature
+        self.sampling = as_sampling(self.temperature, settings.get("sampling"))
 
     @property
     def inner(self) -> Any:
@@ -153,6 +156,7 @@ class RememberedScorer:
         moments: bool = False,
         reference: Any = None,
         direction: str = "reverse",
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -160,7 +164,8 @@ class RememberedScorer:
         tokens, mask = read_sequences(sequences, mask, attention_mask)
         options: dict[str, Any] = {"entropy": entropy, "remember": remember}
         inner = self.inner
-        if grad or top_k or moments or reference is not None:
+        if grad or top_k or moments or reference is not None or kept is not None:
+            options |= {} if kept is None else {"kept": kept}
             options |= {
                 "top_k": top_k,
                 "moments": moments,
@@ -229,7 +234,11 @@ class RememberedScorer:
 
     def _contexts(self, inner: Any, weights: str, *, entropy: bool, remember: bool) -> dict[str, bytes]:
         """For each column, the key of all that a score depends on besides the tokens."""
-        settings = {"temperature": float(self.temperature), "adapters": self._settings.get("adapters", True)}
+        settings: dict[str, Any] = {"temperature": float(self.temperature)}
+        settings["adapters"] = self._settings.get("adapters", True)
+        sampling = self._settings.get("sampling")
+        if sampling is not None and sampling.truncates:
+            settings["truncation"] = sampling.truncation
         settings["dtype"] = self._settings.get("dtype") or (None if hasattr(inner, "begin") else _autocast(inner.model))
         if self._settings.get("deterministic"):
             # The same bits in every call are promised for one number of threads and one size of packs.

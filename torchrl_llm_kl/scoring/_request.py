@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_finite, check_is_mask
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
@@ -119,6 +120,7 @@ class Request:
     # token t and a causal model needs no later one.
     forward_lengths: Tensor
     top_ids: Tensor | None = None  # ids whose log-probs are requested beside each token's; [N, *M, k]
+    kept: Kept | None = None  # for each token, those that its sampler could have drawn
 
     @classmethod
     def build(cls, sequences: Ragged, mask: Tensor | None, *, may_be_empty: bool = False) -> Request:
@@ -137,8 +139,10 @@ class Request:
         forward_lengths = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
         return cls(tokens, mask, forward_lengths)
 
-    def with_top_ids(self, top_ids: Tensor) -> Request:
+    def with_top_ids(self, top_ids: Tensor | None) -> Request:
         """This request with ids of outcomes, whose shape is checked."""
+        if top_ids is None:
+            return self
         count = self.tokens.values.shape[0]
         if top_ids.ndim < 2 or top_ids.shape[0] != count or top_ids.shape[1:].numel() == 0:
             raise ValueError(
@@ -149,6 +153,34 @@ class Request:
     def ids_at(self, elements: Tensor) -> Tensor | None:
         """The ids of outcomes at some tokens; None if none are requested."""
         return None if self.top_ids is None else self.top_ids[elements]
+
+    def with_kept(self, kept: Kept | None) -> Request:
+        """This request scored over recorded tokens; a ValueError if they are not those of its tokens."""
+        if kept is None:
+            return self
+        kept = Kept(kept.ids.detach().cpu().long(), kept.offsets.cpu().long())
+        count = self.tokens.values.shape[0]
+        if kept.offsets.shape != (count + 1,) or int(kept.offsets[0]) != 0 or int(kept.offsets[-1]) > len(kept.ids):
+            raise ValueError(
+                f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, one more than tokens, got "
+                f"shape {tuple(kept.offsets.shape)}."
+            )
+        counts = kept.offsets.diff()
+        if bool((counts < 0).any()):
+            raise ValueError("kept.offsets must not descend.")
+        kept = kept._replace(ids=kept.ids[: int(kept.offsets[-1])])
+        rows = kept.rows
+        found = torch.zeros(count, dtype=torch.bool)
+        found[rows[kept.ids == self.tokens.values[rows]]] = True
+        lost = (self.mask & ~found).nonzero()
+        if len(lost):
+            element = int(lost[0])
+            raise ValueError(
+                f"token {int(self.tokens.values[element])} at {self.locate(element)} is not among the {int(counts[element])} "
+                "that were recorded as kept there, so the record belongs to other tokens: check that its rows and positions "
+                "are those of the token ids, or mask out tokens that were not sampled."
+            )
+        return replace(self, kept=kept)
 
     @property
     def longest(self) -> int:

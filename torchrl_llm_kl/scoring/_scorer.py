@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl.head import Direction
+from torchrl_llm_kl.head import Direction, Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
@@ -38,6 +37,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring._sampling import SamplerMismatchWarning, Sampling, as_sampling
 from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
@@ -67,6 +67,8 @@ class LogProbScorer:
 
     Keyword Args:
         temperature: divides the logits, as the sampler's temperature did.
+        sampling: the sampler's temperature, top-k, top-p and min-p, in place of ``temperature``: log-probs, entropies and KLs
+            are those of what is left, renormalised; see :class:`Sampling`.
         tokens_per_batch: the most tokens in one forward. By default 1024 on a CPU, where more is slower, and 16384
             elsewhere. Halved, with a warning, whenever a forward runs out of memory.
         head_chunk: the most positions whose whole logits are held at once, if the head is not a plain linear layer.
@@ -88,6 +90,7 @@ class LogProbScorer:
 
     Attributes:
         model: the module that is scored, or the wrapper of another backend.
+        sampling: how the scored tokens were sampled.
         forwards: number of packs and micro-batches forwarded so far. It grows during a call.
 
     Raises:
@@ -111,6 +114,7 @@ class LogProbScorer:
         model: Any,
         *,
         temperature: float = 1.0,
+        sampling: Sampling | None = None,
         tokens_per_batch: int | None = None,
         head_chunk: int = 1024,
         probe: bool = True,
@@ -125,7 +129,8 @@ class LogProbScorer:
         check_adapters(adapters)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}.")
-        self.temperature, self.dtype, self.deterministic = _checked(temperature), dtype, deterministic
+        self.sampling = as_sampling(temperature, sampling)
+        self.dtype, self.deterministic = dtype, deterministic
         self.forwards = 0
         self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
@@ -134,11 +139,11 @@ class LogProbScorer:
         inner = unwrap(model) if is_wrapper(model) else None
         self.model = model if inner is None else inner
         self._route: Route | None = None
-        self._warned_apart = False
+        self._warned_apart = self._warned_outside = False
         self._wrapper: Any = None  # scores in place of the model
         name = type(self.model).__name__
         if is_wrapper(self.model):
-            self._check_wrapper(self.temperature)
+            self._check_wrapper(self.sampling)
             if deterministic:
                 raise ValueError(f"deterministic=True, but {name} is scored by its own backend: pass the model itself.")
             self._wrapper = scoring_version(self.model)
@@ -158,7 +163,16 @@ class LogProbScorer:
         if adapters is not True:
             check_has_adapters(self.model, adapters)
         if deterministic and self._route is not None:
-            self._setup(torch.device("cpu"), self.temperature, grad=False)
+            self._setup(torch.device("cpu"), self.sampling, grad=False)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of :attr:`sampling`; it may be set."""
+        return self.sampling.temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        self.sampling = replace(self.sampling, temperature=float(temperature))
 
     @property
     def shares_prefixes(self) -> bool:
@@ -179,6 +193,7 @@ class LogProbScorer:
         *,
         attention_mask: Tensor | None = None,
         temperature: float | None = None,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Ragged:
@@ -194,6 +209,7 @@ class LogProbScorer:
             attention_mask: 1 or True at tokens, 0 or False at padding, which may be on either side; ``[*B, T]``. Required by,
                 and only for, a padded tensor.
             temperature: divides the logits in this call; the scorer's own by default. The cache serves all temperatures.
+            kept: see :meth:`evaluate`.
             grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits
                 are computed again in the backward instead of held. By default no part of the graph is kept.
             remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs
@@ -219,7 +235,7 @@ class LogProbScorer:
             tensor([[ 0.0000, -1.3863, -1.3863],
                     [ 0.0000, -1.3863,  0.0000]])
         """
-        options: dict[str, Any] = {"temperature": temperature, "grad": grad, "remember": remember}
+        options: dict[str, Any] = {"temperature": temperature, "kept": kept, "grad": grad, "remember": remember}
         return self.evaluate(sequences, mask, attention_mask=attention_mask, **options).log_prob
 
     def evaluate(
@@ -236,6 +252,7 @@ class LogProbScorer:
         beta: float = 0.5,
         top_ids: Tensor | None = None,
         temperature: float | None = None,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -262,20 +279,26 @@ class LogProbScorer:
             beta: the reference's share of that mixture, inside (0, 1).
             top_ids: ids at each token, ``[N, *M, k]``, whose log-probs are wanted too, with gradient, and that of all other
                 tokens together: ``outcomes`` of :class:`Scores`, a student's side of a teacher's top ``k``. A negative id pads.
-                Ids of masked-out tokens are ignored.
+                Ids of masked-out tokens are ignored. Not with ``kept`` or a :attr:`sampling` that leaves tokens out.
+            kept: for each of the ``N`` tokens those that its sampler could have drawn, as it recorded them: scores are over
+                these instead of what :attr:`sampling` would leave now. Tokens outside the mask may have none.
 
         Returns:
             The requested scores, None for the others; nats, exactly 0 where the mask is False.
 
         Raises:
-            ValueError: as :meth:`score`; or if the vocabularies or the temperatures differ, or one of the models is of
-                another backend.
+            ValueError: as :meth:`score`; or if the vocabularies or the temperatures differ, one of the models is of another
+                backend, the reference truncates, or a scored token is not among its ``kept``.
+
+        Warns:
+            SamplerMismatchWarning: once, if more than one of a hundred tokens are not among those that :attr:`sampling` leaves.
         """
         scorers = [self] if reference is None else [self, reference]
         ranks = Ranks([scorer.model for scorer in scorers])
-        kl: Any = {} if reference is None else {"kl": direction}
-        if kl and direction == "jensen_shannon":
-            kl["beta"] = beta
+        kl: Any = {}
+        if reference is not None:
+            kl = {"kl": direction, "ref_kept": self.sampling.reference == "kept"}
+            kl |= {"beta": beta} if direction == "jensen_shannon" else {}
         outcomes = () if top_ids is None else (*top_ids.shape[1:-1], top_ids.shape[-1] + 1)
         wanted = Wanted(entropy, top_k=top_k, moments=moments, outcomes=outcomes, **kl)
         with ranks.together():
@@ -284,24 +307,24 @@ class LogProbScorer:
             if temperature is None:
                 temperature = self.temperature
                 self._check_temperatures(reference)
-            temperature = _checked(temperature)
-            self._check_wanted(wanted, reference, grad)
+            sampling = replace(self.sampling, temperature=float(temperature))
+            self._check_wanted(wanted, reference, grad, replayed=kept is not None)
             tokens, mask = read_sequences(sequences, mask, attention_mask)
             request = Request.build(tokens, mask, may_be_empty=bool(ranks.groups))
-            if top_ids is not None:
-                request = request.with_top_ids(top_ids)
+            request = request.with_top_ids(top_ids).with_kept(kept)
             for scorer in scorers:
                 scorer._check_request(request)
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
             if self._wrapper is None:
-                elements, columns = _run(scorers, ranks, request, wanted, temperature, grad, remember)
+                elements, columns = _run(scorers, ranks, request, wanted, sampling, grad, remember)
             else:
-                self._check_wrapper(temperature)
+                self._check_wrapper(sampling, replayed=kept is not None)
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, grad)
                 columns = {"log_prob": log_probs}
             with ranks.together():
                 request.check_finite(elements, columns["log_prob"])
+            self._warn_outside(columns.pop("added", None), sampling)
         return Scores.spread(tokens, elements, **columns)
 
     def forget(self) -> None:
@@ -315,15 +338,56 @@ class LogProbScorer:
                 "compares the two at one temperature, that of the sampler."
             )
 
-    def _check_wrapper(self, temperature: float) -> None:
-        if temperature != 1.0:
+    def _check_wrapper(self, sampling: Sampling, *, replayed: bool = False) -> None:
+        if sampling.temperature != 1.0:
             raise ValueError(
-                f"temperature={temperature} cannot be applied by {type(self.model).__name__}: its backend returns log-probs, "
-                "not logits. Set the temperature in the backend and leave it 1.0 here."
+                f"temperature={sampling.temperature} cannot be applied by {type(self.model).__name__}: its backend returns "
+                "log-probs, not logits. Set the temperature in the backend and leave it 1.0 here."
+            )
+        if sampling.truncates or replayed:
+            raise ValueError(
+                f"{'kept tokens' if replayed else sampling} cannot be applied by {type(self.model).__name__}: its backend "
+                "returns log-probs, not logits. Score the transformers model, or use log-probs that the backend returns for "
+                "what it samples from (vLLM: logprobs_mode='processed_logprobs')."
             )
 
-    def _check_wanted(self, wanted: Wanted, reference: LogProbScorer | None, grad: bool) -> None:
+    def _warn_outside(self, added: Tensor | None, sampling: Sampling) -> None:
+        """Warn once if many tokens are not among those that the sampler leaves."""
+        if added is None or self._warned_outside or not added.numel():
+            return
+        share = float(added.float().mean())
+        if share > 0.01:
+            self._warned_outside = True
+            warnings.warn(
+                f"{share:.1%} of the {added.numel()} tokens are not among those that {sampling} leaves: they were sampled "
+                "otherwise, or by a policy that has changed since. Score with the sampler's own settings, and replay what it "
+                "kept (kept=, RecordKept) where several updates use one batch.",
+                SamplerMismatchWarning,
+                stacklevel=4,
+            )
+
+    def _check_wanted(
+        self, wanted: Wanted, reference: LogProbScorer | None, grad: bool, *, replayed: bool = False
+    ) -> None:
         """Raise a ValueError for scores that the two cannot compute together."""
+        if wanted.top_k and (replayed or self.sampling.truncates):
+            raise ValueError(
+                "top_k= returns the most probable of all tokens, and sampling= or kept= leaves some out: score the two apart."
+            )
+        distils = (
+            "top_ids=" if wanted.outcomes else "direction='jensen_shannon'" if wanted.kl == "jensen_shannon" else ""
+        )
+        if distils and (replayed or self.sampling.truncates):
+            raise ValueError(
+                f"{distils} with {'kept=' if replayed else self.sampling}: a teacher's tokens that are left out would have no "
+                "probability and no gradient, so the divergence to it is not defined. Score the whole distribution for a "
+                "distillation: without kept=, and with Sampling(temperature) or temperature= alone."
+            )
+        if replayed and self.deterministic:
+            raise ValueError(
+                "deterministic=True with kept=: sums over recorded tokens are not proved to be the same in every call. Score "
+                "with sampling= alone, or without deterministic=True."
+            )
         if grad and self.deterministic and drops(self.model):
             raise ValueError(
                 f"deterministic=True, but {type(self.model).__name__} drops activations at random: call its eval()."
@@ -334,6 +398,11 @@ class LogProbScorer:
                     f"{type(scorer.model).__name__} returns log-probs only: entropy, top-k, moments and an exact KL need the "
                     "transformers model itself."
                 )
+        if reference is not None and reference.sampling.truncates:
+            raise ValueError(
+                f"the reference is scored with {reference.sampling}: a KL is infinite where it leaves out a token that the "
+                'policy may draw. Score it without; Sampling(reference="kept") of the policy compares over what it keeps.'
+            )
         if reference is not None and reference._rounding != self._rounding:
             raise ValueError(
                 f"the model is scored with {self._rounding} and the reference with {reference._rounding}: their difference "
@@ -369,7 +438,7 @@ class LogProbScorer:
         size = f", tokens_per_batch={self.tokens_per_batch or PACK}" if self.deterministic else ""
         return f"deterministic={self.deterministic}{size}"
 
-    def _setup(self, default: torch.device, temperature: float, grad: bool) -> Setup:
+    def _setup(self, default: torch.device, sampling: Sampling, grad: bool) -> Setup:
         """The settings of a call; ``default`` is the device of a model without parameters."""
         model = self.model
         if self._route is None:
@@ -379,7 +448,8 @@ class LogProbScorer:
         route = replace(self._route, packed=packed)
         outer = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         dtype = self.dtype or outer
-        setup = Setup(model, route, device, temperature, self.adapters, dtype, grad, self.deterministic)
+        settings = (self.adapters, dtype, grad, self.deterministic, sampling.truncation)
+        setup = Setup(model, route, device, sampling.temperature, *settings)
         if self.deterministic:
             self._prove(setup)
         return setup
@@ -418,12 +488,6 @@ class LogProbScorer:
             )
 
 
-def _checked(temperature: float) -> float:
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be a positive number, got {temperature}: greedy sampling has no log-prob.")
-    return float(temperature)
-
-
 class ScorerSlot:
     """The scorer of a model, built on first use and again when the model or its settings change.
 
@@ -458,7 +522,7 @@ def _run(
     ranks: Ranks,
     request: Request,
     wanted: Wanted,
-    temperature: float,
+    sampling: Sampling,
     grad: bool,
     remember: bool,
 ) -> tuple[Tensor, Columns]:
@@ -467,7 +531,8 @@ def _run(
     Returns flat elements ``[K]`` on the CPU, and their scores on the model's device.
     """
     device = request.tokens.values.device
-    setups = [scorer._setup(device, temperature, grad and i == 0) for i, scorer in enumerate(scorers)]
+    setups = [scorers[0]._setup(device, sampling, grad)]
+    setups += [scorer._setup(device, sampling.of_reference, False) for scorer in scorers[1:]]
     if any(frequency_switches(setup.model) for setup in setups):
         request = request.uncut()
     tree, caches = None, []
@@ -528,7 +593,7 @@ def _attempt(
     else:
         for setup, cache in zip(setups, caches, strict=False):
             cache.bind(setup, ranks)
-            lookups.append(CacheLookup(cache, request, tree, values=wanted == Wanted()))
+            lookups.append(CacheLookup(cache, request, tree, values=wanted == Wanted() and request.kept is None))
         # Both models run side by side: use only hits of both caches.
         cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]
         for lookup in lookups:
@@ -563,6 +628,9 @@ def _forward_all(
     held: list[tuple[Tensor, Tensor, list[States]]] = []
 
     def add(some: Tensor, targets: Tensor, states: list[States]) -> None:
+        if request.kept is not None:
+            kept = request.kept.take(some)
+            states[0] = replace(states[0], kept=Kept(*(send(x, states[0].source.device) for x in kept[:2])))
         options: dict[str, Any] = {"chunk": scorers[0].head_chunk, "recompute": grad, "tile": tile}
         ids = request.ids_at(some)
         options["ids"] = None if ids is None else send(ids, device)
@@ -590,15 +658,15 @@ def _forward_all(
         else:
             add(some, targets, states)
     if held:
-        some, targets = torch.cat([some for some, _, _ in held]), torch.cat([targets for _, targets, _ in held])
+        some, targets = (torch.cat(each) for each in list(zip(*held, strict=True))[:2])
         columns_of_states = zip(*(states for *_, states in held), strict=True)
-        states = [replace(one[0], source=torch.cat([part.source for part in one])) for one in columns_of_states]
+        states = [replace(each[0], source=torch.cat([part.source for part in each])) for each in columns_of_states]
         add(some, targets, states)
     columns = join_columns(parts) if parts else wanted.nowhere(device)
     if guard.error is not None:
         return elements[0], columns
     element = torch.cat(elements)
-    for lookup, name in zip(lookups, ("log_prob", "ref_log_prob"), strict=False):
+    for lookup, name in zip(lookups if request.kept is None else [], ("log_prob", "ref_log_prob"), strict=False):
         lookup.finish(element, columns[name].cpu())
     if lookups and lookups[0].element.numel():  # only if nothing but log-probs is requested
         element = torch.cat([element, lookups[0].element])

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import is_dtensor, widen
-from torchrl_llm_kl.head import Direction, linear_log_prob, linear_outcomes, linear_pair, linear_top_k, logits_kl
+from torchrl_llm_kl.head import (
+    WHOLE,
+    Direction,
+    Kept,
+    Truncation,
+    dropped,
+    linear_kept,
+    linear_log_prob,
+    linear_outcomes,
+    linear_pair,
+    linear_top_k,
+    logits_kl,
+)
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3
@@ -88,6 +100,7 @@ class Wanted:
     moments: bool = False  # collision and discriminator
     outcomes: tuple[int, ...] = ()  # (*M, k + 1), with the ids of a request
     beta: float = 0.5  # the reference's share of the mixture, for "jensen_shannon"
+    ref_kept: bool = False  # the reference is restricted to what the model's sampler keeps
 
     def nowhere(self, device: torch.device) -> Columns:
         """The columns of no token."""
@@ -112,6 +125,8 @@ class States:
     head: nn.Linear | None = None  # computes the logits, followed by `map`; None if that is not all
     map: LogitMap = field(default_factory=LogitMap)
     dtype: torch.dtype | None = None  # of the head's products; None for the head's own
+    truncation: Truncation = WHOLE
+    kept: Kept | None = None  # recorded, in place of the truncation
 
     def tempered(self, rows: Tensor) -> Tensor:
         """Logits in float32 or wider, divided by the temperature; indices ``[k]`` to ``[k, V]``."""
@@ -141,7 +156,8 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
         with setup.active(), torch.autocast(some.device.type, enabled=False):
             return mapped(widen(head(some if narrow is None else some.to(own)))[0])
 
-    return States(hidden, logits, setup.temperature, cast(nn.Linear, head) if plain else None, mapped, narrow)
+    linear = cast(nn.Linear, head) if plain else None
+    return States(hidden, logits, setup.temperature, linear, mapped, narrow, setup.truncation)
 
 
 def _is_plain(head: nn.Module) -> bool:
@@ -184,7 +200,10 @@ def read(
     if tile is not None:
         count = targets.shape[0]
         after = -count % tile
-        states = replace(states, source=F.pad(states.source, (0, 0, 0, after)))
+        kept = states.kept
+        if kept is not None:
+            kept = kept._replace(offsets=F.pad(kept.offsets, (0, after), value=len(kept.ids)))
+        states = replace(states, source=F.pad(states.source, (0, 0, 0, after)), kept=kept)
         ref = None if ref is None else replace(ref, source=F.pad(ref.source, (0, 0, 0, after)))
         targets, chunk = F.pad(targets, (0, after)), tile
         ids = None if ids is None else F.pad(ids, (*[0, 0] * (ids.ndim - 1), 0, after))
@@ -233,6 +252,13 @@ def _read_linear(
     own |= {"temperature": states.temperature, "chunk": tile}
     same = ref is None or ref.dtype == states.dtype
     own["product_dtype"] = states.dtype if same else torch.float32
+    kept, truncation = states.kept, states.truncation
+    sampled = kept is not None or truncation.active
+    if kept is None and truncation.active and tile is None and not torch.compiler.is_compiling():
+        kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, **own)
+    limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
+    if kept is None and truncation.active:
+        limits = {"truncation": truncation, "keep_targets": True}
     if wanted.top_k and wanted == Wanted(top_k=wanted.top_k) and tile is None and not torch.is_grad_enabled():
         *top, log_prob = linear_top_k(hidden, head.weight, wanted.top_k, targets, **own)
         return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
@@ -240,7 +266,7 @@ def _read_linear(
     if ref is None and ids is not None:
         found = linear_outcomes(hidden, head.weight, targets, ids, entropy=wanted.entropy, **own)._asdict()
     elif ref is None:
-        found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own)._asdict()
+        found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own, **limits)._asdict()
     else:
         assert ref.head is not None
         found = linear_pair(
@@ -255,7 +281,9 @@ def _read_linear(
             ref_scale=ref.map.scale,
             ref_soft_cap=ref.map.soft_cap,
             entropy=wanted.entropy,
+            ref_kept=wanted.ref_kept,
             **own,
+            **limits,
         )._asdict()
         found["ref_log_prob"] = found["ref_log_prob"].detach()
         if ids is not None:
@@ -264,18 +292,29 @@ def _read_linear(
     if wanted.top_k:
         columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own)[:3])
     if wanted.moments:
-        columns |= _moments(hidden, head.weight, targets, **own)
+        if sampled and kept is None:
+            raise ValueError(
+                f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once: "
+                "score them without truncation, or fewer positions at a time."
+            )
+        columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
+    if states.kept is None and truncation.active:
+        added = None if kept is None else kept.added
+        columns["added"] = torch.zeros_like(targets, dtype=torch.bool) if added is None else added
     return columns
 
 
 @torch.no_grad()
-def _moments(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, **own: Any) -> Columns:
+def _moments(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, kept: Kept | None, **own: Any
+) -> Columns:
     """The moments of ``p`` from ``q = p ** 2 / c`` with ``c = sum p ** 2``, which has the temperature of ``p``, halved.
 
     ``log c = 2 log p - log q`` at any token, and ``sum p ** 2 log p = c E_q[log p] = c (log c - H(q)) / 2``.
     """
-    p = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature, **own)
-    q = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature / 2, **own)
+    p = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature, kept=kept, **own)
+    kept = None if kept is None else kept._replace(logits=None)  # they are of another temperature
+    q = linear_log_prob(hidden, weight, targets, entropy=True, temperature=temperature / 2, kept=kept, **own)
     assert p.entropy is not None
     assert q.entropy is not None
     log_c = 2 * p.log_prob - q.log_prob
@@ -291,6 +330,11 @@ def _read_chunk(
 ) -> Columns:
     logits = states.tempered(rows)
     targets = targets[rows].to(logits.device)
+    out = added = None
+    if states.kept is not None or states.truncation.active:
+        kept = None if states.kept is None else states.kept.take(rows)
+        out, added = dropped(logits, states.truncation, kept, targets)
+        logits = logits.masked_fill(out, -torch.inf)
     log_probs = logits.log_softmax(-1)
     columns = {"log_prob": log_prob_at(logits, targets)}
     if wanted.entropy:
@@ -305,10 +349,14 @@ def _read_chunk(
                 f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
                 f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
             )
+        if out is not None and wanted.ref_kept:
+            ref_logits = ref_logits.masked_fill(out, -torch.inf)
         columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
         columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse", beta=wanted.beta)
     if ids is not None:
         columns["outcomes"] = _outcomes(log_probs, ids[rows].to(logits.device))
+    if added is not None and states.kept is None:
+        columns["added"] = added
     if wanted.moments:
         with torch.no_grad():
             square, finite = log_probs.exp().square(), log_probs.masked_fill(log_probs.isneginf(), 0.0)

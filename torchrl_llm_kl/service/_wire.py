@@ -20,10 +20,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_llm_kl.scoring import Sampling
 from torchrl_llm_kl.service._errors import ProtocolError
 
 #: Version of the format below. A change that the other side would misread gets the next number.
-PROTOCOL = 2
+PROTOCOL = 3
 #: The most tokens of ``top_k``.
 MAX_TOP_K = 1024
 
@@ -54,6 +55,14 @@ class Settings:
     deterministic: bool = False  # whether scores must not depend on the other requests of a batch
     top_k: int = 0  # number of most probable tokens to return with their log-probs, and the log-prob of the rest
     top_k_dtype: str = "float32"  # of these log-probs in the reply; or "float16"
+    keep_top_k: int = 0  # what the sampler of the tokens left: its top-k, 0 for all tokens
+    keep_top_p: float = 1.0  # then top-p, 1 for all
+    keep_min_p: float = 0.0  # then min-p, 0 for all
+
+    @property
+    def sampling(self) -> Sampling:
+        """The temperature, and what the sampler left."""
+        return Sampling(self.temperature, self.keep_top_k, self.keep_top_p, self.keep_min_p)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -83,8 +92,22 @@ class Settings:
             raise ValueError(f"top_k must be a whole number from 0 to {MAX_TOP_K}, got {_short(self.top_k)}.")
         if self.top_k_dtype not in ("float32", "float16"):
             raise ValueError(f"top_k_dtype must be 'float32' or 'float16', got {_short(self.top_k_dtype)}.")
+        if not _is_whole(self.keep_top_k, 2**31 - 1):
+            raise ValueError(f"keep_top_k must be a whole number, 0 for all tokens, got {_short(self.keep_top_k)}.")
+        shares = {"keep_top_p": self.keep_top_p, "keep_min_p": self.keep_min_p}
+        for name, share in shares.items():
+            if not (_is_share(share) and (name == "keep_min_p" or share > 0)):
+                raise ValueError(
+                    f"{name} must lie in {'[0' if name == 'keep_min_p' else '(0'}, 1], got {_short(share)}."
+                )
+        if self.top_k and self.sampling.truncates:
+            raise ValueError(
+                f"top_k={self.top_k} returns the most probable of all tokens, and {self.sampling} leaves some of them out."
+            )
         _ = self.torch_dtype  # raises
-        return replace(self, temperature=float(number))
+        return replace(
+            self, temperature=float(number), keep_top_p=float(self.keep_top_p), keep_min_p=float(self.keep_min_p)
+        )
 
 
 _DEFAULTS = Settings()
@@ -373,6 +396,10 @@ def _refuse(constant: str) -> None:
 
 def _is_whole(value: Any, most: int = _MAX_WHOLE) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= _real(value) <= 1
 
 
 def _is_text(value: Any, least: int = 0) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,8 +12,14 @@ from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Located, RewardPlacement, Scope, first_difference
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, check_distributions
+from torchrl_llm_kl.rollouts import Context, Located, RewardPlacement, Scope, first_difference
+from torchrl_llm_kl.scoring import (
+    DEFAULT_MEMORY,
+    SamplerMismatchWarning,
+    Sampling,
+    as_sampling,
+    check_distributions,
+)
 from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
@@ -25,7 +32,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "deterministic", "dtype", "memory", "scope", "temperature")
     },
-    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "moments_key")},
+    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "kept_key", "moments_key", "sampling")},
     **{
         name: ((_KL, name),)
         for name in [
@@ -38,6 +45,9 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
             "reward_placement",
         ]
     },
+    "context": ((_REFERENCE, "context"),),
+    "gen_context": ((_POLICY, "context"),),
+    "sampler_log_probs_key": ((_POLICY, "sampler_log_probs_key"),),
     "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
     "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
 }
@@ -67,9 +77,17 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             see :class:`RetrieveLogProb`.
         ref_adapters: ``adapters`` of the reference alone: ``RetrieveKL(policy, "base", ref_adapters="ref")`` compares the
             policy's active adapter with its adapter ``"ref"``. Default None: those of ``adapters``, and none for ``"base"``.
+        context: of the reference alone: score the same response after another prompt, such as one with the solution; see
+            :class:`RetrieveLogProb`. Not with ``estimator="exact"``, whose models read the same tokens.
+        gen_context: of the policy alone, likewise: for a policy that is not to see a prompt it was sampled with.
+        sampler_log_probs_key: where the log-probs that the policy stored when it sampled are moved; see
+            :class:`RetrieveLogProb`.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
             deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
+        sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over
+            all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by
+            side, whatever the estimator.
 
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
@@ -127,7 +145,13 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         deterministic: bool = False,
         scope: Scope = "turn",
         temperature: float = 1.0,
+        sampling: Sampling | None = None,
+        kept_key: NestedKey = "kept",
+        context: Context | None = None,
+        gen_context: Context | None = None,
+        sampler_log_probs_key: NestedKey | None = None,
     ) -> None:
+        temperature = as_sampling(temperature, sampling).temperature
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if estimator == "exact":
@@ -149,25 +173,38 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             "scope": scope,
             "temperature": temperature,
         }
+        if estimator == "exact":
+            _check_one_context(gen_context, context)
         base = isinstance(ref_model, str)
+        if sampling is not None and sampling.reference == "kept" and sampling.truncates:
+            check_distributions(gen_model, ref_model, what="a reference over what the policy keeps")
+        with warnings.catch_warnings():  # the reference samples nothing
+            warnings.simplefilter("ignore", SamplerMismatchWarning)
+            reference = RetrieveLogProb(
+                gen_model if base else ref_model,
+                log_probs_full_key=ref_log_probs_full_key,
+                context=context,
+                adapters=_ref_adapters(adapters, ref_adapters, base),
+                device=None if base and isinstance(gen_model, str) else device,
+                **shared,
+            )
+        reference._compared = True
         super().__init__(
             RetrieveLogProb(
                 gen_model,
                 log_probs_full_key=gen_log_probs_full_key,
                 entropy_key=entropy_key,
                 moments_key=moments_key,
+                context=gen_context,
+                sampler_log_probs_key=sampler_log_probs_key,
                 detach=detach,
                 adapters=adapters,
                 device=None if isinstance(gen_model, str) else device,
+                sampling=sampling,
+                kept_key=kept_key,
                 **shared,
             ),
-            RetrieveLogProb(
-                gen_model if base else ref_model,
-                log_probs_full_key=ref_log_probs_full_key,
-                adapters=_ref_adapters(adapters, ref_adapters, base),
-                device=None if base and isinstance(gen_model, str) else device,
-                **shared,
-            ),
+            reference,
             KLComputation(
                 gen_log_probs_full_key,
                 ref_log_probs_full_key,
@@ -194,6 +231,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             stays_off = name == "adapters" and part == _REFERENCE and self._ref_adapters_are_own
             if not stays_off:
                 setattr(self[part], attribute, value)
+        if name == "sampling" and value is not None:
+            self[_REFERENCE].temperature = value.temperature
 
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
@@ -225,17 +264,25 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
+        kept, sampling = gen.kept(td, next_td, located), gen.sampling
+        side_by_side = sampling is not None and sampling.truncates and sampling.reference == "kept"
         if kl.estimator == "exact":
-            scores = gen.evaluate(located, ref.scorer)
+            _check_one_context(gen.context, ref.context)
+            scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
-            finish = ref.begin(located)  # a remote model runs while the policy is scored here
-            scores = gen.evaluate(located)
-            ref_log_prob = finish().log_prob
+            if side_by_side:
+                _check_one_context(gen.context, ref.context)
+                scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
+                ref_log_prob = scores.ref_log_prob
+            else:
+                finish = ref.begin(ref.in_context(td, located))  # a remote model runs while the policy is scored here
+                scores = gen.evaluate(gen.in_context(td, located), None, kept)
+                ref_log_prob = finish().log_prob
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         outputs |= kl.charged(next_td, penalty, located.mask)
-        return outputs | gen.requested(scores)
+        return outputs | gen.requested(scores) | gen.of_sampler(td, located)
 
 
 # ------------------------------------------------------------------ checks
@@ -276,6 +323,15 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
     if len(known) == 2 and gen_key == ref_key:
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."
+        )
+
+
+def _check_one_context(gen: Context | None, ref: Context | None) -> None:
+    if gen != ref:
+        raise ValueError(
+            "estimator='exact' runs both models side by side on the same tokens, and their contexts differ: "
+            f"gen_context={gen!r}, context={ref!r}. Use an estimator of log-probs such as 'k1', or the teacher's most probable "
+            "tokens: RetrieveLogProb(teacher, context=..., top_k=64)."
         )
 
 

@@ -6,25 +6,49 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
+    Context,
+    InContext,
     Located,
+    MissingEntryError,
     ModelInterface,
     Scope,
     TokenisingOptions,
+    check_context,
+    describe_entries,
+    find_key,
+    in_context,
     in_layout,
     locate,
+    per_token,
+    read_kept,
+    response_mask,
     sub_key,
     top_k_entries,
+    zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, ScorerSlot, Scores, check_distributions, evaluating
+from torchrl_llm_kl.scoring import (
+    DEFAULT_MEMORY,
+    LogProbScorer,
+    Sampling,
+    ScorerSlot,
+    Scores,
+    VersionedScores,
+    as_sampling,
+    check_distributions,
+    evaluating,
+    warn_of_mismatch,
+)
 from torchrl_llm_kl.transforms._base import (
     Checks,
     NoCollectorError,
@@ -49,6 +73,10 @@ def _check_top_k(top_k: int) -> int:
     if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
         raise ValueError(f"top_k must be a whole number of at least 0, got {top_k!r}.")
     return top_k
+
+
+def _check_sampling(sampling: Sampling | None) -> Sampling | None:
+    return None if sampling is None else as_sampling(1.0, sampling)
 
 
 def _check_reference(reference: Any) -> Any:
@@ -86,6 +114,7 @@ class ScoringTransform(StepTransform):
     assistant_only: bool
     scope: Scope
     temperature: float
+    sampling: Sampling | None = None
     dtype: torch.dtype | None
     memory: int
     deterministic: bool
@@ -95,6 +124,14 @@ class ScoringTransform(StepTransform):
     def __init__(self) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_forgive_models)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # One temperature, under two names.
+        if name == "sampling" and value is not None:
+            super().__setattr__("temperature", value.temperature)
+        elif name == "temperature" and self.sampling is not None:
+            super().__setattr__("sampling", replace(self.sampling, temperature=value))
 
     # ------------------------------------------------------------------ state: settings, without the models
 
@@ -142,7 +179,8 @@ class ScoringTransform(StepTransform):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("temperature", "dtype", "memory", "deterministic")}
+        own = {name: getattr(self, name) for name in ("temperature", "dtype", "memory", "deterministic")}
+        return own if self.sampling is None else {**own, "sampling": self.sampling}
 
     def arrange(self, data: Ragged) -> Ragged:
         """An output in the layout that the model's ``pad_output`` requests; in that of the data for a bare model."""
@@ -180,6 +218,10 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         tokenizer: replaces the model's own, where text must be tokenised.
         padding_side: the side of padding where a model with ``pad_output=True`` gets text or a nested tensor.
         temperature: divides the logits; the sampling temperature of the policy. Default 1.
+        sampling: in place of ``temperature``, how the policy samples: scores are those of what its top-k, top-p and min-p
+            leave; see :class:`~torchrl_llm_kl.Sampling`. Default None: nothing is left out.
+        kept_key: parent of the entries in which the sampler recorded what it kept (:class:`~torchrl_llm_kl.RecordKept`): with a
+            ``sampling`` that leaves tokens out, the record is replayed where the data holds it. Default ``"kept"``.
         scope: ``"turn"``: in a conversation of several steps each step scores only its own response; ``"full"``: the
             assistant's earlier turns too. No effect when the data is one whole conversation.
         adapters: False disables the model's PEFT adapters and so scores the base model; a name scores that adapter alone.
@@ -200,6 +242,14 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             0, none. They have no gradient.
         top_k_key: below which key they go: ``"ids"`` (int64) and ``"log_probs"`` ``[*B, T, top_k]``, in descending order, and
             ``"rest_log_prob"`` ``[*B, T]``, the log of the total probability of all other tokens. Default ``"top_k"``.
+        context: score the response after another prompt, which replaces all before the assistant's first token: a function of
+            the conversation (``History -> History``, or ``(History, row) -> History`` to read other entries of the row), or
+            the entry with the ids of the prompts; see :func:`~torchrl_llm_kl.rollouts.in_context`. What is written keeps the
+            shape and the mask of the data. Default None: the data's own prompt.
+        sampler_log_probs_key: move the log-probs that the policy stored when it sampled, under ``log_probs_full_key`` (or
+            the ``"response"`` beside it), to this key before writing there: ``("sampler_log_probs", "full")`` is what
+            :class:`~torchrl_llm_kl.PolicyLoss` reads. NaN where the sampler returned none, 0 at tokens that are not scored.
+            Outside an env, data that already has the entry keeps it. Default None: they are not read.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
@@ -210,8 +260,13 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     Raises:
         ValueError: at construction, if the model generates or returns no log-probs; on data, if the assistant's tokens
-            cannot be separated from the prompt, a sequence is longer than the model's positions, or a log-prob is not finite.
-        KeyError: if the data has neither tokens, text nor a conversation.
+            cannot be separated from the prompt, a sequence is longer than the model's positions, a log-prob is not finite, or
+            a context changes the assistant's messages.
+        KeyError: if the data has neither tokens, text nor a conversation; or lacks the context or the sampler's log-probs.
+
+    Warns:
+        SamplerMismatchWarning: once, if a wrapper or its model's ``generation_config`` says that tokens are not sampled from
+            the distribution that is scored, for instance because transformers' default top-k of 50 applies.
 
     Example:
         >>> from tensordict import TensorDict
@@ -229,7 +284,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         **StepTransform.checks,
         "model": check_scored_model,
         "reference": _check_reference,
+        "sampling": _check_sampling,
         "top_k": _check_top_k,
+        "context": check_context,
     }
     fixed = ScoringTransform.fixed | {"history_key"}
 
@@ -257,12 +314,18 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         moments_key: NestedKey | None = None,
         top_k: int = 0,
         top_k_key: NestedKey = "top_k",
+        sampling: Sampling | None = None,
+        kept_key: NestedKey = "kept",
+        context: Context | None = None,
+        sampler_log_probs_key: NestedKey | None = None,
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
+        as_sampling(temperature, sampling)
         self.assistant_only, self.scope, self.detach = assistant_only, scope, detach
         self.temperature, self.adapters, self.dtype, self.memory = temperature, adapters, dtype, memory
-        self.deterministic = deterministic
+        self.deterministic, self.sampling, self.kept_key = deterministic, sampling, kept_key
+        self._compared = False  # whether the sampler was compared with what is scored
         self._options = TokenisingOptions.make(tokenizer, tokenizer_kwargs, padding_side)
         self._slot, self._ref_slot = ScorerSlot(), ScorerSlot()
         if exact_kl_key is not None and reference is None:
@@ -291,21 +354,30 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self.exact_kl_key: NestedKey = ("exact_kl", "full") if exact_kl_key is None else exact_kl_key
         self.entropy_key, self.moments_key = entropy_key, moments_key
         self.top_k, self.top_k_key = top_k, top_k_key
+        self.context, self.sampler_log_probs_key = context, sampler_log_probs_key
         self.declare()
         self.check_models()
 
     # ------------------------------------------------------------------ keys and specs
 
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The model's input; the log-probs, and the exact KL, the entropy, the moments and the top k if requested."""
+        """The model's input and a context's entry; the log-probs, and what else is requested."""
         out = [self.log_probs_full_key]
+        if self.sampler_log_probs_key is not None:
+            if self.sampler_log_probs_key == self.log_probs_full_key:
+                raise ValueError(
+                    f"sampler_log_probs_key and log_probs_full_key are both {self.log_probs_full_key!r}: the model's log-probs "
+                    "would replace the sampler's. Give them different keys."
+                )
+            out.append(self.sampler_log_probs_key)
         if self.reference is not None:
             out.append(self.exact_kl_key)
         if self.entropy_key is not None:
             out.append(self.entropy_key)
         if self.moments_key is not None:
             out += [sub_key(self.moments_key, name) for name in _MOMENTS]
-        return list(self._known_interface().in_keys), out + list(self._top_k_fields)
+        context = [] if self.context is None or callable(self.context) else [self.context]
+        return [*self._known_interface().in_keys, *context], out + list(self._top_k_fields)
 
     @property
     def _top_k_fields(self) -> dict[NestedKey, str]:
@@ -333,9 +405,12 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
-        scores = self.evaluate(self.locate(td), self.reference_scorer)
+        located = self.locate(td)
+        kept = self.kept(td, next_td, located)
+        scores = self.evaluate(self.in_context(td, located), self.reference_scorer, kept)
         found = {self.log_probs_full_key: scores.log_prob, self.exact_kl_key: scores.kl}
-        return {key: values for key, values in found.items() if values is not None} | self.requested(scores)
+        found |= self.requested(scores) | self.of_sampler(td, located)
+        return {key: values for key, values in found.items() if values is not None}
 
     def requested(self, scores: Scores) -> dict[NestedKey, Ragged]:
         """The entropy, the moments and the top k among the scores, by key."""
@@ -345,16 +420,52 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             found |= {sub_key(self.moments_key, name): getattr(scores, name) for name in _MOMENTS}
         return {key: values for key, values in found.items() if key is not None and values is not None}
 
-    def evaluate(self, located: Located, reference: LogProbScorer | None = None) -> Scores:
+    def kept(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Kept | None:
+        """What the sampler recorded; None if nothing is left out, or nothing was recorded."""
+        if self.sampling is None or not self.sampling.truncates:
+            return None
+        found = None
+        for node in (next_td, td) if next_td is not td else (td,):
+            found = read_kept(node, self.kept_key, located.tokens, located.mask) if found is None else found
+        return None if found is None else Kept(*found)
+
+    def in_context(self, td: TensorDictBase, located: Located) -> Located:
+        """The located tokens after the prompt that :attr:`context` gives; unchanged without one."""
+        if self.context is None:
+            return located
+        return in_context(td, located, self.context, self._interface(), self._options)
+
+    def of_sampler(self, td: TensorDictBase, located: Located) -> dict[NestedKey, Ragged]:
+        """The sampler's own log-probs, to be moved to their entry; none without a key or if the data has them there."""
+        key = self.sampler_log_probs_key
+        if key is None or (not in_env(self) and find_key(td, key) is not None):
+            return {}
+        found = _stored_by_sampler(td, self.log_probs_full_key)
+        if found is None:
+            raise MissingEntryError(
+                f"sampler_log_probs_key={key!r} moves the sampler's log-probs: expected them under "
+                f"{self.log_probs_full_key!r}, found: {describe_entries(td)}. Collect with return_log_probs=True, or leave "
+                "sampler_log_probs_key out."
+            )
+        tokens, mask = located.tokens, located.mask
+        values = per_token(td, found, tokens, response_mask(td, tokens, self._interface())).detach().float()
+        values = values.masked_fill(zeros_of_first_tokens(values, mask, tokens), torch.nan)
+        return {key: tokens.like(torch.where(mask, values, 0))}
+
+    def evaluate(self, located: Located, reference: LogProbScorer | None = None, kept: Kept | None = None) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
-        return self.scorer.evaluate(located.tokens, located.mask, reference=reference, **self._requested)
+        self.compare_sampler()
+        replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
+        options = self._requested | replayed
+        return _in_place(located, self.scorer.evaluate(located.tokens, located.mask, reference=reference, **options))
 
     def begin(self, located: Located) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
         begin = getattr(self.scorer, "begin", None)
-        return (
-            partial(self.evaluate, located) if begin is None else begin(located.tokens, located.mask, **self._requested)
-        )
+        if begin is None:
+            return partial(self.evaluate, located)
+        finish = begin(located.tokens, located.mask, **self._requested)
+        return lambda: _in_place(located, finish())
 
     @property
     def _requested(self) -> dict[str, Any]:
@@ -378,8 +489,9 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         """Build the scorers of the models known so far, so that a model that cannot be scored raises an error here."""
         model = getattr(self, "model", None)
         if self.reference is not None:
-            self._ref_slot.get(self.reference, **self._settings)
+            _ = self.reference_scorer
         if model is not None:
+            self.compare_sampler(stacklevel=3)
             scorer = self._slot.get(model, adapters=self.adapters, **self._settings)
             if self.entropy_key is not None and scorer.path == "wrapper":
                 check_distributions(model, what="the entropy")
@@ -389,7 +501,16 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     @property
     def reference_scorer(self) -> LogProbScorer | None:
         """The scorer of ``reference``, if there is one."""
-        return None if self.reference is None else self._ref_slot.get(self.reference, **self._settings)
+        settings = {name: value for name, value in self._settings.items() if name != "sampling"}  # it samples nothing
+        return None if self.reference is None else self._ref_slot.get(self.reference, **settings)
+
+    def compare_sampler(self, stacklevel: int = 2) -> None:
+        """Warn once if the model's wrapper samples otherwise than is scored."""
+        if not self._compared:
+            self._compared = True
+            warn_of_mismatch(
+                self._scored_model(), as_sampling(self.temperature, self.sampling), stacklevel=stacklevel + 1
+            )
 
     def _scored_model(self) -> Any:
         return self.model if hasattr(self, "model") else collector_policy(self)
@@ -403,6 +524,25 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             return self._interface()
         except NoCollectorError:
             return ModelInterface()
+
+
+def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
+    """Where the policy stored its log-probs: the response's, which no transform writes, before those of the whole sequence."""
+    names: list[NestedKey] = [key] if isinstance(key, str) else [(*key[:-1], "response"), key]
+    here = [name for name in names if find_key(td, name) == name]
+    there = [found for name in names if (found := find_key(td, name)) is not None]
+    return next(iter([*here, *there]), None)
+
+
+def _in_place(located: Located, scores: Scores) -> Scores:
+    """The scores of sequences in another context, at the tokens of the data."""
+    if not isinstance(located, InContext):
+        return scores
+    found = scores._asdict()
+    moved = scores._replace(**{name: located.back(x) for name, x in found.items() if isinstance(x, Ragged)})
+    if isinstance(scores, VersionedScores):
+        cast(VersionedScores, moved).version = scores.version
+    return moved
 
 
 class RetrieveValue(StepTransform):

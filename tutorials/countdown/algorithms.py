@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from countdown.model import render_prompt, warm_up
 from countdown.report import progress
 from countdown.task import Problem
+from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
 from torchrl_llm_kl.advantages import advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
 from torchrl_llm_kl.scoring import TokenCritic
@@ -45,16 +47,24 @@ def build(
     max_new_tokens: int,
     teacher: PreTrainedModel | None = None,
     in_collector: bool = True,
+    kl_reward: str = "k1",
+    kl_loss: str = "none",
+    temperature: float = 1.0,
 ) -> AlgorithmParts:
     """Build an algorithm with its models; a KL penalty in the reward, times ``coefficient``, keeps it near the reference.
 
     Answers are scored in the env, under the policy that samples: that of the collector, or ``policy`` in an env without one.
-    Algorithms without a reference have no penalty and need no coefficient.
+    Algorithms without a reference have no penalty and need no coefficient. ``kl_reward`` and ``kl_loss`` place the KL
+    elsewhere; ``temperature`` is that of the sampler.
     """
     preset = get_algorithm(name)
     settings = dict(SETTINGS.get(name, {}))
     if preset.use_reference:
-        settings |= {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": coefficient}
+        settings |= {"kl_loss": kl_loss, "kl_reward": kl_reward}
+        settings |= {
+            f"kl_{place}_coeff": coefficient for place, kl in (("loss", kl_loss), ("reward", kl_reward)) if kl != "none"
+        }
+        preset = replace(preset, kl_loss=kl_loss, kl_reward=kl_reward, use_reference=None)
     distils = preset.schema == "distill"
     return make_algorithm(
         name,
@@ -64,8 +74,22 @@ def build(
         gen_model="from_collector" if preset.use_reference and in_collector else None,
         group_key="group" if compares_answers(preset) else None,
         max_len=max_new_tokens,
+        temperature=temperature,
         **settings,
     )
+
+
+CONTROLLERS = ("pi", "dual", "ziegler")
+
+
+def make_coefficient(controller: str, *, target: float, batch_size: int) -> nn.Module:
+    """A coefficient that follows the KL of each step, in one of the ways :data:`CONTROLLERS`; target in nats per answer."""
+    if controller == "pi":
+        return PIKLCoefficient(init=0.2, target=target)
+    if controller == "dual":
+        return DualKLCoefficient(init=0.2, target=target)
+    # Changes by at most 10 % per step: 0.2 * n / horizon.
+    return AdaptiveKLCoefficient(init=0.2, target=target, horizon=2 * batch_size)
 
 
 def compares_answers(preset: Algorithm) -> bool:

@@ -115,17 +115,22 @@ def as_policy(
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
     noise: LogitsProcessor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
 ) -> TransformersWrapper:
     """Wrap a model as a torchrl policy that generates answers.
 
-    They are drawn with torch's own generator, or with ``noise``, which adds Gumbel noise to the logits.
+    They are drawn with torch's own generator, or with ``noise``, which adds Gumbel noise to the logits. With another
+    ``temperature`` the algorithm must score at the same; with ``top_k`` no score is that of the sampler.
     """
     generate_kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
     if noise is not None:
         generate_kwargs["do_sample"] = False
     else:
         # Sample from the distribution that is scored; by default, transformers keeps only the 50 likeliest tokens.
-        generate_kwargs |= {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": model.config.vocab_size}
+        top_k = model.config.vocab_size if top_k is None else top_k
+        generate_kwargs |= {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": top_k}
+        generate_kwargs["repetition_penalty"] = 1.0
     policy = TransformersWrapper(
         model,
         tokenizer=tokenizer,

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Scores, Sequences, TokenMask, VersionedScores, read_sequences
+from torchrl_llm_kl.scoring import Sampling, Scores, Sequences, TokenMask, VersionedScores, as_sampling, read_sequences
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
-from torchrl_llm_kl.service.client._replicas import Patience, Replicas, client_name, failures
+from torchrl_llm_kl.service.client._replicas import Patience, Replicas, failures
 from torchrl_llm_kl.service.client._router import Router
+from torchrl_llm_kl.service.control._membership import check_not_forked, client_name
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 
 _MOST_TOKENS = 2**21  # of a request, about: 8 MiB
@@ -132,8 +133,15 @@ class RemoteModel:
         dtype: torch.dtype | None = None,
         memory: int | None = None,
         deterministic: bool = False,
+        sampling: Sampling | None = None,
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
+        temperature = as_sampling(temperature, sampling).temperature
+        sampling = sampling or Sampling(temperature)
+        if sampling.truncates and sampling.reference == "kept":
+            raise ValueError(
+                f"{sampling} with reference='kept' compares two models over the same tokens, which needs both in this process."
+            )
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(
             temperature=float(temperature),
@@ -141,6 +149,9 @@ class RemoteModel:
             dtype=name,
             remember=memory != 0,
             deterministic=deterministic,
+            keep_top_k=sampling.top_k,
+            keep_top_p=sampling.top_p,
+            keep_min_p=sampling.min_p,
         )
         return RemoteScorer(self, settings)
 
@@ -193,7 +204,7 @@ class RemoteScorer:
 
     def __init__(self, model: RemoteModel, settings: Settings) -> None:
         self.model, self.settings = model, settings.checked()
-        self.temperature = settings.temperature
+        self.temperature, self.sampling = settings.temperature, self.settings.sampling
 
     def score(
         self,
@@ -218,6 +229,7 @@ class RemoteScorer:
         moments: bool = False,
         reference: Any = None,
         direction: str = "reverse",
+        kept: Any = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -227,12 +239,14 @@ class RemoteScorer:
         log-probs and the rest's are float32 for any model.
 
         Raises:
-            ValueError: for gradients, an exact KL and moments, which need the model in this process; for a ``top_k`` of more
-                than 1024; and as the scorer does.
+            ValueError: for gradients, an exact KL, moments and a replay (``kept``), which need the model in this process; for a
+                ``top_k`` of more than 1024; and as the scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None:
             raise _local_only("an exact KL")
+        if kept is not None:
+            raise _local_only("a replay of kept tokens")
         options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "grad": grad}
         return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
 
@@ -282,6 +296,7 @@ class RemoteScorer:
         remember: bool = False,
     ) -> Pending:
         """Send the requests; the result is a function that waits for the scores of :meth:`evaluate`."""
+        check_not_forked()  # before any tensor: torch's own threads do not survive a fork either
         if moments:
             raise _local_only("moments=True")
         if grad:

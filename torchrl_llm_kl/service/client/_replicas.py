@@ -26,7 +26,6 @@ from torchrl_llm_kl.service.control._membership import (
     MEMBERSHIPS,
     check_not_forked,
     check_open,
-    client_name,
     cluster,
     session,
 )
@@ -40,8 +39,6 @@ from torchrl_llm_kl.service.control._table import (
     check_expected,
     compare,
 )
-
-__all__ = ["Patience", "Replicas", "client_name", "failures"]
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
@@ -290,6 +287,7 @@ class Replicas:
                 failure = error
             self.lose(replica, failure)
             patience.rest(failure)
+            del failure  # its traceback holds this frame, and the frame this object
 
     def ask_all(self, method: str, *, timeout: float) -> dict[int, Any]:
         """What the method of each active replica returns, all at once; an exception for one that does not answer.
@@ -327,6 +325,7 @@ class Replicas:
                 failure = error
             self.lose(replica, failure)
             patience.rest(failure)
+            del failure  # its traceback holds this frame, and the frame this object
 
     def lose(self, replica: int, error: Exception) -> None:
         """Drop a replica whose call failed with one of :func:`failures`, so that the next call looks for it again.

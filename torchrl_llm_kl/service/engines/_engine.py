@@ -52,8 +52,8 @@ _SCORERS = 4
 class TransformersEngine:
     """An engine for a model in this process: whatever :class:`~torchrl_llm_kl.LogProbScorer` scores.
 
-    It creates one scorer for each combination of dtype, adapters and ``deterministic``, which scores at any temperature,
-    and keeps the last four. Their caches share ``memory``.
+    It creates one scorer for each combination of dtype, adapters, ``deterministic`` and truncation, which scores at any
+    temperature, and keeps the last four. Their caches share ``memory``.
 
     Args:
         model: scored as it is.
@@ -72,13 +72,15 @@ class TransformersEngine:
         self._scorer(Settings())  # refuses a model that cannot be scored
 
     def _scorer(self, settings: Settings) -> LogProbScorer:
-        key = (type(settings.adapters), settings.adapters, settings.dtype, settings.deterministic)
+        sampling = replace(settings.sampling, temperature=1.0)
+        key = (type(settings.adapters), settings.adapters, settings.dtype, settings.deterministic, sampling)
         if key not in self._scorers:
             self._scorers[key] = LogProbScorer(
                 self.model,
                 adapters=settings.adapters,
                 dtype=settings.torch_dtype,
                 deterministic=settings.deterministic,
+                sampling=sampling,
                 tokens_per_batch=self._tokens_per_batch,
                 memory=self._memory,
             )

@@ -196,6 +196,7 @@ class HTTPEngine:
             "dtype": (settings.dtype is not None, "is the server's --dtype"),
             "adapters": (settings.adapters is not True, "are chosen by model=, the name under which they are served"),
             "deterministic": (settings.deterministic, "needs the model in the replica"),
+            "sampling": (settings.sampling.truncates, "needs all logits: the server's log-probs are of all tokens"),
         }
         for name, (requested, why) in refused.items():
             if requested:

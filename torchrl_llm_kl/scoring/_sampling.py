@@ -1,0 +1,223 @@
+"""How tokens are sampled: the settings of a sampler, those of a model's wrapper, and whether what it samples is scored."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_choice, widen
+from torchrl_llm_kl.head import Truncation, floor_of
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
+
+# What transformers fills in where neither the call nor the model's configuration says (5.x), and the other engines.
+_TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+_OTHERS = {**_TRANSFORMERS, "top_k": 0}
+# What else changes the distribution, and cannot be scored: settings of transformers that change nothing.
+_NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1}
+_DOCS = "docs/sampling.md"
+
+
+class SamplerMismatchWarning(UserWarning):
+    """Tokens are not sampled from the distribution that is scored: ratios and KLs compare the wrong ones."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution that tokens are drawn from: logits over a temperature, then top-k, top-p and min-p in this order.
+
+    Each truncation is of what the one before left, and the rest is renormalised, as in transformers and vLLM. The defaults are
+    the model's own distribution. Scored with ``sampling=``, a sampled token is always among those that are left: the sampler
+    drew it, even where rounding or a newer policy puts it just outside.
+
+    Args:
+        temperature: divides the logits.
+        top_k: the most probable tokens, and those equal to the last of them; 0 for all.
+        top_p: the fewest tokens, most probable first, whose probabilities add up to this; 1 for all.
+        min_p: tokens at least this probable, relative to the most probable one; 0 for all.
+        reference: what a reference model is compared over. ``"whole"``: its distribution over all tokens at the same
+            temperature, so that the KL is that of the sampler to the reference. ``"kept"``: the tokens that the policy keeps,
+            renormalised. ``docs/sampling.md`` says what each does to a KL. A reference's *own* truncation is not offered: the
+            KL would be infinite wherever it drops a token that the policy keeps.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Example:
+        >>> Sampling(0.7, top_p=0.95).truncates
+        True
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    reference: Literal["whole", "kept"] = "whole"
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ValueError(
+                f"temperature must be a positive number, got {self.temperature}: greedy sampling has no log-prob."
+            )
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number, 0 for all tokens, got {self.top_k!r}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], 1 for all tokens, got {self.top_p}.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], 0 for all tokens, got {self.min_p}.")
+        check_choice(("whole", "kept"), reference=self.reference)
+
+    @property
+    def truncation(self) -> Truncation:
+        """The three truncations."""
+        return Truncation(self.top_k, float(self.top_p), float(self.min_p))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token may be left out."""
+        return self.truncation.active
+
+    @property
+    def of_reference(self) -> Sampling:
+        """How a reference is scored apart: at the temperature, over all tokens."""
+        return Sampling(self.temperature)
+
+    def __str__(self) -> str:
+        return f"Sampling({', '.join(f'{name}={value:g}' for name, value in _changed(self).items())})"
+
+
+def as_sampling(temperature: float, sampling: Sampling | None) -> Sampling:
+    """Both arguments in one; a ValueError if they name two temperatures."""
+    if sampling is None:
+        return Sampling(float(temperature))
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling(temperature, top_k, top_p, min_p), got {sampling!r}.")
+    if temperature not in (1.0, sampling.temperature):
+        raise ValueError(
+            f"temperature={temperature:g} and {sampling} name two temperatures: pass Sampling({temperature:g}, ...) alone."
+        )
+    return replace(sampling, temperature=float(sampling.temperature))
+
+
+def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits ``[n, V]`` over the temperature, in float32 or wider, with ``-inf`` at tokens that are left out.
+
+    Example:
+        >>> truncate(torch.tensor([[4.0, 1.0, 2.0]]), Sampling(0.5, top_k=2))
+        tensor([[8., -inf, 4.]])
+    """
+    (logits,) = widen(logits)
+    logits = logits / sampling.temperature
+    if not sampling.truncates:
+        return logits
+    return logits.masked_fill(logits < floor_of(logits, sampling.truncation).unsqueeze(-1), -torch.inf)
+
+
+def _changed(sampling: Sampling) -> dict[str, float]:
+    return {name: value for name in _TRANSFORMERS if (value := getattr(sampling, name)) != _OTHERS[name]}
+
+
+# ------------------------------------------------------------------ the sampler of a wrapper
+
+
+def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
+    """How a TorchRL wrapper generates; None if it is not known, or the model is none.
+
+    Settings of a wrapper of transformers are those of ``generate_kwargs``, else of the model's ``generation_config``, else of
+    transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
+    (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
+    """
+    found = _settings_of(model)
+    if found is None:
+        return None
+    if not found["do_sample"] or found["temperature"] == 0:
+        return "greedy"
+    try:
+        return Sampling(
+            float(found["temperature"]), max(int(found["top_k"]), 0), float(found["top_p"]), float(found["min_p"])
+        )
+    except (TypeError, ValueError):  # the engine will say what it does not like
+        return None
+
+
+def _settings_of(model: Any) -> dict[str, Any] | None:
+    """What a wrapper generates with; None if it does not generate, as far as is known."""
+    if not is_wrapper(model):
+        return None
+    given = getattr(model, "generate_kwargs", None)
+    given = dict(given) if isinstance(given, Mapping) else {}
+    names = (*_TRANSFORMERS, *_NEUTRAL, "do_sample")
+    own = {name: given[name] for name in names if given.get(name) is not None}
+    inner = unwrap(model)
+    if getattr(model, "generate", False) is not True and not any(own.values()):
+        return None
+    if inner is None:
+        params = getattr(model, "sampling_params", None)  # vLLM's
+        own |= {name: x for name in _TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
+        return {**_OTHERS, "do_sample": True, **own}
+    config = given.get("generation_config") or getattr(inner, "generation_config", None)
+    held = {name: x for name in names if (x := getattr(config, name, None)) is not None}
+    return {**_TRANSFORMERS, "do_sample": False, **held, **own}
+
+
+def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | None:
+    """What differs between the sampler of a wrapper and ``scored``, with the remedies; None if nothing is known to.
+
+    A greedy wrapper passes, as in an evaluation, unless it is the one that ``trains``.
+    """
+    sampler = sampler_of(model)
+    vocab = getattr(getattr(unwrap(model), "config", None), "vocab_size", None) if sampler is not None else None
+    everything = vocab if isinstance(vocab, int) else 0  # torchrl's wrapper takes no top_k of 0
+    if sampler == "greedy" and trains:
+        settings = {"do_sample": True, "top_k": everything, "top_p": 1.0}
+        return (
+            "sampler is greedy (do_sample=False), and a policy gradient needs samples. Sample: "
+            f"generate_kwargs={json.dumps(settings)} ({_DOCS})."
+        )
+    if not isinstance(sampler, Sampling):
+        return None
+
+    def count(top_k: int) -> int:
+        return 0 if everything and top_k >= everything else top_k
+
+    differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
+    for name, none in _OTHERS.items():
+        ours, theirs = getattr(scored, name), getattr(sampler, name)
+        if name == "top_k":
+            ours, theirs = count(ours), count(theirs)
+        if math.isclose(ours, theirs, rel_tol=1e-6):
+            continue
+        if name != "top_k":
+            settings[name] = ours
+        if name != "temperature" and ours == none:
+            differs.append(f"sampler uses {name}={theirs:g}, scorer does not")
+        elif name != "temperature" and theirs == none:
+            differs.append(f"scorer uses {name}={ours:g}, sampler does not")
+        else:
+            differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
+    scorable = bool(differs)
+    found = _settings_of(model) or {}
+    for name, neutral in _NEUTRAL.items():
+        value = found.get(name, neutral)
+        if value != neutral:
+            settings[name] = neutral
+            differs.append(f"sampler uses {name}={value}, which cannot be scored")
+    if not differs:
+        return None
+    other = f"; or score what is sampled: sampling={sampler}" if scorable else ""
+    return (
+        f"{'; '.join(differs)}. Log-probs are then not those of the distribution that tokens are drawn from, and ratios and "
+        f"KLs are biased. Sample from what is scored: generate_kwargs={json.dumps(settings)}{other} ({_DOCS})."
+    )
+
+
+def warn_of_mismatch(model: Any, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
+    """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
+    if problem := mismatch_of(model, scored, trains=trains):
+        warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)

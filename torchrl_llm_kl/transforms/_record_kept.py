@@ -1,0 +1,103 @@
+"""Record what a sampler keeps while a transformers model generates, so that it can be replayed."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm_kl.ragged import own_leaves
+from torchrl_llm_kl.rollouts import locate, sub_key, write_kept
+from torchrl_llm_kl.scoring import Sampling, truncate
+
+
+class RecordKept:
+    """A logits processor of transformers that samples as told and records which tokens could have been drawn.
+
+    It applies temperature, top-k, top-p and min-p itself, since transformers runs its own after all processors that are given
+    to ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``; torchrl's wrapper takes no
+    0, but ``top_k=model.config.vocab_size``). The record of one ``generate`` call replaces that of the one before. A token of
+    8 kept ones takes 36 bytes.
+
+    Args:
+        sampling: how to sample.
+
+    Keyword Args:
+        key: where :meth:`write` puts the record: ``(key, "counts")`` and ``(key, "ids")``.
+
+    Example:
+        >>> record = RecordKept(Sampling(top_p=0.7))
+        >>> scores = torch.tensor([[4.0, 1.0, 2.0, 1.0]]).log()  # probabilities 1/2, 1/8, 1/4, 1/8
+        >>> record(torch.tensor([[9]]), scores).exp()
+        tensor([[4., 0., 2., 0.]])
+        >>> record.steps
+        [(tensor([0, 2], dtype=torch.int32), tensor([2]))]
+
+    .. seealso:: ``docs/sampling.md``, for the replay.
+    """
+
+    def __init__(self, sampling: Sampling, *, key: NestedKey = "kept") -> None:
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}.")
+        self.sampling, self.key = sampling, key
+        #: Of each generated token: the ids that were kept, of all sequences one after another, and their numbers ``[B]``.
+        self.steps: list[tuple[Tensor, Tensor]] = []
+        self._length = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The logits ``[B, V]`` over the temperature, ``-inf`` for what is left out."""
+        if not self.steps or input_ids.shape[1] != self._length + 1:
+            self.steps = []  # another call of generate
+        self._length = input_ids.shape[1]
+        scores = truncate(scores, self.sampling)
+        kept = scores > -torch.inf
+        self.steps.append((kept.nonzero()[:, 1].int().cpu(), kept.sum(-1).cpu()))
+        return scores
+
+    def write(self, td: TensorDictBase) -> TensorDictBase:
+        """Store the record of the last ``generate`` beside the tokens that it returned.
+
+        Args:
+            td: what the policy returned: ``("tokens", "full")`` and the prompt or the assistant mask that tells the response;
+                its sequences in the order in which they were generated.
+
+        Returns:
+            The TensorDict that replaces ``td``.
+
+        Raises:
+            ValueError: if a generated token is not among those that were kept for it: another ``generate`` ran since.
+        """
+        located = locate(td)
+        tokens, mask = located.tokens, located.mask.cpu()
+        rows, batch = tokens.sequence_ids.cpu()[mask], len(self.steps[0][1]) if self.steps else 0
+        if batch != tokens.num_sequences:
+            raise ValueError(
+                f"the record is of {batch} sequences, and the data has {tokens.num_sequences}: call write() on what the policy "
+                "returned, before it generates again."
+            )
+        generated = torch.zeros(batch, dtype=torch.long).index_add(0, rows, torch.ones_like(rows))
+        step = torch.arange(len(rows)) - (generated.cumsum(0) - generated)[rows]
+        if len(rows) and int(step.max()) >= len(self.steps):
+            raise ValueError(
+                f"a sequence has {int(step.max()) + 1} response tokens, and {len(self.steps)} were generated: call write() on "
+                "what the policy returned, before it generates again."
+            )
+        counts = torch.stack([count for _, count in self.steps])  # [steps, B]
+        ids = torch.cat([each for each, _ in self.steps]).long()
+        starts = (counts.flatten().cumsum(0) - counts.flatten()).reshape(counts.shape)
+        number = counts[step, rows]
+        begin = starts[step, rows] - (number.cumsum(0) - number)
+        ids = ids[torch.arange(int(number.sum())) + begin.repeat_interleave(number)]
+        drawn = tokens.values.cpu()[mask].repeat_interleave(number) == ids
+        place = torch.arange(len(rows)).repeat_interleave(number)[drawn]
+        missing = torch.ones(len(rows), dtype=torch.bool).index_fill(0, place, False).nonzero()
+        if len(missing):
+            at = int(missing[0])
+            raise ValueError(
+                f"response token {int(step[at])} of sequence {int(rows[at])} is not among the {int(number[at])} that were kept "
+                "for it: the record is of another call of generate, or generate has a temperature or penalty of its own."
+            )
+        all_counts = torch.zeros(len(mask), dtype=torch.long)
+        all_counts[mask] = number
+        own_leaves(td, *(sub_key(self.key, name) for name in ("counts", "ids")))
+        return write_kept(td, self.key, tokens, ids, all_counts)

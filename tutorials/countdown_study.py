@@ -1,0 +1,300 @@
+"""Where should the KL go, and what holds it at a target? The study behind ``docs/kl_study.md``.
+
+``make study`` runs each cell of :mod:`countdown.study` with its seeds on the demo's task: a placement of the KL (k1 in the
+reward; k2, k3, or the exact KL in the loss; none), a constant or adaptive coefficient, a sampler that is scored as it samples
+or not. ``make study-target`` runs the demo itself with PI control and with Ziegler's rule, on seeds on which neither was
+tuned. Each run ends in one line of ``docs/kl_study.jsonl``. Interrupt it at any time: started again, it continues with what is
+missing. Both end by writing the tables and pictures of the page from that file; ``countdown_study.py pages`` does only that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import countdown_grpo as demo
+from countdown.algorithms import make_coefficient
+from countdown.model import MAX_NEW_TOKENS, accuracy, build_model, build_tokenizer, render_prompt, warm_up
+from countdown.report import MetricsFile
+from countdown.study import (
+    DEMO,
+    PLACEMENT_SEEDS,
+    QUICK,
+    SHORT,
+    TARGET,
+    TARGET_SEEDS,
+    Cell,
+    Result,
+    Results,
+    Scale,
+    claims_table,
+    draw_placement,
+    draw_target,
+    placement_cells,
+    placement_table,
+    target_cells,
+    target_summary,
+    target_table,
+    write_blocks,
+)
+from countdown.task import Problem, all_problems, split_problems
+from torchrl_llm_kl import FixedKLCoefficient
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
+    """Train a policy in one cell, and measure it on the held-out problems; the result is the same in every process."""
+    demo.silence_dependencies()
+    start = time.perf_counter()
+    train_problems, held_out = split_problems(all_problems())
+    held_out = held_out[: scale.held_out]
+    policy, tokenizer = warm_policy(seed, scale, folder)
+    reference = copy.deepcopy(policy)
+    coefficient: nn.Module | None = None
+    if isinstance(cell.coefficient, str):
+        batch_size = scale.num_prompts * scale.group_size
+        coefficient = make_coefficient(cell.coefficient, target=TARGET, batch_size=batch_size)
+    elif cell.placement != "none":
+        coefficient = FixedKLCoefficient(cell.coefficient)
+    metrics = MetricsFile(folder / "metrics.jsonl", writes=False)
+    before = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
+    with contextlib.redirect_stdout(io.StringIO()):
+        demo.train(
+            "grpo",
+            policy,
+            tokenizer,
+            train_problems,
+            steps=scale.steps,
+            lr=scale.lr,
+            coefficient=coefficient,
+            num_prompts=scale.num_prompts,
+            group_size=scale.group_size,
+            max_new_tokens=MAX_NEW_TOKENS,
+            seed=seed,
+            metrics=metrics,
+            sampling={"temperature": cell.temperature, "top_k": cell.top_k},
+            kl_reward=cell.kl_reward,
+            kl_loss=cell.kl_loss,
+            temperature=cell.scored_at,
+        )
+    after = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
+    kl, sampled = true_kl(policy, reference, tokenizer, held_out, samples=scale.samples, seed=seed)
+    last = [row["kl"] for row in metrics.rows[-max(1, scale.steps // 5) :]]
+    result = {
+        "cell": asdict(cell),
+        "seed": seed,
+        "scale": asdict(scale),
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "sampled_after": sampled,
+        "true_kl": kl,
+        "kl_estimated": sum(last) / len(last),
+        "kl_highest": max(row["kl"] for row in metrics.rows),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    if isinstance(cell.coefficient, str):
+        result["coefficient_end"] = metrics.rows[-1]["coefficient"]
+    return result | (target_summary(metrics.rows) if cell.study == "target" else {})
+
+
+def warm_policy(seed: int, scale: Scale, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model after the demo's warm-up, which is kept in ``folder``, and torch's random state at that time."""
+    torch.set_num_threads(1)
+    problems = all_problems()
+    tokenizer = build_tokenizer(problems)
+    path = folder / f"warm-{seed}-{scale.warmup_steps}.pt"
+    if not path.exists():
+        torch.manual_seed(seed)
+        model = build_model(tokenizer)
+        for _ in warm_up(model, tokenizer, split_problems(problems)[0], steps=scale.warmup_steps, seed=seed):
+            pass
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = path.with_suffix(f".{os.getpid()}")  # two processes may write it at once
+        torch.save({"model": model.state_dict(), "random": torch.get_rng_state()}, whole)
+        whole.replace(path)
+    state = torch.load(path, weights_only=True)
+    model = build_model(tokenizer)
+    model.load_state_dict(state["model"])
+    torch.set_rng_state(state["random"])
+    return model, tokenizer
+
+
+@torch.no_grad()
+def true_kl(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    *,
+    samples: int,
+    seed: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> tuple[float, float]:
+    """The KL of policy and reference in nats per answer, and the share of right answers; both drawn at temperature 1.
+
+    At each token of an answer the KL is a sum over the whole vocabulary, so that only the prefixes are sampled.
+    """
+    torch.manual_seed(zlib.crc32(f"true KL {seed}".encode()))
+    total, right, count = 0.0, 0, 0
+    for start in range(0, len(problems), 50):
+        batch = [problem for problem in problems[start : start + 50] for _ in range(samples)]
+        inputs = tokenizer(
+            [render_prompt(problem, tokenizer) for problem in batch],
+            return_tensors="pt",
+            padding=True,
+            add_special_tokens=False,
+            return_token_type_ids=False,
+        )
+        width = inputs["input_ids"].shape[1]
+        tokens = policy.generate(  # type: ignore[operator]
+            **inputs,
+            do_sample=True,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        answers = tokens[:, width:]
+        ended = (answers == tokenizer.eos_token_id).long().cumsum(-1)
+        produced = (ended == 0) | ((ended == 1) & (answers == tokenizer.eos_token_id))
+        attention = torch.cat([inputs["attention_mask"], produced.long()], -1)
+        log_p, log_q = (
+            model(input_ids=tokens, attention_mask=attention).logits[:, width - 1 : -1].log_softmax(-1)
+            for model in (policy, reference)
+        )
+        per_token = (log_p.exp() * (log_p - log_q)).sum(-1)
+        total += float(per_token[produced].double().sum())
+        replies = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        right += sum(problem.is_solved_by(reply) for problem, reply in zip(batch, replies, strict=True))
+        count += len(batch)
+    return total / count, right / count
+
+
+# ------------------------------------------------------------------ running what is missing
+
+
+def run_missing(
+    results: Results,
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    scale: Scale,
+    *,
+    folder: Path,
+    jobs: int,
+    minutes: float | None = None,
+) -> None:
+    """Run what the file does not hold yet; after ``minutes`` no further run starts. Without ``jobs``, in this process."""
+    todo = results.missing(cells, seeds, scale)
+    total, start = len(cells) * len(seeds), time.monotonic()
+    typer.echo(f"{total - len(todo)} of {total} runs are in {results.path}")
+
+    def keep(result: Result, cell: Cell, seed: int) -> None:
+        results.append(result)
+        nonlocal done
+        done += 1
+        typer.echo(
+            f"{done}/{total}  seed {seed}, {cell}: right {result['accuracy_after']:.1%}, {result['seconds']:.0f} s"
+        )
+
+    done = total - len(todo)
+    late = lambda: minutes is not None and time.monotonic() - start > 60 * minutes  # noqa: E731
+    if jobs == 0:
+        for cell, seed in todo:
+            if late():
+                return
+            keep(run(cell, seed, scale, folder), cell, seed)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting: dict[Any, tuple[Cell, int]] = {}
+        while todo or waiting:
+            while todo and len(waiting) < jobs and not late():
+                cell, seed = todo.pop(0)
+                waiting[pool.submit(run, cell, seed, scale, folder)] = (cell, seed)
+            if not waiting:
+                return
+            ready = next(as_completed(waiting))
+            keep(ready.result(), *waiting.pop(ready))
+
+
+def write_pages(results: Results, folder: Path, *, target: Scale = DEMO, placement: Scale = SHORT) -> None:
+    """Write the tables and pictures of the page from the results."""
+    blocks = {
+        "target": target_table(results, TARGET_SEEDS, target),
+        "claims": claims_table(results, placement),
+        "placement": placement_table(results, PLACEMENT_SEEDS, placement),
+    }
+    write_blocks(folder / "kl_study.md", blocks)
+    draw_target(results, TARGET_SEEDS, target, folder / "kl_target.png")
+    draw_placement(results, PLACEMENT_SEEDS, placement, folder / "kl_frontier.png")
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+Jobs = Annotated[int, typer.Option(min=0, help="Runs at a time, each on one core; 0: in this process.")]
+Minutes = Annotated[float | None, typer.Option(min=0, help="Start no further run after so many minutes.")]
+File = Annotated[Path, typer.Option(help="The results, one JSON object per line.")]
+Folder = Annotated[Path, typer.Option(help="Where warmed-up models are kept.")]
+Docs = Annotated[Path, typer.Option(help="Folder of the page and its pictures.")]
+Seeds = Annotated[list[int] | None, typer.Option("--seed", help="Instead of the study's seeds; may be repeated.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Runs of seconds, which show nothing: for tests.")]
+
+
+@app.command()
+def target(
+    jobs: Jobs = 2,
+    minutes: Minutes = None,
+    results: File = DOCS / "kl_study.jsonl",
+    folder: Folder = Path("runs/study"),
+    docs: Docs = DOCS,
+    seed: Seeds = None,
+    quick: Quick = False,
+    controller: Annotated[list[str] | None, typer.Option(help="pi or ziegler; both by default.")] = None,
+) -> None:
+    """Run the demo with each controller."""
+    scale, file = QUICK if quick else DEMO, Results(results)
+    cells = [cell for cell in target_cells() if not controller or cell.coefficient in controller]
+    run_missing(file, cells, seed or TARGET_SEEDS, scale, folder=folder, jobs=jobs, minutes=minutes)
+    write_pages(file, docs, **({"target": QUICK, "placement": QUICK} if quick else {}))
+
+
+@app.command()
+def placement(
+    jobs: Jobs = 2,
+    minutes: Minutes = None,
+    results: File = DOCS / "kl_study.jsonl",
+    folder: Folder = Path("runs/study"),
+    docs: Docs = DOCS,
+    seed: Seeds = None,
+    quick: Quick = False,
+) -> None:
+    """Run each placement, coefficient and sampler."""
+    scale, file = QUICK if quick else SHORT, Results(results)
+    run_missing(file, placement_cells(), seed or PLACEMENT_SEEDS, scale, folder=folder, jobs=jobs, minutes=minutes)
+    write_pages(file, docs, **({"target": QUICK, "placement": QUICK} if quick else {}))
+
+
+@app.command()
+def pages(results: File = DOCS / "kl_study.jsonl", docs: Docs = DOCS) -> None:
+    """Write the page from the results, without running anything."""
+    write_pages(Results(results), docs)
+
+
+if __name__ == "__main__":
+    app()
