@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, make_algorithm
 from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossTerm, distill, get_objective
 from toy_models import VOCAB_SIZE, tiny_model
 
@@ -139,10 +139,11 @@ def test_what_the_transform_wrote(layout: str, beta: float) -> None:
     assert few["loss_objective"] < out["loss_objective"]
 
 
-def test_temperature_divides_the_logits_of_both() -> None:
+@pytest.mark.parametrize("given", [{"temperature": 0.6}, {"sampling": Sampling(0.6)}], ids=["temperature", "sampling"])
+def test_temperature_divides_the_logits_of_both(given: dict[str, Any]) -> None:
     student, teacher = wide(0), wide(1)
-    td = RetrieveLogProb(teacher, top_k=V, temperature=0.6)(data())
-    out = PolicyLoss(student, "distill", beta=0.3, temperature=0.6)(td)
+    td = RetrieveLogProb(teacher, top_k=V, **given)(data())
+    out = PolicyLoss(student, "distill", beta=0.3, **given)(td)
     want = enumerated(distributions(student, 0.6), distributions(teacher, 0.6).detach(), 0.3).mean()
     assert_close(out["loss_objective"], want, atol=1e-6, rtol=1e-6)  # entries are float32
 
@@ -460,6 +461,30 @@ def test_wrong_inputs(given: dict[str, Any], message: str) -> None:
 def test_contradictory_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyLoss(tiny_model(seed=0), "distill", **settings)
+
+
+TRUNCATED = Sampling(0.7, top_k=20)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda student, _: PolicyLoss(student, "distill", sampling=TRUNCATED),
+        lambda student, _: PolicyLoss(LogProbScorer(student, sampling=TRUNCATED), "distill"),
+        lambda student, _: PolicyLoss(student, "ppo", terms=[DivergenceToTeacher(0.1)], sampling=TRUNCATED),
+        lambda student, teacher: PolicyLoss(
+            student, "distill", distribution="exact", reference=teacher, sampling=TRUNCATED
+        ),
+        lambda student, teacher: make_algorithm("gkd", student, reference=teacher, sampling=TRUNCATED),
+        lambda student, teacher: make_algorithm(
+            "on_policy_distill", student, reference=teacher, top_k=4, sampling=TRUNCATED
+        ),
+    ],
+    ids=["top_k", "scorer", "term", "exact", "gkd", "on_policy_distill"],
+)
+def test_a_truncated_student_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"a distillation with Sampling\(.*top_k=20\): .*Pass temperature="):
+        make(tiny_model(seed=0), tiny_model(seed=1))
 
 
 def test_exact_distillations_with_two_betas() -> None:

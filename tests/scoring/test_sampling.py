@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import pytest
@@ -320,6 +321,33 @@ def test_refusals():
         LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))
     with pytest.raises(TypeError, match="must be a Sampling"):
         LogProbScorer(model, sampling={"top_k": 3})
+
+
+@pytest.mark.parametrize("kind", ["tiles", "logits", "replay"])
+@pytest.mark.parametrize("what", ["top_ids=", "direction='jensen_shannon'"])
+def test_a_distillation_needs_the_whole_distribution(what, kind):
+    """A truncated student is refused; a temperature alone divides its logits."""
+    model, tokens = tiny_model().double(), random_sequences(5, 4)
+    top_ids = torch.tensor([3, 8]).expand(len(tokens.values), 2)
+    asked = {"top_ids": top_ids}
+    if what != "top_ids=":
+        asked = {"reference": LogProbScorer(tiny_model(seed=1).double()), "direction": "jensen_shannon"}
+    if kind == "replay":
+        scorer, found = LogProbScorer(model), "kept="
+        asked["kept"] = random_record(tokens)
+    else:
+        scorer = LogProbScorer(model if kind == "tiles" else FullLogits(model), sampling=Sampling(top_p=0.9))
+        found = "Sampling(top_p=0.9)"
+    with pytest.raises(
+        ValueError, match=re.escape(f"{what} with {found}: a teacher's tokens") + ".*Sampling.temperature"
+    ):
+        scorer.evaluate(tokens, **asked)
+    if what == "top_ids=" and kind != "replay":
+        warm = LogProbScorer(scorer.model, sampling=Sampling(0.6)).evaluate(tokens, top_ids=top_ids).outcomes
+        for row, outcomes in zip(tokens.to_list(), warm.to_list(), strict=True):
+            log_p = (model(input_ids=row[None]).logits[0, :-1] / 0.6).log_softmax(-1).detach()
+            others = log_p.index_fill(-1, torch.tensor([3, 8]), -torch.inf).logsumexp(-1, keepdim=True)
+            assert_close(outcomes[1:], torch.cat([log_p[:, [3, 8]], others], -1), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize(

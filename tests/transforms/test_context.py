@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -565,12 +566,50 @@ def test_the_example_of_the_docs(tokenizer: Any, tmp_path: Path) -> None:
         assert_close(row["advantage"].flatten()[start:end], teacher - student, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["gkd", "on_policy_distill"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_self_distillation_over_the_top_k_of_a_privileged_prompt(layout: str, name: Any) -> None:
+    """Entries, loss and gradient of the head against a forward of each prompt and answer."""
+    model, k = wide(), 3
+    parts = make_algorithm(name, model, reference=model, top_k=k, context=("hint", "ids"))
+    batch = parts.prepare(rollout(layout))
+    entries = [values_of(batch, ("top_k", entry)) for entry in ("ids", "log_probs", "rest_log_prob")]
+    divergences = []
+    for i, (prompt, context, response) in enumerate(zip(PROMPTS, CONTEXTS, RESPONSES, strict=True)):
+        q, p = (
+            model(input_ids=torch.tensor([first + response])).logits[0, len(first) - 1 : -1].log_softmax(-1)
+            for first in (prompt, context)
+        )
+        p, ids = p.detach().topk(k)[0], p.detach().topk(k)[1]
+        rest = torch.log1p(-p.exp().sum(-1))
+        assert_close(entries[0][i], ids)
+        assert_close(entries[1][i].double(), p, atol=1e-6, rtol=0)
+        assert_close(entries[2][i].double(), rest, atol=1e-6, rtol=0)
+        log_p = torch.cat([p, rest[:, None]], -1)
+        listed = q.gather(-1, ids)
+        log_q = torch.cat([listed, torch.log1p(-listed.exp().sum(-1, keepdim=True))], -1)
+        if name == "gkd":  # beta of 1/2: the mean KL to the mixture
+            log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+            kl = log_p.exp() * (log_p - log_m) / 2 + log_q.exp() * (log_q - log_m) / 2
+        else:  # the reverse KL
+            kl = log_q.exp() * (log_q - log_p)
+        divergences.append(kl.sum(-1))
+    expected = torch.cat(divergences).mean()
+    with pytest.warns(UserWarning, match="the top k below 'top_k' holds"):
+        loss = parts.loss(batch).total_loss
+    assert_close(loss.double(), expected, atol=1e-6, rtol=0)
+    (found,), (wanted,) = (torch.autograd.grad(x, [model.lm_head.weight]) for x in (loss, expected))
+    assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+
+
 def test_a_context_of_an_algorithm_without_a_scored_reference() -> None:
     model = tiny_model(seed=0)
     with pytest.raises(ValueError, match="context= is the prompt of the reference, and for gpg_like none is scored"):
         make_algorithm(replace(ALGORITHMS["dapo"], name="gpg_like"), model, group_size=2, context="hint")
     with pytest.raises(ValueError, match="for grpo the loss scores it on the data's own prompts"):
         make_algorithm("grpo", model, reference=wide(1).float(), group_size=2, kl_loss="exact", context="hint")
+    with pytest.raises(ValueError, match=r"for gkd the loss scores it on the data's own prompts: .* or pass top_k="):
+        make_algorithm("gkd", model, reference=tiny_model(seed=1), context="hint")
     parts = make_algorithm("on_policy_distill", model, reference=tiny_model(seed=1), context="hint")
     assert parts.kl_transform.context == "hint"
     assert parts.kl_transform.gen_context is None

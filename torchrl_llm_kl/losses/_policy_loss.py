@@ -352,8 +352,8 @@ class PolicyLoss(TokenLoss):
         if self.sampling.truncates and self._needs & {"outcomes", "teacher_divergence"}:
             raise ValueError(
                 f"a distillation with {self.sampling}: a teacher's tokens that are left out would have no probability and no "
-                "gradient, so the divergence to it is not defined. Pass temperature= or Sampling(temperature) alone; the "
-                "tokens themselves may come from a truncated sampler."
+                "gradient, so the divergence to it is not defined. Pass temperature= or Sampling(temperature) alone, and "
+                "for an objective that compares with the sampler leave nothing out when sampling."
             )
         exact = self._needs & {"kl", "teacher_divergence"}
         if not exact:
