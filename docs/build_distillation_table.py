@@ -41,8 +41,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm_kl import make_algorithm
 
-config = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-                     num_attention_heads=2, num_key_value_heads=1)
+config = Qwen2Config(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
 student, teacher = Qwen2ForCausalLM(config), Qwen2ForCausalLM(config)
 gkd = make_algorithm("gkd", student, reference=teacher, top_k=64, beta=0.5, temperature=1.0)
 
@@ -70,7 +76,11 @@ beta=1.0)])`.
   compare distributions instead: `make_algorithm("on_policy_distill", actor, reference=teacher, top_k=64)` is `distill` with
   `beta=1`, without an advantage. With every token listed the mean gradient is the same, and the noise of sampling the token
   is gone.
-- **Temperature** divides the logits of both. Entries in the data have the temperature at which they were scored.
+- **Temperature** divides the logits of both. Entries in the data have the temperature at which they were scored. A
+  [`sampling=`](sampling.md) that leaves tokens out is refused: a teacher's tokens among them would have no probability and
+  no gradient.
+- **A teacher that sees another prompt**, such as one with the solution: `make_algorithm("gkd", actor, reference=teacher,
+  top_k=64, context=...)`, and with `reference=actor` [self-distillation](contexts.md).
 - **Several teachers**: `PolicyLoss(student, "distill", top_k_key=["maths_top_k", "code_top_k"], teacher_weights=[0.7,
   0.3])` is the weighted sum of the divergences, each over its own top k, from one sweep of the student's head. A mixture of
   the *distributions* would need the probability of one teacher's tokens under the other, which a top k does not hold. Where

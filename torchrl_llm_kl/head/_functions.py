@@ -239,8 +239,10 @@ def linear_pair(
         ref = _same_slice(plan, part, ref, ref_part)
     checked = None if targets is None else _check_targets(targets, policy, part)
     if kept is not None and _few(kept, policy, ref, plan, part or ref_part):
-        return kept_scores(plan, checked, policy, ref, kept)
-    return PairOutput._make(sweep(plan, checked, policy, ref, part, kept)[:4])
+        out = kept_scores(plan, checked, policy, ref, kept)
+    else:
+        out = sweep(plan, checked, policy, ref, part, kept)
+    return PairOutput._make(out[:4])
 
 
 def linear_kl(

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from torchrl_llm_kl.head._support import Kept, Truncation, from_zero
 from torchrl_llm_kl.head._sweep import Softmax, forward_sweep
-from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, PairOutput, Plan, tiles
+from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, tiles
 
 # Tokens whose largest logit is looked at first: most such blocks hold no candidate.
 _BLOCK = 64
@@ -187,7 +187,7 @@ def _by_row(row: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Te
 # ------------------------------------------------------------------ scores
 
 
-def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None, kept: Kept) -> PairOutput:
+def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None, kept: Kept) -> Result:
     """The results of a sweep over the kept tokens alone; differentiable once, with respect to the policy.
 
     A reference that is not restricted to them needs a sweep for its sum over all tokens.
@@ -212,7 +212,7 @@ def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | No
     settings = (plan.entropy, plan.shares, policy)
     tensors = (policy.hidden, policy.weight, policy.bias, targets, ids, rows, offsets, logits, ref_log_q)
     log_prob, entropy, kl = _KeptSweep.apply(settings, *tensors)
-    return PairOutput(kl, log_prob, ref_log_prob, entropy)
+    return Result(kl, log_prob, ref_log_prob, entropy, None)
 
 
 def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
