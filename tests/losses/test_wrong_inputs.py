@@ -68,15 +68,19 @@ def test_no_gradient_reaches_the_data(case: str) -> None:
     """``ppo(log_prob, old_log_prob=log_prob)`` had a gradient of 0 on every token."""
     name, hyper = CASES[case]
     data = inputs_of(name, random_batch(3))
-    log_prob = data["log_prob"].clone().requires_grad_()
+    trained = next(key for key in ("outcomes", "teacher_divergence", "log_prob") if key in data)
+    leaf = data[trained].clone().requires_grad_()
     graph = {key: data[key].clone().requires_grad_() for key in ("old_log_prob", "ref_log_prob", "advantage")}
-    terms = get_objective(name)(**{**data, **graph, "log_prob": log_prob}, **hyper)
+    if "teacher_outcomes" in data:
+        graph["teacher_outcomes"] = data["teacher_outcomes"].clone().requires_grad_()
+    terms = get_objective(name)(**{**data, **graph, trained: leaf}, **hyper)
     total = sum(torch.where(term.mask, term.value, 0).sum() for term in terms)
     assert isinstance(total, Tensor)
-    assert torch.autograd.grad(total, list(graph.values()), retain_graph=True, allow_unused=True) == (None, None, None)
-    (found,) = torch.autograd.grad(total, log_prob)
-    plain = data["log_prob"].clone().requires_grad_()
-    terms = get_objective(name)(**{**data, "log_prob": plain}, **hyper)
+    found = torch.autograd.grad(total, list(graph.values()), retain_graph=True, allow_unused=True)
+    assert found == (None,) * len(graph)
+    (found,) = torch.autograd.grad(total, leaf)
+    plain = data[trained].clone().requires_grad_()
+    terms = get_objective(name)(**{**data, trained: plain}, **hyper)
     total = sum(torch.where(term.mask, term.value, 0).sum() for term in terms)
     assert isinstance(total, Tensor)
     assert_close(found, torch.autograd.grad(total, plain)[0])
