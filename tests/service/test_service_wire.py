@@ -133,7 +133,11 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (Request, PACKED_REQUEST.replace(b'"newest":2', b'"newest":{'), "no valid JSON"),
         (Request, PACKED_REQUEST.replace(b'"newest"', b'"oldest"'), "a request has no field 'newest'"),
         (Request, PACKED_REQUEST.replace(b'"me/7"', b"123456"), "caller of a request is 123456, expected a string"),
-        (Request, PACKED_REQUEST.replace(b"}\x03\x00", b"}\x07\x00"), "sequence of length 7, expected 0 to its 6 tokens"),
+        (
+            Request,
+            PACKED_REQUEST.replace(b"}\x03\x00", b"}\x07\x00"),
+            "sequence of length 7, expected 0 to its 6 tokens",
+        ),
         (Request, PACKED_REQUEST.replace(b"}\x03\x00", b"}\x04\x00"), "add up to 7, expected its 6 tokens"),
         (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
         (Reply, PACKED_TOP_K.replace(b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top 2"),
