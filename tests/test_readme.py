@@ -70,7 +70,7 @@ def test_gradients_of_the_examples_steps_do_not_add_up(
     monkeypatch.setattr(PolicyLoss, "forward", remember)
     monkeypatch.setattr(torch.optim.AdamW, "step", compare)
     torch.manual_seed(0)
-    changes = {"total_dialog_turns=8": "total_dialog_turns=24", '"max_new_tokens": 64': '"max_new_tokens": 6'}
+    changes = {"total_dialog_turns=8": "total_dialog_turns=24", "max_new_tokens=64": "max_new_tokens=6"}
     # Random rewards, so that no step is without gradient.
     changes["grpo.prepare(batch.reshape(-1))"] = "grpo.prepare(noisy(batch.reshape(-1)))"
     changes["tensordict.set_list_to_stack"] = "from test_readme import noisy; tensordict.set_list_to_stack"

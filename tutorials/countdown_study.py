@@ -14,6 +14,7 @@ import copy
 import io
 import os
 import time
+import warnings
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -54,6 +55,7 @@ from countdown.study import (
 )
 from countdown.task import Problem, all_problems, split_problems
 from torchrl_llm_kl import FixedKLCoefficient
+from torchrl_llm_kl.estimators import KLPlacementWarning
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -61,6 +63,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
     """Train a policy in one cell, and measure it on the held-out problems; the result is the same in every process."""
     demo.silence_dependencies()
+    warnings.simplefilter("ignore", KLPlacementWarning)  # some cells are there to show what it warns of
     start = time.perf_counter()
     train_problems, held_out = split_problems(all_problems())
     held_out = held_out[: scale.held_out]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from toy_rollouts import collect, flat, make_policy, make_scoring_wrapper, steps
 ENTRIES = [("next", "ref_log_probs", "full"), ("next", "kl_penalty"), ("next", "reward")]
 
 
-def counted(model: Any) -> list[int]:
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
     calls: list[int] = []
-    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    return calls
+    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    yield calls
+    hook.remove()
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["model", "wrapper"])
@@ -48,9 +52,9 @@ def test_the_second_epoch_over_a_replay_buffer_makes_no_forward(
 
     epoch()
     assert reference.store.tokens_recalled == 0
-    calls = counted(ref_model)
-    for _ in range(2):
-        epoch()
+    with counted(ref_model) as calls:
+        for _ in range(2):
+            epoch()
     assert not calls
 
 

@@ -26,6 +26,7 @@ from torchrl_llm_kl import (
     make_algorithm,
 )
 from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.scoring import truncate
 from toy_models import tiny_model
 from toy_rollouts import make_env, make_policy, steps
 
@@ -265,7 +266,24 @@ def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     with pytest.raises(ValueError, match="two temperatures"):
         RetrieveKL(policy_model, ref_model, temperature=0.5, sampling=SAMPLING)
     for again in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
-        assert again.temperature == 0.9
+        assert (again.temperature, again.sampling) == (0.9, None)
+
+
+def test_generate_kwargs_sample_from_what_is_scored(policy_model: nn.Module) -> None:
+    """They override a configuration that would change the distribution."""
+    policy = copy.deepcopy(policy_model)
+    policy.generation_config.update(
+        do_sample=True, top_k=7, top_p=0.5, min_p=0.2, repetition_penalty=1.3, typical_p=0.9
+    )
+    for scored in (Sampling(), Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01)):
+        kwargs = scored.generate_kwargs(policy, max_new_tokens=3)
+        assert kwargs["max_new_tokens"] == 3
+        outputs = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+        drawn = policy.generate(PROMPTS[:1], **outputs, **kwargs)
+        for logits, processed in zip(drawn.logits, drawn.scores, strict=True):
+            kept = truncate(logits, scored)
+            assert torch.equal(processed.isneginf(), kept.isneginf())
+            assert_close(processed.log_softmax(-1), kept.log_softmax(-1), atol=1e-5, rtol=0)
 
 
 def test_make_algorithm(ref_model: nn.Module, policy_model: nn.Module) -> None:

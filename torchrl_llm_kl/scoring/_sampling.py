@@ -83,6 +83,28 @@ class Sampling:
         """Whether any token may be left out."""
         return self.truncation.active
 
+    def generate_kwargs(self, model: Any, **others: Any) -> dict[str, Any]:
+        """Arguments of transformers' ``generate`` with which ``model`` samples from this distribution.
+
+        They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50).
+
+        Args:
+            model: a transformers model, for the size of its vocabulary.
+            others: further arguments of ``generate``.
+
+        Example:
+            >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+            >>> model = Qwen2ForCausalLM(Qwen2Config(
+            ...     vocab_size=97, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+            ...     num_key_value_heads=1,
+            ... ))
+            >>> Sampling(0.7).generate_kwargs(model, max_new_tokens=64)["top_k"]
+            97
+        """
+        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
+        # torchrl's wrapper takes no top_k of 0.
+        return {**drawn, "top_k": self.top_k or model.config.get_text_config().vocab_size, **_NEUTRAL, **others}
+
     @property
     def of_reference(self) -> Sampling:
         """How a reference is scored apart: at the temperature, over all tokens."""
