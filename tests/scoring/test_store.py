@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import importlib.util
 import multiprocessing
 import os
@@ -61,7 +62,7 @@ def has(store: Any, number: int, **options: Any) -> bool:
 
 
 def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.scores.safetensors"))
 
 
 # ------------------------------------------------------------------ what comes back
@@ -247,6 +248,8 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
     "of another format": lambda data: data.replace(b'"format":"1"', b'"format":"9"'),
     "of another kind": lambda data: data.replace(b'"keys"', b'"kyes"'),
     "zeros": lambda data: bytes(len(data)),
+    "one bit: a comma becomes a full stop": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[0.', 1),
+    "a list for a header": lambda data: data[:8] + b"[" + data[9:],
 }
 
 
@@ -265,6 +268,38 @@ def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, name: str) -> 
         put(reader, 1)
         reader.flush()
         assert has(reader, 1)
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores are a miss now, and found later."""
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    store.flush()
+    opened = ScoreStore(tmp_path)
+    assert has(opened, 1)
+    fresh = ScoreStore(tmp_path)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for reader in (opened, fresh):
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.open", full)
+            with pytest.warns(UserWarning, match="could not be read .*Too many open files.*this time"):
+                assert not has(reader, 1)
+        assert has(reader, 1)
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "training.tmp", "model.safetensors.tmp"):
+        (tmp_path / name).write_bytes(bytes(5000))
+    store = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
+    for number in range(40):
+        put(store, number)
+        store.flush()
+    assert has(store, 39)
+    assert not has(store, 0), "the store is full"
+    assert {path.name for path in tmp_path.iterdir()} > {"model.safetensors", "training.tmp", "model.safetensors.tmp"}
 
 
 def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path) -> None:
@@ -387,7 +422,7 @@ def test_a_process_killed_while_it_writes_harms_nothing(tmp_path: Path) -> None:
 
 
 def test_drafts_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "0123.safetensors.tmp").write_bytes(b"half a shard")
+    (tmp_path / "0123.scores.safetensors.tmp").write_bytes(b"half a shard")
     store = ScoreStore(tmp_path)
     put(store, 1)
     assert has(ScoreStore(tmp_path), 1) is False

@@ -267,6 +267,21 @@ def test_a_stopped_replica_blocks_nobody_and_is_started_again(service: ScoringSe
 
 
 @pytest.mark.slow
+def test_a_stopped_replica_is_started_again_by_a_new_control_actor(
+    service: ScoringService, local: LogProbScorer
+) -> None:
+    """Which has never heard of it."""
+    before = pids(service)
+    os.kill(before[1], signal.SIGSTOP)
+    namespace = service.model.spec.namespace
+    ray.kill(ray.get_actor("controlled:control", namespace=namespace), no_restart=False)
+    with callers(service.model, calls=10) as load:
+        until(lambda: states(service) == [READY, READY] and pids(service)[1] != before[1])
+    load.assert_all_right(local)
+    assert pids(service)[0] == before[0]
+
+
+@pytest.mark.slow
 def test_an_unreachable_replica_is_reported_by_name(service: ScoringService) -> None:
     """While its process is stopped and not yet taken for hung for good."""
     before = pids(service)

@@ -124,7 +124,8 @@ def as_sampling(temperature: float, sampling: Sampling | None) -> Sampling:
         raise ValueError(
             f"temperature={temperature:g} and {sampling} name two temperatures: pass Sampling({temperature:g}, ...) alone."
         )
-    return replace(sampling, temperature=float(sampling.temperature))
+    numbers = {name: float(getattr(sampling, name)) for name in ("temperature", "top_p", "min_p")}
+    return replace(sampling, **numbers)
 
 
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:

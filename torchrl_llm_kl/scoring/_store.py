@@ -28,7 +28,7 @@ import numpy as np
 KEY_BYTES = 16
 _CHECK_BYTES = 8
 _FORMAT = "1"
-_SUFFIX = ".safetensors"
+_SUFFIX = ".scores.safetensors"  # of no file but a store's own
 _LOCK_TIMEOUT = 60.0  # seconds
 _TOUCH_EVERY = 1.0  # seconds between marks of use on one shard
 _INDEX = ("keys", "checks", "lengths", "counts")
@@ -195,8 +195,9 @@ class ScoreStore:
             del self._shards[name]
         for name in sorted(new):
             self._load(name)
-        # Within the resolution of file times, another shard may still appear.
-        self._listed = changed if time.time_ns() - changed > 2e9 else -1
+        # Within the resolution of file times, another shard may still appear; one that could not be opened is tried again.
+        complete = time.time_ns() - changed > 2e9 and not names - self._shards.keys()
+        self._listed = changed if complete else -1
         if gone or new or again:
             self._index = _Index(list(filter(None, self._shards.values())))
 
@@ -205,8 +206,18 @@ class ScoreStore:
             self._shards[name] = _Shard.open(self.folder / name, own=own)
         except FileNotFoundError:  # removed meanwhile, to make room
             self._shards.pop(name, None)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            self._skip(name, error)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             self._give_up(name, str(error))
+
+    def _skip(self, name: str, error: OSError) -> None:
+        """Do without a shard this time, for instance with too many files open."""
+        self._shards.pop(name, None)
+        self._listed = -1
+        warnings.warn(
+            f"{self.folder / name} could not be read ({error}): its scores are computed again this time.", stacklevel=5
+        )
 
     def _give_up(self, name: str, why: str) -> None:
         self._shards[name] = None
@@ -225,7 +236,9 @@ class ScoreStore:
             shard.touch()
         except FileNotFoundError:
             self._shards.pop(name, None)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            self._skip(name, error)
+        except (ValueError, LookupError) as error:
             self._give_up(name, str(error))
         else:
             return
@@ -513,7 +526,7 @@ class _Writer:
         name = uuid.uuid4().hex + _SUFFIX
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock", timeout=_LOCK_TIMEOUT):
-            for left in self.folder.glob("*.tmp"):  # of a process that was killed
+            for left in self.folder.glob(f"*{_SUFFIX}.tmp"):  # of a process that was killed
                 left.unlink(missing_ok=True)
             shards = sorted(_shards_of(self.folder), key=lambda shard: shard[1])
             total = sum(size for _, _, size in shards)

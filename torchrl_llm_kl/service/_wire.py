@@ -93,7 +93,9 @@ class Settings:
         if self.top_k_dtype not in ("float32", "float16"):
             raise ValueError(f"top_k_dtype must be 'float32' or 'float16', got {_short(self.top_k_dtype)}.")
         if not _is_whole(self.keep_top_k, 2**31 - 1):
-            raise ValueError(f"keep_top_k must be a whole number, 0 for all tokens, got {_short(self.keep_top_k)}.")
+            raise ValueError(
+                f"keep_top_k must be a whole number below 2^31, 0 for all tokens, got {_short(self.keep_top_k)}."
+            )
         shares = {"keep_top_p": self.keep_top_p, "keep_min_p": self.keep_min_p}
         for name, share in shares.items():
             if not (_is_share(share) and (name == "keep_min_p" or share > 0)):
