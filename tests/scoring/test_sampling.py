@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from scoring_reference import ids, random_mask, random_sequences
@@ -444,3 +445,9 @@ def test_a_warning_of_its_own_category():
     with pytest.warns(SamplerMismatchWarning, match="top_k=50") as caught:
         warn_of_mismatch(Wrapper(configured(), do_sample=True), Sampling())
     assert caught[0].filename == __file__
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    found = as_sampling(1.0, Sampling(np.float32(0.5), top_p=np.float32(0.75), min_p=np.float32(0.25)))
+    assert found == Sampling(0.5, top_p=0.75, min_p=0.25)
+    assert {type(found.temperature), type(found.top_p), type(found.min_p)} == {float}

@@ -91,6 +91,28 @@ class Lab:
         return done
 
 
+# ------------------------------------------------------------------ a table that was lost
+
+
+def test_a_replica_that_stood_still_before_the_table_was_lost() -> None:
+    """It never answers: only Ray knows that it is not starting."""
+    lab = Lab(hang_after=30.0)
+    lab.join()
+    lab.control.found(0)
+    assert lab.control.unheard() == []
+    assert lab.wait(9) == []
+    assert lab.control.unheard() == []
+    lab.wait(2)
+    assert (lab.control.unheard(), lab.state()) == ([0], PENDING)
+    assert lab.wait(100) == [], "it may be starting"
+    lab.control.stopped(0)
+    assert lab.wait(1) == [("restart", 0)]
+    lab.control.lost(0)
+    lab.up()
+    lab.control.stopped(0)
+    assert lab.state() == READY
+
+
 # ------------------------------------------------------------------ joining
 
 

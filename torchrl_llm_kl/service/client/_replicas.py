@@ -21,7 +21,7 @@ from torchrl_llm_kl.service._errors import (
     ServiceOverloaded,
     ServiceTimeout,
 )
-from torchrl_llm_kl.service.control._actor import mark_ended
+from torchrl_llm_kl.service.control._actor import mark_ended, newest_incarnation
 from torchrl_llm_kl.service.control._membership import (
     MEMBERSHIPS,
     check_not_forked,
@@ -205,12 +205,15 @@ class Replicas:
         return None
 
     def end(self, *, timeout: float = 10.0) -> None:
-        """End the service for all clients, for good."""
+        """End the service for all clients, for good; not a later one that has its name."""
         import ray
 
         with contextlib.suppress(ServiceClosedError):
             self._join(timeout=timeout)
         spec = self.spec
+        if 0 < spec.incarnation < newest_incarnation(spec.namespace, spec.name):
+            self.close(f"the service {spec.name!r} was shut down.")
+            return
         mark_ended(spec.namespace, spec.name, spec.incarnation)
         handles = []
         for name in spec.replica_names:

@@ -146,6 +146,11 @@ class ControlActor:
                 self._send_pulse(replica)
         self._collect()
         with self._lock:
+            unheard = self._control.unheard()
+        constructed = [replica for replica in unheard if is_constructed(self._handles.get(replica))]
+        with self._lock:
+            for replica in constructed:
+                self._control.stopped(replica)
             todo = self._control.tick(gone)
             self._save()
         for what, replica in todo:
@@ -249,6 +254,11 @@ def mark_ended(namespace: str, name: str, incarnation: int) -> None:
         _put(namespace, name, "ended", str(incarnation))
 
 
+def newest_incarnation(namespace: str, name: str) -> int:
+    """That of the service which has the name now, or had it last; 0 if none had."""
+    return int(_kept(namespace, name).get("incarnation", 0))
+
+
 def _kept(namespace: str, name: str) -> dict[str, Any]:
     text = _get(namespace, name, "state")
     return json.loads(text) if text else {}
@@ -268,7 +278,14 @@ def _put(namespace: str, name: str, key: str, value: str) -> None:
     internal_kv._internal_kv_put(f"{namespace}:{name}:{key}", value, overwrite=True, namespace="torchrl_llm_kl")
 
 
-# ------------------------------------------------------------------ which clients are gone
+# ------------------------------------------------------------------ what Ray knows of replicas and clients
+
+
+def is_constructed(handle: Any) -> bool:
+    """Whether an actor's constructor has ended and its process lives, though it may be stopped or unreachable."""
+    from ray._private.state import actors
+
+    return handle is not None and actors(handle._actor_id.hex()).get("State") == "ALIVE"
 
 
 def whereabouts() -> dict[str, Any]:

@@ -343,6 +343,16 @@ class Control:
             slot.seen = self._clock()
             self._set(slot, PENDING)
 
+    def unheard(self) -> list[int]:
+        """Replicas that exist and have not answered for long: they may still start, or be stopped since before this table."""
+        since = self._clock() - min(_SILENT, self.plan.hang_after)
+        return [replica for replica, slot in self.slots.items() if slot.state == PENDING and slot.seen < since]
+
+    def stopped(self, replica: int) -> None:
+        """A replica that has not answered is not starting: Ray says that its constructor ended."""
+        if self.slots[replica].state == PENDING:
+            self._set(self.slots[replica], HUNG)
+
     def lost(self, replica: int) -> None:
         """The process of a replica ended; Ray or a client starts another."""
         slot = self.slots[replica]
