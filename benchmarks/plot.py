@@ -20,10 +20,11 @@ _OURS, _THEIRS, _TARGET = "tab:blue", "tab:gray", "tab:red"
 def save_plot(run: Run, folder: Path) -> None:
     """Write the figure to ``folder``."""
     turns = next((result.outcome.turns for result in run.results if result.outcome.turns), None)
-    figure, axes = plt.subplots(1, 3 if turns else 2, figsize=(14 if turns else 10, 4.2), layout="constrained")
+    work = [result for result in run.results if result.outcome.difference is not None]  # imports compute no numbers
+    size = (14 if turns else 10, max(4.2, 1.2 + 0.26 * len(work)))
+    figure, axes = plt.subplots(1, 3 if turns else 2, figsize=size, layout="constrained")
     others = ", TRL (trl-) and plain forwards (the others)" if any(r.peer != "torchrl" for r in run.results) else ""
     figure.suptitle(f"The same work, the same numbers, beside torchrl {run.versions['torchrl']}{others}")
-    work = [result for result in run.results if result.outcome.difference is not None]  # imports compute no numbers
     _ratios(axes[0], "times faster", [(r.name, r.faster, r.targets.faster) for r in work])
     _ratios(axes[1], "times less peak memory", [(r.name, r.smaller, r.targets.smaller) for r in work if r.smaller])
     if turns:
@@ -39,7 +40,7 @@ def _ratios(axis: Any, label: str, rows: list[tuple[str, float, float | None]]) 
     marked = [(i, target) for i, (_, _, target) in enumerate(rows) if target is not None]
     if marked:
         where, targets = zip(*marked, strict=True)
-        axis.scatter(targets, where, marker="|", s=350, linewidths=2.5, color=_TARGET, label="target", zorder=3)
+        axis.scatter(targets, where, marker="|", s=200, linewidths=2.5, color=_TARGET, label="target", zorder=3)
         axis.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     axis.set(xscale="log", xlabel=label)
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
