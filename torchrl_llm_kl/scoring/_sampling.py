@@ -124,8 +124,8 @@ def as_sampling(temperature: float, sampling: Sampling | None) -> Sampling:
         raise ValueError(
             f"temperature={temperature:g} and {sampling} name two temperatures: pass Sampling({temperature:g}, ...) alone."
         )
-    numbers = {name: float(getattr(sampling, name)) for name in ("temperature", "top_p", "min_p")}
-    return replace(sampling, **numbers)
+    temperature, top_p, min_p = float(sampling.temperature), float(sampling.top_p), float(sampling.min_p)
+    return replace(sampling, temperature=temperature, top_p=top_p, min_p=min_p)
 
 
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
