@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from remote_models import model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, Ser
 from torchrl_llm_kl.service._weights import Pushes, WeightKeeper, chunks_of, tensors_of
 from torchrl_llm_kl.service.client import _push
 from torchrl_llm_kl.service.client._push import ask_all, push_weights
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 ray = pytest.importorskip("ray")
 
@@ -235,9 +237,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> WeightKeeper:
 class Replica:
     """Checks weights as an engine does, and counts what it checks."""
 
-    def __init__(self, kept: WeightKeeper) -> None:
+    def __init__(self, kept: WeightKeeper, tensors: Sequence[Sequence[str]] = ()) -> None:
         self.checks = 0
-        self.pushes = Pushes(SimpleNamespace(source="model"), self.check)  # type: ignore[arg-type]
+        self.pushes = Pushes(SimpleNamespace(source="model"), self.check, tensors)  # type: ignore[arg-type]
         self.model: dict[str, Tensor] = {}
 
     def check(self, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -306,6 +308,33 @@ def test_weights_that_do_not_fit_change_nothing(kept: WeightKeeper) -> None:
         replica.pushes.stage("bad")
     assert replica.load() is None
     assert_equal(replica.model, weights(1.0))
+
+
+def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept: WeightKeeper) -> None:
+    """A changed checkpoint shows behind a push of some tensors only."""
+    pushes = Replica(kept, tensors=[["a", "tied"], ["b"]]).pushes
+    assert not pushes.whole
+    for names, whole in ((["b"], False), (["tied"], True), (["b"], True)):
+        commit(kept, weights(1.0, *names))
+        found = pushes.missing()
+        assert found is not None
+        pushes.take(found[1])
+        assert pushes.whole == whole, names
+    again, unknown = Replica(kept, tensors=[["a", "tied"], ["b"]]), Replica(kept)
+    assert again.load() == unknown.load() == 3
+    assert again.pushes.whole
+    assert not unknown.pushes.whole, "an engine that does not name its tensors"
+
+
+def test_names_of_the_tensors_of_a_model() -> None:
+    """Tied weights are one tensor with two names, and buffers count."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    layers[1].weight = layers[0].weight
+    engine = TransformersEngine(model())
+    assert sorted(name for tied in engine.tensors() for name in tied) == sorted(model().state_dict())
+    next(iter(engine._scorers.values())).model = layers
+    rest = [[f"2.{name}"] for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+    assert engine.tensors() == [["0.weight", "1.weight"], ["1.bias"], *rest]
 
 
 # ------------------------------------------------------------------ all replicas at once

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -321,11 +321,19 @@ class Pushes:
     Args:
         spec: the service.
         check: returns weights under the model's own names, or raises an error.
+        tensors: names of each tensor of the model, several if it is tied; empty if the engine does not know them.
     """
 
-    def __init__(self, spec: ServiceSpec, check: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
-        self._spec, self._check = spec, check
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        check: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        tensors: Sequence[Collection[str]] = (),
+    ) -> None:
+        self._spec, self._check, self._tensors = spec, check, tensors
         self._taken = ""  # token of the last push that is in the model
+        self._found: frozenset[str] = frozenset()  # names of the weights that missing() returned
+        self._names: frozenset[str] = frozenset()  # of all pushed weights that are in the model
         self._staged: tuple[str, Mapping[str, Tensor]] = ("", {})
 
     def stage(self, token: str) -> None:
@@ -348,12 +356,21 @@ class Pushes:
         weights: dict[str, Tensor] = {}
         for token, references in new:
             weights.update(self._staged[1] if token == self._staged[0] else self._fetch(references))
+        self._found = frozenset(weights)
         return version, tokens[-1], weights
 
     def take(self, token: str) -> None:
         """Note that the model has all pushes up to this one."""
-        self._taken = token
+        self._taken, self._names = token, self._names | self._found
         self.drop()
+
+    @property
+    def whole(self) -> bool:
+        """Whether pushed weights replaced every tensor of the model."""
+        return self._covers(self._names)
+
+    def _covers(self, names: Collection[str]) -> bool:
+        return bool(self._tensors) and all(any(name in names for name in tied) for tied in self._tensors)
 
     def drop(self) -> None:
         """Free a staged push."""

@@ -299,10 +299,13 @@ class Control:
             self._set(slot, FAILED)
 
     def ready(self, replica: int, life: str, facts: Mapping[str, Any]) -> str:
-        """A replica has its model; the reason if it must not use it."""
+        """A replica has its model; the reason if it must not use it.
+
+        Weights that it loaded itself must be those of the first replica, unless pushed ones ``replaced`` all of them.
+        """
         self.pulse(replica, {**facts, "life": life})
         found, slot = facts.get("fingerprint"), self.slots[replica]
-        if found and self.fingerprint and found != self.fingerprint and not facts.get("version"):
+        if found and self.fingerprint and found != self.fingerprint and not facts.get("replaced"):
             self._set(slot, FAILED)
             return (
                 f"replica {self.plan.name}:{replica} loaded other weights (fingerprint {found}) than the first replica of the "
