@@ -212,7 +212,7 @@ class Control:
                 f"{'; '.join(differences)}. Choose another name, or shut that service down first."
             )
         if differences:
-            self.incarnation += 1
+            self.incarnation, self.has_model = self.incarnation + 1, False
         if new and not self._occupied:
             self.fingerprint, self.version = None, self.version + 1
             for slot in self.slots.values():
@@ -229,10 +229,22 @@ class Control:
     def _replaceable(self, client: str, *, new: bool) -> bool:
         return new and not self._occupied and not self.clients.keys() - {client}
 
-    def hold(self, client: str, where: Mapping[str, Any], version: int, lease: int = 0) -> dict[str, Any] | None:
-        """Renew a lease; the table if it is newer than ``version``."""
+    def hold(
+        self, client: str, where: Mapping[str, Any], version: int, lease: int = 0, incarnation: int = 0
+    ) -> dict[str, Any] | None:
+        """Renew a lease; the table if it is newer than ``version``, and one that says ``ended`` to an earlier incarnation's."""
+        if not self.serves(incarnation):
+            return {
+                **self.table(),
+                "ended": f"it was shut down; the name has another one, incarnation {self.incarnation}",
+            }
         self._note(client, where, lease)
         return None if version == self.version else self.table()
+
+    def serves(self, incarnation: int) -> bool:
+        """Whether a client of this incarnation (0 for any) uses this service, not an earlier one of the same name."""
+        self.incarnation = max(self.incarnation, incarnation)  # a table that was lost learns it, as from join()
+        return incarnation in (0, self.incarnation)
 
     def _note(self, client: str, where: Mapping[str, Any], lease: int) -> None:
         if lease <= self._released.get(client, -1):
@@ -241,11 +253,14 @@ class Control:
         self.clients[client] = Client(self._clock(), dict(where), lease if known is None else max(lease, known.lease))
         self._last_used = self._clock()
 
-    def release(self, client: str, lease: int) -> None:
+    def release(self, client: str, lease: int, incarnation: int = 0) -> None:
         """End a client's leases up to ``lease``; that of the last client ends the service, unless it is detached.
 
-        Messages of a client may overtake one another: a newer lease stays, and an older message renews nothing.
+        Messages of a client may overtake one another: a newer lease stays, and an older message renews nothing. One of an
+        earlier incarnation does nothing.
         """
+        if not self.serves(incarnation):
+            return
         self._released[client] = max(lease, self._released.pop(client, -1))
         while len(self._released) > _RELEASED:
             self._released.popitem(last=False)
