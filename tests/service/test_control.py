@@ -83,6 +83,9 @@ class Lab:
         done = []
         for _ in range(int(seconds)):
             self.clock.now += 1
+            for replica, slot in self.control.slots.items():
+                if slot.state != MISSING and slot.asked is None:
+                    self.control.asked(replica)
             for name, facts in pulses.items():
                 slot = self.control.slots[int(name[1:])]
                 if slot.state not in (MISSING,):
@@ -354,6 +357,38 @@ def test_a_silent_replica_is_avoided_then_started_again() -> None:
     assert lab.wait(50, r1={}) == [], "once"
     lab.up(0)
     assert lab.state(0) == READY
+
+
+@pytest.mark.parametrize("hang_after", [0.5, 1.0, 2.0, 60.0])
+def test_answers_that_are_collected_late_are_no_silence(hang_after: float) -> None:
+    """The control actor sends a pulse, looks once a second for the answer, and sends the next one a second after that."""
+    lab = Lab(hang_after=hang_after)
+    lab.join()
+    lab.up()
+    for _ in range(100):
+        lab.control.asked(0)
+        for _ in range(2):
+            lab.clock.now += 1.1
+            assert lab.control.tick() == []
+        lab.control.pulse(0, {"life": "life 1", "fingerprint": "f"})
+        lab.control.hold("client", HERE, 0)
+        lab.clock.now += 1.1
+        assert lab.control.tick() == []
+        assert lab.state() == READY
+    lab.clock.now += 8.0
+    lab.control.tick()
+    assert lab.state() == READY, "nobody asked"
+
+
+def test_a_pulse_that_was_sent_before_a_replica_was_ready_is_still_awaited() -> None:
+    lab = Lab(hang_after=1.0)
+    lab.join()
+    lab.start()
+    lab.control.asked(0)
+    assert lab.wait(30) == []
+    assert lab.ready() == ""
+    assert lab.wait(3) == []
+    assert lab.wait(5) == [("restart", 0)], "three seconds after its last sign of life"
 
 
 def test_a_replica_whose_model_hangs_is_started_again_at_once() -> None:

@@ -182,6 +182,8 @@ class ControlActor:
         news = {"clients": len(self._control.clients), "quarantined": list(self._control.quarantined)}
         if slot.state != FAILED or not slot.facts.get("failed"):
             self._pulses[replica] = self._handles[replica].pulse.remote(news)
+            with self._lock:
+                self._control.asked(replica)
 
     def _collect(self) -> None:
         import ray
