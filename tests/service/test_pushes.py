@@ -326,6 +326,76 @@ def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept: WeightKee
     assert not unknown.pushes.whole, "an engine that does not name its tensors"
 
 
+def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that starts later has nothing else in place of the base's weights."""
+    remote, tensors = SimpleNamespace(), [["a", "tied"], ["b"], ["c"]]
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+
+    def found(one: WeightKeeper) -> WeightKeeper:
+        remote.get = SimpleNamespace(remote=one.get)
+        return one
+
+    first = found(keeper())
+    knows, missed, late, nameless = (Replica(first, tensors=names) for names in (tensors, tensors, tensors, ()))
+    assert missed.load() is None
+    commit(first, weights(1.0, "a", "b"))
+    assert knows.load() == 1
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    monkeypatch.setattr(WeightKeeper, "_version_of", lambda self, replica: 1)
+    second = found(WeightKeeper("service", ["service:0"], "namespace", "model"))
+    assert second.check(None) is None, "each push asks first"
+    stage(second, "some", weights(2.0, "b"))
+    with pytest.raises(WeightVersionError, match=r"without 'a' and 0 others, .*: push all tensors of the model"):
+        knows.pushes.stage("some")
+    for replica in (missed, late):
+        with pytest.raises(WeightVersionError, match=r"of some tensors only, .*: push all tensors of the model"):
+            replica.pushes.stage("some")
+    nameless.pushes.stage("some")
+    stage(second, "same", weights(2.0, "a", "b"))
+    knows.pushes.stage("same")
+    with pytest.raises(WeightVersionError):
+        late.pushes.stage("same")  # it does not know what was pushed
+    chunks = stage(second, "all", weights(3.0, "tied", "b", "c"))
+    for replica in (knows, missed, late):
+        replica.pushes.stage("all")
+    assert second.commit("all", chunks, None) == 2
+    for replica in (knows, missed, late):
+        assert replica.load() == 2
+        assert_equal({name: replica.model[name] for name in ("tied", "b", "c")}, weights(3.0, "tied", "b", "c"))
+    stage(second, "later", weights(4.0, "b"))
+    for replica in (knows, missed, late):
+        replica.pushes.stage("later")
+
+
+def test_a_keeper_that_was_created_again_knows_less_than_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers = [keeper(), keeper()]
+    asked = [SimpleNamespace(get=SimpleNamespace(remote=one.get)) for one in keepers]
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: asked[0])
+    replica = Replica(keepers[0], tensors=[["a"], ["b"], ["c"]])
+    commit(keepers[0], weights(1.0, "a", "b"), 3)
+    assert replica.load() == 3
+    del asked[0]
+    stage(keepers[1], "some", weights(2.0, "b", "c"))
+    with pytest.raises(WeightVersionError, match="without 'a' and 0 others"):
+        replica.pushes.stage("some")
+    stage(keepers[1], "same", weights(2.0, "a", "b"))
+    replica.pushes.stage("same")
+
+
+def test_a_keeper_that_is_lost_before_the_first_push_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(keeper(), tensors=[["a"], ["b"]])
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: None)
+    assert replica.load() is None
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    second = keeper()
+    remote = SimpleNamespace(get=SimpleNamespace(remote=second.get))
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+    chunks = stage(second, "adapter", weights(1.0, "b"))
+    replica.pushes.stage("adapter")
+    assert second.commit("adapter", chunks, None) == 1
+    assert replica.load() == 1
+
+
 def test_names_of_the_tensors_of_a_model() -> None:
     """Tied weights are one tensor with two names, and buffers count."""
     layers = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
