@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import types
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,10 @@ from torch import nn
 
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import ServiceClosedError, ServiceConfigError
-from torchrl_llm_kl.service.control._spec import describe_reads
+from torchrl_llm_kl.service.control import _membership
+from torchrl_llm_kl.service.control._actor import ControlActor
+from torchrl_llm_kl.service.control._membership import Member, Memberships, client_name
+from torchrl_llm_kl.service.control._spec import HeldModel, describe_reads
 from torchrl_llm_kl.service.control._table import (
     BACKING_OFF,
     DRAINING,
@@ -33,6 +37,7 @@ from torchrl_llm_kl.service.control._table import (
     check_expected,
 )
 
+ray = pytest.importorskip("ray")
 CONFIG = {"name": "service:0", "model": "A", "max_wait": 0.1}
 HERE = {"job": "01", "worker": "ff", "driver": True}
 
@@ -78,6 +83,9 @@ class Lab:
         done = []
         for _ in range(int(seconds)):
             self.clock.now += 1
+            for replica, slot in self.control.slots.items():
+                if slot.state != MISSING and slot.asked is None:
+                    self.control.asked(replica)
             for name, facts in pulses.items():
                 slot = self.control.slots[int(name[1:])]
                 if slot.state not in (MISSING,):
@@ -170,6 +178,76 @@ def test_messages_that_overtake_each_other() -> None:
     lab.join("b", lease=1)
     lab.control.release("b", 1)
     assert lab.control.tick() == [("end", 0)], "a join that arrives after its release"
+
+
+def test_a_client_of_an_ended_incarnation_does_not_join_the_next() -> None:
+    lab = Lab()
+    lab.join("new", incarnation=2)
+    before = lab.control.version
+    told = lab.control.hold("idle", HERE, before, 5, 1)
+    assert told is not None
+    assert (told["ended"], told["incarnation"]) == ("it was shut down; the name has another one, incarnation 2", 2)
+    assert set(lab.control.clients) == {"new"}
+    lab.control.release("new", 9, 1)
+    assert lab.control.tick() == [], "an earlier lease of the same process"
+    assert lab.control.hold("new", HERE, before, 0, 2) is None
+    lab.control.release("new", 9, 2)
+    assert lab.control.tick() == [("end", 0)]
+
+
+def test_an_actor_that_lost_its_table_learns_the_incarnation_from_clients() -> None:
+    lab = Lab()
+    assert lab.control.hold("client", HERE, lab.control.version, 1, 4) is None
+    assert lab.control.incarnation == 4
+    assert set(lab.control.clients) == {"client"}
+
+
+def test_heartbeats_end_with_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is idle while its service is shut down and another takes the name."""
+    lab, beats = Lab(), list[tuple[Any, ...]]()
+    lab.join("new", incarnation=2)
+
+    def hold(*args: Any) -> Any:
+        beats.append(args)
+        return lab.control.hold(*args)
+
+    def deposit(*args: Any) -> None:
+        raise AssertionError("the model of the incarnation that ended")
+
+    monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
+    monkeypatch.setattr(_membership, "cluster", lambda: "cluster")
+    monkeypatch.setattr(_membership, "whereabouts", lambda: HERE)
+    remote = types.SimpleNamespace(
+        hold=types.SimpleNamespace(remote=hold), deposit=types.SimpleNamespace(remote=deposit)
+    )
+    idle, busy = (
+        Member(Plan("service"), "cluster", i, table={"version": 0}, lease=i, control=remote, session="session")
+        for i in (1, 2)
+    )
+    idle.held = HeldModel(model())
+    members = Memberships()
+    members._members.update(idle=idle, busy=busy)
+    for _ in range(3):
+        members._beat("session")
+    assert [args[3:] for args in beats] == [(1, 1), (2, 2), (2, 2), (2, 2)]
+    assert "it was shut down" in idle.table["ended"]
+    assert busy.table == lab.control.table()
+    assert lab.control.clients[client_name()].lease == 2
+
+
+def test_a_model_by_value_of_an_ended_incarnation_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    lab = Lab()
+    lab.join(incarnation=2, new=True)
+    actor = object.__new__(ControlActor)
+    actor._control, actor._lock, actor._model = lab.control, threading.RLock(), None
+    actor.deposit(b"old", 1)
+    assert (actor.model(), lab.control.has_model) == ([], False)
+    actor.deposit(b"new", 2)
+    actor.deposit(b"old", 1)
+    assert (actor.model(), lab.control.has_model) == ([b"new"], True)
+    replaced = lab.join(config={**CONFIG, "model": "B"}, new=True)
+    assert (replaced["incarnation"], replaced["has_model"], actor.model()) == (3, False, []), "another configuration"
 
 
 def test_a_silent_client_keeps_its_lease_until_ray_reports_its_end() -> None:
@@ -267,7 +345,9 @@ def test_a_restarted_replica_must_have_the_weights_of_the_first() -> None:
     )
     assert lab.state(1) == FAILED
     lab.start(1)
-    assert lab.ready(1, fingerprint="two", version=3) == "", "pushed weights replaced them"
+    assert "loaded other weights" in lab.ready(1, fingerprint="two", version=3), "some of them were pushed"
+    lab.start(1)
+    assert lab.ready(1, fingerprint="two", version=3, replaced=True) == "", "pushed weights replaced them all"
     lab.start(1)
     assert lab.ready(1, fingerprint="one") == ""
 
@@ -299,6 +379,38 @@ def test_a_silent_replica_is_avoided_then_started_again() -> None:
     assert lab.wait(50, r1={}) == [], "once"
     lab.up(0)
     assert lab.state(0) == READY
+
+
+@pytest.mark.parametrize("hang_after", [0.5, 1.0, 2.0, 60.0])
+def test_answers_that_are_collected_late_are_no_silence(hang_after: float) -> None:
+    """The control actor sends a pulse, looks once a second for the answer, and sends the next one a second after that."""
+    lab = Lab(hang_after=hang_after)
+    lab.join()
+    lab.up()
+    for _ in range(100):
+        lab.control.asked(0)
+        for _ in range(2):
+            lab.clock.now += 1.1
+            assert lab.control.tick() == []
+        lab.control.pulse(0, {"life": "life 1", "fingerprint": "f"})
+        lab.control.hold("client", HERE, 0)
+        lab.clock.now += 1.1
+        assert lab.control.tick() == []
+        assert lab.state() == READY
+    lab.clock.now += 8.0
+    lab.control.tick()
+    assert lab.state() == READY, "nobody asked"
+
+
+def test_a_pulse_that_was_sent_before_a_replica_was_ready_is_still_awaited() -> None:
+    lab = Lab(hang_after=1.0)
+    lab.join()
+    lab.start()
+    lab.control.asked(0)
+    assert lab.wait(30) == []
+    assert lab.ready() == ""
+    assert lab.wait(3) == []
+    assert lab.wait(5) == [("restart", 0)], "three seconds after its last sign of life"
 
 
 def test_a_replica_whose_model_hangs_is_started_again_at_once() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,6 +166,75 @@ def test_pieces_of_a_request_come_from_one_version() -> None:
     assert sum(map(sum, batches)) > sum(map(len, rows)), "two batches were scored twice"
     expected = LogProbScorer(model(seed=1)).score(Ragged.from_list([torch.tensor(row) for row in rows]))
     assert_same(torch.from_numpy(answer.log_prob), expected.values[expected.positions > 0])
+
+
+@pytest.mark.parametrize("callers", [1, 3])
+def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(callers: int) -> None:
+    """Weights change after each batch: a request of ten batches is scored at most three times, then they change again."""
+    version, batches, updates = 0, 0, 0
+
+    def score(requests: Sequence[Request]) -> list[Reply | Exception]:
+        nonlocal batches
+        batches += 1
+        return [replace(echo(part), version=version) for part in requests]
+
+    def change() -> None:
+        nonlocal version, updates
+        version, updates = version + 1, updates + 1
+
+    async def main() -> list[Reply]:
+        batcher = Batcher(score, max_wait=0.0, max_tokens=160)
+
+        async def push() -> None:
+            while True:
+                before = batches
+                await batcher.in_thread(change)
+                while batches == before:
+                    await asyncio.sleep(0)
+
+        pushing = asyncio.ensure_future(push())
+        large = [batcher.submit(request([[1] * 8] * 200, caller=f"{i}"), timeout=60.0) for i in range(callers)]
+        answers = await asyncio.wait_for(asyncio.gather(*large), 20.0)
+        end = updates
+        await batcher.submit(request([[1, 2]]), timeout=60.0)
+        await asyncio.wait_for(batcher.in_thread(change), 20.0)
+        assert updates > end, "updates go on"
+        pushing.cancel()
+        await batcher.close()
+        return answers
+
+    answers = asyncio.run(main())
+    assert all(isinstance(answer, Reply) and answer.log_prob.size == 200 * 7 for answer in answers)
+    assert batches <= 3 * 10 * callers + 5
+
+
+def test_weights_change_once_a_restarted_request_is_given_up() -> None:
+    version = 0
+
+    def score(requests: Sequence[Request]) -> list[Reply | Exception]:
+        time.sleep(0.02)
+        return [replace(echo(part), version=version) for part in requests]
+
+    def change() -> None:
+        nonlocal version
+        version += 1
+
+    async def main() -> int:
+        batcher = Batcher(score, max_wait=0.0, max_tokens=160)
+        large = asyncio.ensure_future(batcher.submit(request([[1] * 8] * 400), timeout=60.0))
+        await asyncio.sleep(0.05)
+        await batcher.in_thread(change)
+        while not batcher._again:
+            await asyncio.sleep(0.005)
+        late = asyncio.ensure_future(batcher.in_thread(change))
+        await asyncio.sleep(0)
+        assert not late.done()
+        large.cancel()
+        await asyncio.wait_for(late, 10.0)
+        await batcher.close()
+        return version
+
+    assert asyncio.run(main()) == 2
 
 
 # ------------------------------------------------------------------ deadlines

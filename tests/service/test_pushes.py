@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from remote_models import model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, Ser
 from torchrl_llm_kl.service._weights import Pushes, WeightKeeper, chunks_of, tensors_of
 from torchrl_llm_kl.service.client import _push
 from torchrl_llm_kl.service.client._push import ask_all, push_weights
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 ray = pytest.importorskip("ray")
 
@@ -235,9 +237,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> WeightKeeper:
 class Replica:
     """Checks weights as an engine does, and counts what it checks."""
 
-    def __init__(self, kept: WeightKeeper) -> None:
+    def __init__(self, kept: WeightKeeper, tensors: Sequence[Sequence[str]] = ()) -> None:
         self.checks = 0
-        self.pushes = Pushes(SimpleNamespace(source="model"), self.check)  # type: ignore[arg-type]
+        self.pushes = Pushes(SimpleNamespace(source="model"), self.check, tensors)  # type: ignore[arg-type]
         self.model: dict[str, Tensor] = {}
 
     def check(self, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -306,6 +308,103 @@ def test_weights_that_do_not_fit_change_nothing(kept: WeightKeeper) -> None:
         replica.pushes.stage("bad")
     assert replica.load() is None
     assert_equal(replica.model, weights(1.0))
+
+
+def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept: WeightKeeper) -> None:
+    """A changed checkpoint shows behind a push of some tensors only."""
+    pushes = Replica(kept, tensors=[["a", "tied"], ["b"]]).pushes
+    assert not pushes.whole
+    for names, whole in ((["b"], False), (["tied"], True), (["b"], True)):
+        commit(kept, weights(1.0, *names))
+        found = pushes.missing()
+        assert found is not None
+        pushes.take(found[1])
+        assert pushes.whole == whole, names
+    again, unknown = Replica(kept, tensors=[["a", "tied"], ["b"]]), Replica(kept)
+    assert again.load() == unknown.load() == 3
+    assert again.pushes.whole
+    assert not unknown.pushes.whole, "an engine that does not name its tensors"
+
+
+def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that starts later has nothing else in place of the base's weights."""
+    remote, tensors = SimpleNamespace(), [["a", "tied"], ["b"], ["c"]]
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+
+    def found(one: WeightKeeper) -> WeightKeeper:
+        remote.get = SimpleNamespace(remote=one.get)
+        return one
+
+    first = found(keeper())
+    knows, missed, late, nameless = (Replica(first, tensors=names) for names in (tensors, tensors, tensors, ()))
+    assert missed.load() is None
+    commit(first, weights(1.0, "a", "b"))
+    assert knows.load() == 1
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    monkeypatch.setattr(WeightKeeper, "_version_of", lambda self, replica: 1)
+    second = found(WeightKeeper("service", ["service:0"], "namespace", "model"))
+    assert second.check(None) is None, "each push asks first"
+    stage(second, "some", weights(2.0, "b"))
+    with pytest.raises(WeightVersionError, match=r"without 'a' and 0 others, .*: push all tensors of the model"):
+        knows.pushes.stage("some")
+    for replica in (missed, late):
+        with pytest.raises(WeightVersionError, match=r"of some tensors only, .*: push all tensors of the model"):
+            replica.pushes.stage("some")
+    nameless.pushes.stage("some")
+    stage(second, "same", weights(2.0, "a", "b"))
+    knows.pushes.stage("same")
+    with pytest.raises(WeightVersionError):
+        late.pushes.stage("same")  # it does not know what was pushed
+    chunks = stage(second, "all", weights(3.0, "tied", "b", "c"))
+    for replica in (knows, missed, late):
+        replica.pushes.stage("all")
+    assert second.commit("all", chunks, None) == 2
+    for replica in (knows, missed, late):
+        assert replica.load() == 2
+        assert_equal({name: replica.model[name] for name in ("tied", "b", "c")}, weights(3.0, "tied", "b", "c"))
+    stage(second, "later", weights(4.0, "b"))
+    for replica in (knows, missed, late):
+        replica.pushes.stage("later")
+
+
+def test_a_keeper_that_was_created_again_knows_less_than_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers = [keeper(), keeper()]
+    asked = [SimpleNamespace(get=SimpleNamespace(remote=one.get)) for one in keepers]
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: asked[0])
+    replica = Replica(keepers[0], tensors=[["a"], ["b"], ["c"]])
+    commit(keepers[0], weights(1.0, "a", "b"), 3)
+    assert replica.load() == 3
+    del asked[0]
+    stage(keepers[1], "some", weights(2.0, "b", "c"))
+    with pytest.raises(WeightVersionError, match="without 'a' and 0 others"):
+        replica.pushes.stage("some")
+    stage(keepers[1], "same", weights(2.0, "a", "b"))
+    replica.pushes.stage("same")
+
+
+def test_a_keeper_that_is_lost_before_the_first_push_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Replica(keeper(), tensors=[["a"], ["b"]])
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: None)
+    assert replica.load() is None
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
+    second = keeper()
+    remote = SimpleNamespace(get=SimpleNamespace(remote=second.get))
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+    chunks = stage(second, "adapter", weights(1.0, "b"))
+    replica.pushes.stage("adapter")
+    assert second.commit("adapter", chunks, None) == 1
+    assert replica.load() == 1
+
+
+def test_names_of_the_tensors_of_a_model() -> None:
+    """Tied weights are one tensor with two names, and buffers count."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    layers[1].weight = layers[0].weight
+    engine = TransformersEngine(model())
+    assert sorted(name for tied in engine.tensors() for name in tied) == sorted(model().state_dict())
+    next(iter(engine._scorers.values())).model = layers
+    rest = [[f"2.{name}"] for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+    assert engine.tensors() == [["0.weight", "1.weight"], ["1.bias"], *rest]
 
 
 # ------------------------------------------------------------------ all replicas at once

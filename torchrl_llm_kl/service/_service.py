@@ -49,7 +49,7 @@ class ScoringService:
         timeout: seconds per call of a client, retries included.
         hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung: it
             is started again, and its requests go to others. Loading the model does not count. A replica that answers nothing
-            is replaced after the same time, a minute at most.
+            is replaced after the same time, 3 seconds at least and a minute at most.
         lease: seconds without a sign of life after which a client counts as gone, unless Ray reports its end before.
         namespace: Ray namespace of the actors.
         weights_dir: folder for pushed weights, as safetensors files, that every node sees. A later service of this name and

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -321,26 +321,57 @@ class Pushes:
     Args:
         spec: the service.
         check: returns weights under the model's own names, or raises an error.
+        tensors: names of each tensor of the model, several if it is tied; empty if the engine does not know them.
     """
 
-    def __init__(self, spec: ServiceSpec, check: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
-        self._spec, self._check = spec, check
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        check: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        tensors: Sequence[Collection[str]] = (),
+    ) -> None:
+        self._spec, self._check, self._tensors = spec, check, tensors
         self._taken = ""  # token of the last push that is in the model
+        self._version = -1  # of that push; 0 before the first one, -1 until the keeper said that there is none
+        self._names: frozenset[str] = frozenset()  # of all pushed weights that are in the model
+        self._found: tuple[int, frozenset[str]] = 0, frozenset()  # version and names that missing() returned
         self._staged: tuple[str, Mapping[str, Tensor]] = ("", {})
 
     def stage(self, token: str) -> None:
-        """Fetch and check a push before it is committed. Its bytes stay in the object store, one copy for each node."""
+        """Fetch and check a push before it is committed. Its bytes stay in the object store, one copy for each node.
+
+        If the keeper lost earlier pushes, this one must hold all tensors of theirs, or of the model if this replica does not
+        know theirs: otherwise a replica that starts later would have the factory's in place of those.
+        """
         if token == self._taken:
             return
         self._staged = ("", {})
-        found = dict(self._ask(token)[1])
+        version, pushes, lost = self._ask(token)
+        found = dict(pushes)
         if token not in found:
             raise ServiceError("the push is not known to the actor that keeps the weights: push them again.")
-        self._staged = (token, self._fetch(found[token]))
+        weights = self._fetch(found[token])
+        if lost is not None or version < self._version:  # restarted, or created again
+            self._check_replaces(weights, version)
+        self._staged = (token, weights)
+
+    def _check_replaces(self, names: Collection[str], newest: int) -> None:
+        """Raise an error unless a push replaces all earlier ones, the last of which had the version ``newest``."""
+        lacks = sorted(self._names - set(names))
+        known = 0 <= newest <= self._version or not self._tensors
+        if (lacks or not known) and not self._covers(names):
+            which = f"without {lacks[0]!r} and {len(lacks) - 1} others" if lacks else "of some tensors only"
+            raise WeightVersionError(
+                "the weights that were pushed before are lost, with the actor that kept them, and this push, "
+                f"{which}, does not replace them all: push all tensors of the model."
+            )
 
     def missing(self) -> tuple[int, str, dict[str, Tensor]] | None:
         """Version, token and weights that bring the model up to date; None if it is."""
-        version, pushes = self._ask()
+        version, pushes, lost = self._ask()
+        if lost is not None:
+            raise lost
+        self._version = max(self._version, 0)
         tokens = [token for token, _ in pushes]
         new = pushes[tokens.index(self._taken) + 1 :] if self._taken in tokens else pushes
         if not new:
@@ -348,27 +379,37 @@ class Pushes:
         weights: dict[str, Tensor] = {}
         for token, references in new:
             weights.update(self._staged[1] if token == self._staged[0] else self._fetch(references))
+        self._found = version, frozenset(weights)
         return version, tokens[-1], weights
 
     def take(self, token: str) -> None:
         """Note that the model has all pushes up to this one."""
-        self._taken = token
+        version, names = self._found
+        self._taken, self._version, self._names = token, version, self._names | names
         self.drop()
+
+    @property
+    def whole(self) -> bool:
+        """Whether pushed weights replaced every tensor of the model."""
+        return self._covers(self._names)
+
+    def _covers(self, names: Collection[str]) -> bool:
+        return bool(self._tensors) and all(any(name in names for name in tied) for tied in self._tensors)
 
     def drop(self) -> None:
         """Free a staged push."""
         self._staged = ("", {})
 
-    def _ask(self, staged: str | None = None) -> tuple[int, list[tuple[str, list[Any]]]]:
+    def _ask(self, staged: str | None = None) -> tuple[int, list[tuple[str, list[Any]]], Exception | None]:
+        """See :meth:`WeightKeeper.get`."""
         import ray
 
         keeper = _find_keeper(self._spec)
         if keeper is None:
-            return 0, []
-        version, pushes, lost = ray.get(keeper.get.remote(self._spec.source, staged), timeout=_FETCH)
-        if lost is not None and staged is None:
-            raise lost
-        return version, pushes
+            return 0, [], None
+        found: tuple[int, list[tuple[str, list[Any]]], Exception | None]
+        found = ray.get(keeper.get.remote(self._spec.source, staged), timeout=_FETCH)
+        return found
 
     def _fetch(self, references: Sequence[Any]) -> Mapping[str, Tensor]:
         import ray

@@ -40,15 +40,17 @@ class ControlActor:
         """See :meth:`Control.join`; errors are returned."""
         return self._ask(lambda control: control.join(*args, **kwargs))
 
-    def hold(self, client: str, where: Mapping[str, Any], version: int, lease: int) -> dict[str, Any] | None:
+    def hold(
+        self, client: str, where: Mapping[str, Any], version: int, lease: int, incarnation: int
+    ) -> dict[str, Any] | None:
         """See :meth:`Control.hold`."""
         with self._lock:
-            return self._control.hold(client, where, version, lease)
+            return self._control.hold(client, where, version, lease, incarnation)
 
-    def release(self, client: str, lease: int) -> None:
+    def release(self, client: str, lease: int, incarnation: int) -> None:
         """See :meth:`Control.release`."""
         with self._lock:
-            self._control.release(client, lease)
+            self._control.release(client, lease, incarnation)
 
     def table(self) -> dict[str, Any]:
         """See :meth:`Control.table`."""
@@ -60,18 +62,19 @@ class ControlActor:
         with self._lock:
             self._control.quarantine(digests)
 
-    def deposit(self, packed: bytes) -> None:
-        """Keep a model given by value, from which any replica can start again."""
+    def deposit(self, packed: bytes, incarnation: int) -> None:
+        """Keep a model given by value, from which any replica can start again, unless it is an earlier incarnation's."""
         import ray
 
-        self._model = ray.put(packed)
+        kept = ray.put(packed)
         with self._lock:
-            self._control.has_model = True
-            self._control.version += 1
+            if self._control.serves(incarnation):
+                self._model, self._control.has_model = kept, True
+                self._control.version += 1
 
     def model(self) -> list[Any]:
         """The reference of the kept model; empty if there is none."""
-        return [] if self._model is None else [self._model]
+        return [self._model] if self._control.has_model else []
 
     def freed(self, replica: int) -> None:
         """A client killed a replica that could not start."""
@@ -184,6 +187,8 @@ class ControlActor:
         news = {"clients": len(self._control.clients), "quarantined": list(self._control.quarantined)}
         if slot.state != FAILED or not slot.facts.get("failed"):
             self._pulses[replica] = self._handles[replica].pulse.remote(news)
+            with self._lock:
+                self._control.asked(replica)
 
     def _collect(self) -> None:
         import ray

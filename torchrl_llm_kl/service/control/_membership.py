@@ -202,7 +202,7 @@ class Memberships:
                 usable = member.control is not None and member.session == session()
                 control = member.control if usable else find_control(member.plan.namespace, member.plan.name)
                 if control is not None:
-                    control.release.remote(client_name(), member.lease)
+                    control.release.remote(client_name(), member.lease, member.incarnation)
 
     # ------------------------------------------------------------------ heartbeats
 
@@ -225,13 +225,14 @@ class Memberships:
         asked: list[tuple[Member, Any]] = []
         where = whereabouts() if now else {}
         for member in list(self._members.values()):
-            if not now or member.cluster != cluster():
+            if not now or member.cluster != cluster() or member.table.get("ended"):
                 continue
             if member.control is None or member.session != now:  # a handle dies with its connection
                 member.control, member.session = self._find(member), now
             if member.control is not None:
                 version = member.table.get("version", 0)
-                asked.append((member, member.control.hold.remote(client_name(), where, version, member.lease)))
+                held = (client_name(), where, version, member.lease, member.incarnation)
+                asked.append((member, member.control.hold.remote(*held)))
         end = time.monotonic() + _BEAT
         for member, answer in asked:
             try:
@@ -242,7 +243,11 @@ class Memberships:
                 member.control = None
                 self.beat_soon()
                 continue
-            if found is not None and not found["ended"]:
+            if found is None:
+                continue
+            if found["incarnation"] > member.incarnation:  # this one was shut down: no more heartbeats
+                member.table = {**member.table, "ended": found["ended"]}
+            elif not found["ended"]:
                 member.table = found
                 if member.held is not None and not found["has_model"]:
                     _deposit(member)
@@ -270,4 +275,5 @@ def _deposit(member: Member) -> None:
 
     assert member.held is not None
     member.table = {**member.table, "has_model": True}
-    ray.get(member.control.deposit.remote(ray.cloudpickle.dumps(member.held.model)), timeout=600.0)
+    packed = ray.cloudpickle.dumps(member.held.model)
+    ray.get(member.control.deposit.remote(packed, member.incarnation), timeout=600.0)

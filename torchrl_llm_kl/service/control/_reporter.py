@@ -85,9 +85,15 @@ class Reporter:
             except Exception as error:  # weights of an exotic kind are no reason not to score
                 _LOG.warning("the model of %s has no fingerprint: %s", self._spec.name, error)
 
-    def ready(self, version: int) -> Exception | None:
-        """Report the model; the error if it is not the one that the other replicas have."""
-        reason = self._ask("ready", self._replica, self._life, {**self._facts(), "version": version})
+    def ready(self, version: int, *, replaced: bool = False) -> Exception | None:
+        """Report the model; the error if it is not the one that the other replicas have.
+
+        Args:
+            version: of the weights.
+            replaced: whether pushed weights replaced every tensor that the factory returned.
+        """
+        facts = {**self._facts(), "version": version, "replaced": replaced}
+        reason = self._ask("ready", self._replica, self._life, facts)
         return ServiceError(reason) if reason else None
 
     def failed(self, error: Exception) -> None:

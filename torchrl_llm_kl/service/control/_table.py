@@ -31,7 +31,8 @@ _AT_WORK = (PENDING, STARTING, READY, HUNG, BACKING_OFF, DRAINING)
 _MAX_STARTS, _START_WINDOW = 3, 600.0  # starts without success, within seconds, after which there is no other
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # before a start that follows a failed one
 _DIED = "its process ended before the model was made (a crash, os._exit or lack of memory)"
-_SILENT = 10.0  # seconds without an answer until clients avoid a replica
+_SILENT = 10.0  # seconds that a pulse waits for its answer until clients avoid the replica
+_LEAST = 3.0  # seconds that it waits at least, whatever hang_after is: pulses are a second apart, and a process may be held up
 _STOPPED = 10.0  # seconds between two ticks after which the control actor itself was stopped
 _QUARANTINED = 1024  # digests of requests
 _RELEASED = 4096  # clients that left, of which an older message may still arrive
@@ -47,7 +48,7 @@ class Plan:
         least: the fewest, with which it starts.
         detached: whether it outlives its clients.
         lease: seconds without a heartbeat after which any client counts as gone.
-        hang_after: seconds without an answer after which a replica is started again.
+        hang_after: seconds that a pulse waits for its answer until the replica is started again; 3 at least.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Slot:
     life: str = ""  # mark of its process
     since: float = 0.0  # of the state
     seen: float = 0.0  # its last answer
+    asked: float | None = None  # when the pulse was sent that it has not answered yet
     starts: int = 0
     failures: list[tuple[float, str]] = field(default_factory=list)  # of starts since the last success
     facts: dict[str, Any] = field(default_factory=dict)  # of its last answer
@@ -212,7 +214,7 @@ class Control:
                 f"{'; '.join(differences)}. Choose another name, or shut that service down first."
             )
         if differences:
-            self.incarnation += 1
+            self.incarnation, self.has_model = self.incarnation + 1, False
         if new and not self._occupied:
             self.fingerprint, self.version = None, self.version + 1
             for slot in self.slots.values():
@@ -229,10 +231,22 @@ class Control:
     def _replaceable(self, client: str, *, new: bool) -> bool:
         return new and not self._occupied and not self.clients.keys() - {client}
 
-    def hold(self, client: str, where: Mapping[str, Any], version: int, lease: int = 0) -> dict[str, Any] | None:
-        """Renew a lease; the table if it is newer than ``version``."""
+    def hold(
+        self, client: str, where: Mapping[str, Any], version: int, lease: int = 0, incarnation: int = 0
+    ) -> dict[str, Any] | None:
+        """Renew a lease; the table if it is newer than ``version``, and one that says ``ended`` to an earlier incarnation's."""
+        if not self.serves(incarnation):
+            return {
+                **self.table(),
+                "ended": f"it was shut down; the name has another one, incarnation {self.incarnation}",
+            }
         self._note(client, where, lease)
         return None if version == self.version else self.table()
+
+    def serves(self, incarnation: int) -> bool:
+        """Whether a client of this incarnation (0 for any) uses this service, not an earlier one of the same name."""
+        self.incarnation = max(self.incarnation, incarnation)  # a table that was lost learns it, as from join()
+        return incarnation in (0, self.incarnation)
 
     def _note(self, client: str, where: Mapping[str, Any], lease: int) -> None:
         if lease <= self._released.get(client, -1):
@@ -241,11 +255,14 @@ class Control:
         self.clients[client] = Client(self._clock(), dict(where), lease if known is None else max(lease, known.lease))
         self._last_used = self._clock()
 
-    def release(self, client: str, lease: int) -> None:
+    def release(self, client: str, lease: int, incarnation: int = 0) -> None:
         """End a client's leases up to ``lease``; that of the last client ends the service, unless it is detached.
 
-        Messages of a client may overtake one another: a newer lease stays, and an older message renews nothing.
+        Messages of a client may overtake one another: a newer lease stays, and an older message renews nothing. One of an
+        earlier incarnation does nothing.
         """
+        if not self.serves(incarnation):
+            return
         self._released[client] = max(lease, self._released.pop(client, -1))
         while len(self._released) > _RELEASED:
             self._released.popitem(last=False)
@@ -299,10 +316,15 @@ class Control:
             self._set(slot, FAILED)
 
     def ready(self, replica: int, life: str, facts: Mapping[str, Any]) -> str:
-        """A replica has its model; the reason if it must not use it."""
+        """A replica has its model; the reason if it must not use it.
+
+        Weights that it loaded itself must be those of the first replica, unless pushed ones ``replaced`` all of them.
+        """
+        slot = self.slots[replica]
+        asked = slot.asked  # this is no answer to a pulse
         self.pulse(replica, {**facts, "life": life})
-        found, slot = facts.get("fingerprint"), self.slots[replica]
-        if found and self.fingerprint and found != self.fingerprint and not facts.get("version"):
+        slot.asked, found = asked, facts.get("fingerprint")
+        if found and self.fingerprint and found != self.fingerprint and not facts.get("replaced"):
             self._set(slot, FAILED)
             return (
                 f"replica {self.plan.name}:{replica} loaded other weights (fingerprint {found}) than the first replica of the "
@@ -314,10 +336,14 @@ class Control:
 
     # ------------------------------------------------------------------ replicas: signs of life
 
+    def asked(self, replica: int) -> None:
+        """A pulse was sent to a replica, which has answered the last one or is a new process."""
+        self.slots[replica].asked = self._clock()
+
     def pulse(self, replica: int, facts: Mapping[str, Any]) -> None:
         """A replica answered; a control actor that lost its table learns what it must know from such answers."""
         slot, now = self.slots[replica], self._clock()
-        slot.facts, slot.seen = dict(facts), now
+        slot.facts, slot.seen, slot.asked = dict(facts), now, None
         slot.starts = max(slot.starts, int(facts.get("starts", 1)))
         unknown = not slot.life
         slot.life = str(facts.get("life", slot.life))
@@ -401,11 +427,14 @@ class Control:
             self.ended = self.ended or "no client used it"
         if self.ended:
             return [("end", 0)]
+        hang_after = max(self.plan.hang_after, _LEAST)
         for replica, slot in self.slots.items():
-            quiet = now - slot.seen
-            if slot.state == READY and quiet > min(_SILENT, self.plan.hang_after):
+            quiet = (
+                0.0 if slot.asked is None else now - max(slot.asked, slot.seen)
+            )  # it may have been asked while it started
+            if slot.state == READY and quiet > min(_SILENT, hang_after):
                 self._set(slot, HUNG)
-            if slot.state == HUNG and not slot.killed and (quiet > self.plan.hang_after or slot.facts.get("hung")):
+            if slot.state == HUNG and not slot.killed and (quiet > hang_after or slot.facts.get("hung")):
                 slot.killed = True
                 todo.append(("restart", replica))
             drained = slot.facts.get("queue_tokens", 0) == 0 and slot.seen > slot.since
@@ -420,6 +449,7 @@ class Control:
         if missed > _STOPPED:
             for slot in self.slots.values():
                 slot.seen += missed
+                slot.asked = None if slot.asked is None else slot.asked + missed
             for client in self.clients.values():
                 client.seen += missed
             self._last_used += missed

@@ -184,6 +184,15 @@ class TransformersEngine:
         for scorer in self._scorers.values():
             scorer.forget()
 
+    def tensors(self) -> list[list[str]]:
+        """The model's own names of each of its tensors, several for a tied one; empty without weights in this process."""
+        inner = next(iter(self._scorers.values())).model
+        names: dict[int, list[str]] = {}
+        for name, value in inner.state_dict(keep_vars=True).items() if isinstance(inner, nn.Module) else ():
+            if isinstance(value, Tensor):  # modules may keep other state
+                names.setdefault(id(value), []).append(name)
+        return [*names.values()]
+
     def fingerprint(self) -> str:
         """A digest of all weights; see :func:`~torchrl_llm_kl.scoring.fingerprint_of`."""
         return fingerprint_of(self.model)

@@ -78,11 +78,12 @@ class ScoringActor:
             if hasattr(self._core.engine, "when_lost"):
                 self._core.engine.when_lost(self._end)
             self._reporter.identify(self._core.engine)
-            self._pushes = Pushes(self._spec, self._core.engine.check_weights)
+            tensors = getattr(self._core.engine, "tensors", list)()
+            self._pushes = Pushes(self._spec, self._core.engine.check_weights, tensors)
             self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
             self._refreshing = asyncio.Lock()
             self._restore()
-            self._failure = self._reporter.ready(self._core.version)
+            self._failure = self._reporter.ready(self._core.version, replaced=self._pushes.whole)
         else:
             self._reporter.failed(self._failure)
         if self._failure is not None:

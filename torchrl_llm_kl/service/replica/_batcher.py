@@ -111,6 +111,11 @@ class Batcher:
         self._outside: deque[tuple[str, asyncio.Future[None]]] = deque()  # callers that wait for room in the queue
         self._changed = asyncio.Event()
         self._callers: dict[str, float] = {}
+        self._again: set[_Waiting] = (
+            set()
+        )  # requests with pieces that are scored again, since weights changed in between
+        self._none_again = asyncio.Event()
+        self._none_again.set()
         self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._loop: asyncio.Task[None] | None = None
         self._closed: Exception | None = None
@@ -187,7 +192,14 @@ class Batcher:
         self._outside = deque(entry for entry in self._outside if not entry[1].done())
 
     async def in_thread(self, call: Callable[[], object]) -> object:
-        """Run ``call`` in the scoring thread, between two batches."""
+        """Run ``call``, which may change the weights, in the scoring thread between two batches.
+
+        It waits for requests whose pieces are scored again since an earlier call changed the weights: without that, updates
+        that come faster than a large request is scored would restart it for ever. Only requests that were in the queue
+        during a change can be among them, so the wait ends when these are answered, or not in time.
+        """
+        while self._again:
+            await self._none_again.wait()
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def reject_soon(self, error: Exception) -> None:
@@ -284,6 +296,7 @@ class Batcher:
         for (waiting, units), answer in zip(batch.items(), answers, strict=True):
             tokens += sum(waiting.sizes[unit] for unit in units)
             if waiting.take(units, answer):
+                self._hold_weights(waiting)
                 self._waiting.add(waiting)
             elif waiting.answer.done():
                 latencies.append(end - waiting.arrived)
@@ -291,6 +304,19 @@ class Batcher:
             self._on_batch(BatchRecord(len(batch), tokens, end - start, tuple(latencies)))
         except Exception:  # a metrics error must not block replies
             _LOG.exception("a batch could not be counted.")
+
+    def _hold_weights(self, waiting: _Waiting) -> None:
+        """Let no weights change until a request is answered."""
+
+        def end(_: object) -> None:
+            self._again.discard(waiting)
+            if not self._again:
+                self._none_again.set()
+
+        if waiting not in self._again:
+            self._again.add(waiting)
+            self._none_again.clear()
+            waiting.answer.add_done_callback(end)
 
     def _score_parts(self, batch: dict[_Waiting, list[int]]) -> list[Reply | Exception]:
         return self._score([waiting.pieces.part(units) for waiting, units in batch.items()])
