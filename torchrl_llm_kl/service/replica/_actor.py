@@ -78,7 +78,7 @@ class ScoringActor:
             if hasattr(self._core.engine, "when_lost"):
                 self._core.engine.when_lost(self._end)
             self._reporter.identify(self._core.engine)
-            tensors = getattr(self._core.engine, "tensors", list)()
+            tensors: Any = getattr(self._core.engine, "tensors", list)()
             self._pushes = Pushes(self._spec, self._core.engine.check_weights, tensors)
             self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
             self._refreshing = asyncio.Lock()
