@@ -431,6 +431,7 @@ def test_clients_get_the_table_of_an_actor_that_was_started_again(monkeypatch: p
     """Its version must not be the one that they have, or nobody would give it the model again."""
     monkeypatch.setattr(_actor, "_kept", lambda *name: {})
     monkeypatch.setattr(_actor, "ended", lambda *name: 0)
+    monkeypatch.setattr(_actor, "_put", lambda *entry: None)
     monkeypatch.setattr(ControlActor, "_rebuild", lambda self: None)
     monkeypatch.setattr(ControlActor, "_run", lambda self: None)
     version = ControlActor(Plan("service")).join("client", HERE, config=CONFIG)["version"]
