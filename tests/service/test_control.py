@@ -17,7 +17,7 @@ from torch import nn
 
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import ServiceClosedError, ServiceConfigError
-from torchrl_llm_kl.service.control import _membership
+from torchrl_llm_kl.service.control import _actor, _membership
 from torchrl_llm_kl.service.control._actor import ControlActor
 from torchrl_llm_kl.service.control._membership import Member, Memberships, client_name
 from torchrl_llm_kl.service.control._spec import HeldModel, describe_reads
@@ -447,6 +447,19 @@ def test_a_lost_table_is_rebuilt_from_the_replicas() -> None:
     assert lab.start(0).starts == 4
     with pytest.raises(ServiceConfigError):
         lab.join("third", config={**CONFIG, "model": "B"}, new=True)
+
+
+def test_clients_get_the_table_of_an_actor_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version must not be the one that they have, or nobody would give it the model again."""
+    monkeypatch.setattr(_actor, "_kept", lambda *name: {})
+    monkeypatch.setattr(_actor, "ended", lambda *name: 0)
+    monkeypatch.setattr(_actor, "_put", lambda *entry: None)
+    monkeypatch.setattr(ControlActor, "_rebuild", lambda self: None)
+    monkeypatch.setattr(ControlActor, "_run", lambda self: None)
+    version = ControlActor(Plan("service")).join("client", HERE, config=CONFIG)["version"]
+    found = ControlActor(Plan("service")).hold("client", HERE, version, 1, 1)
+    assert found is not None
+    assert found["version"] != version
 
 
 def test_quarantined_requests_are_bounded() -> None:

@@ -26,6 +26,7 @@ class ControlActor:
         kept = _kept(plan.namespace, plan.name)
         incarnation = max(int(kept.get("incarnation", 1)), ended(plan.namespace, plan.name) + 1)
         self._control = Control(plan, incarnation=incarnation, scaling=scaling)
+        self._control.version = time.time_ns()  # not one that a client has of a table that was lost
         self._saved = kept
         self._model: Any = None  # reference to the packed model given by value
         self._handles: dict[int, Any] = {}
