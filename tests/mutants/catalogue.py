@@ -33,6 +33,7 @@ _ENUMERATION = "losses/test_enumeration.py"
 _TESTS = {
     "objectives/_clipped.py": tuple(f"test_{name}.py" for name in ("ppo", "dapo", "gspo", "gmpo", "cispo", "sapo")),
     "objectives/_covariance.py": ("test_covariance.py",),
+    "objectives/_distillation.py": ("test_distill.py",),
     "objectives/_off_policy.py": tuple(
         f"test_{name}.py" for name in ("plain_gradients", "topr", "sppo", "dro", "dppo", "vespo", "rec")
     ),

@@ -93,6 +93,7 @@ class Memberships:
         # A finalizer may run while this thread holds the lock: only the queue is safe to touch there.
         self.released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ending = False
         self._next_beat = 0.0
 
     # ------------------------------------------------------------------ join, look, leave
@@ -177,9 +178,13 @@ class Memberships:
 
     def release_all(self) -> None:
         """End all leases, at the exit of the process."""
-        if not _forked:
-            for key in list(self._members):
-                self._release(key, all_holders=True)
+        self._ending = True
+        if _forked:
+            return
+        if self._thread is not None:  # a call of Ray after its end would end the process with an error
+            self._thread.join(timeout=_BEAT + 1.0)
+        for key in list(self._members):
+            self._release(key, all_holders=True)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -208,7 +213,7 @@ class Memberships:
 
     def _run(self) -> None:
         connected = ""
-        while True:
+        while not self._ending:
             with contextlib.suppress(queue.Empty):
                 self._release(self.released.get(timeout=0.5))
                 continue
