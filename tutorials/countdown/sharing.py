@@ -30,6 +30,7 @@ SENT_BACK = (
     *ANSWERED,
     *EXTRA,
     ("next", "success"),
+    ("next", "done"),
 )  # read by the trainer; the text of the conversations is not sent
 
 State = Mapping[str, Tensor]

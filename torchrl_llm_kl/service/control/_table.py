@@ -429,9 +429,8 @@ class Control:
             return [("end", 0)]
         hang_after = max(self.plan.hang_after, _LEAST)
         for replica, slot in self.slots.items():
-            quiet = (
-                0.0 if slot.asked is None else now - max(slot.asked, slot.seen)
-            )  # it may have been asked while it started
+            # It may have been asked while it started.
+            quiet = 0.0 if slot.asked is None else now - max(slot.asked, slot.seen)
             if slot.state == READY and quiet > min(_SILENT, hang_after):
                 self._set(slot, HUNG)
             if slot.state == HUNG and not slot.killed and (quiet > hang_after or slot.facts.get("hung")):

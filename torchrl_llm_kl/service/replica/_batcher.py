@@ -111,9 +111,8 @@ class Batcher:
         self._outside: deque[tuple[str, asyncio.Future[None]]] = deque()  # callers that wait for room in the queue
         self._changed = asyncio.Event()
         self._callers: dict[str, float] = {}
-        self._again: set[_Waiting] = (
-            set()
-        )  # requests with pieces that are scored again, since weights changed in between
+        # Requests with pieces that are scored again, since weights changed in between.
+        self._again: set[_Waiting] = set()
         self._none_again = asyncio.Event()
         self._none_again.set()
         self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
