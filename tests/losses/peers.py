@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 VARIABLE = "TORCHRL_LLM_KL_PEERS"
 #: package -> (the folder that holds it, what to download)
@@ -70,3 +72,20 @@ def load(monkeypatch: pytest.MonkeyPatch, package: str, module: str, stubs: Sequ
             if name in stubs or name.partition(".")[0] == package:
                 # What monkeypatch sets where nothing was, it takes away again.
                 monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
+
+
+# ------------------------------------------------------------------ verl's corrections
+
+
+def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Its module of rollout corrections."""
+    return load(monkeypatch, "verl", "verl.trainer.ppo.rollout_corr_helper", stubs=("omegaconf", "verl.protocol"))
+
+
+def sampled(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of trainer and sampler, and a mask with holes but without empty rows."""
+    rng = torch.Generator().manual_seed(seed)
+    old = -torch.rand(7, 6, generator=rng, dtype=torch.float64) * 3
+    mask = torch.rand(7, 6, generator=rng) < 0.7
+    mask[torch.arange(7), torch.randint(6, (7,), generator=rng)] = True
+    return old, old + 0.4 * torch.randn(7, 6, generator=rng, dtype=torch.float64), mask

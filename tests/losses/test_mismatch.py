@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, get_args
 
 import pytest
 import torch
-from peers import load
+from peers import sampled, verl
 from policy_batches import batch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -315,19 +314,6 @@ def test_the_wrappers_first_zero_is_not_taken_for_certainty(model: nn.Module) ->
 
 
 # ------------------------------------------------------------------ verl's numbers
-
-
-def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load(monkeypatch, "verl", "verl.trainer.ppo.rollout_corr_helper", stubs=("omegaconf", "verl.protocol"))
-
-
-def sampled(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of trainer and sampler, and a mask with holes but without empty rows."""
-    rng = torch.Generator().manual_seed(seed)
-    old = -torch.rand(7, 6, generator=rng, dtype=torch.float64) * 3
-    mask = torch.rand(7, 6, generator=rng) < 0.7
-    mask[torch.arange(7), torch.randint(6, (7,), generator=rng)] = True
-    return old, old + 0.4 * torch.randn(7, 6, generator=rng, dtype=torch.float64), mask
 
 
 def test_verls_share_of_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import ModuleType
 from typing import Any, get_args
 
 import pytest
 import torch
-from peers import load
+from peers import sampled, verl
 from policy_batches import batch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -353,19 +352,6 @@ def test_verls_thresholds() -> None:
 def test_verls_settings_that_make_no_sense(settings: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         rollout_corrections(**settings)
-
-
-def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load(monkeypatch, "verl", "verl.trainer.ppo.rollout_corr_helper", stubs=("omegaconf", "verl.protocol"))
-
-
-def sampled(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of trainer and sampler, and a mask with holes but without empty rows."""
-    rng = torch.Generator().manual_seed(seed)
-    old = -torch.rand(7, 6, generator=rng, dtype=torch.float64) * 3
-    mask = torch.rand(7, 6, generator=rng) < 0.7
-    mask[torch.arange(7), torch.randint(6, (7,), generator=rng)] = True
-    return old, old + 0.4 * torch.randn(7, 6, generator=rng, dtype=torch.float64), mask
 
 
 BOUND = {"token_k1": "0.6_1.5", "seq_sum_k1": "0.4_2", "seq_mean_k1": "0.8_1.3"}
