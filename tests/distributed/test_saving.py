@@ -112,8 +112,11 @@ def test_all_steps_on_any_number_of_ranks(
         check(result, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", saving.other_algorithms())
+# GiGPO is the one that must tell trajectories apart.
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=() if name == "gigpo" else pytest.mark.slow) for name in saving.other_algorithms()],
+)
 def test_other_algorithms(pool: RankPool, settings: dict[str, Any], tmp_path: Path, algorithm: str) -> None:
     """With a critic, which is sharded too; with moments; without a reference."""
     from torchrl_llm_kl.algorithms import get_algorithm
