@@ -224,6 +224,15 @@ def test_warned_once(plain: Any, policy_model: nn.Module, ref_model: nn.Module) 
             build(sampling=Sampling(top_k=50))
 
 
+def test_a_teacher_may_be_followed_on_any_answers(plain: Any, ref_model: nn.Module) -> None:
+    """No ratio and no KL of sampled tokens is involved, and `sampling=` would be refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SamplerMismatchWarning)
+        make_algorithm("gkd", plain, reference=ref_model)
+    with pytest.warns(SamplerMismatchWarning, match="sampler uses top_k=50"):
+        make_algorithm("on_policy_distill", plain, reference=ref_model)
+
+
 def test_remedies_are_silent(policy_model: nn.Module, tokenizer: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", SamplerMismatchWarning)

@@ -147,7 +147,8 @@ def make_algorithm(
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
     sampler = actor if gen_model is None or isinstance(gen_model, str) else gen_model
-    if preset.schema not in _OFFLINE:
+    # A divergence to a teacher at each prefix holds whoever wrote the prefix.
+    if preset.schema not in _OFFLINE and not (preset.distils and preset.kl_reward == "none"):
         warn_of_mismatch(sampler, sampling, trains=True, stacklevel=2)
 
     if not isinstance(actor, LogProbScorer):

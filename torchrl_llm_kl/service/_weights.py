@@ -360,7 +360,8 @@ class Pushes:
         lacks = sorted(self._names - set(names))
         known = 0 <= newest <= self._version or not self._tensors
         if (lacks or not known) and not self._covers(names):
-            which = f"without {lacks[0]!r} and {len(lacks) - 1} others" if lacks else "of some tensors only"
+            others = f" and {len(lacks) - 1} more" if len(lacks) > 1 else ""
+            which = f"without {lacks[0]!r}{others}" if lacks else "of some tensors only"
             raise WeightVersionError(
                 "the weights that were pushed before are lost, with the actor that kept them, and this push, "
                 f"{which}, does not replace them all: push all tensors of the model."

@@ -205,7 +205,7 @@ class Replicas:
         return None
 
     def end(self, *, timeout: float = 10.0) -> None:
-        """End the service for all clients, for good; not a later one that has its name."""
+        """End the service for all clients, for good. A later service of the same name is left alone."""
         import ray
 
         with contextlib.suppress(ServiceClosedError):

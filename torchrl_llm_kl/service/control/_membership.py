@@ -181,7 +181,7 @@ class Memberships:
         self._ending = True
         if _forked:
             return
-        if self._thread is not None:  # a call of Ray after its end would end the process with an error
+        if self._thread is not None:  # a call to Ray after its shutdown ends the process with an error
             self._thread.join(timeout=_BEAT + 1.0)
         for key in list(self._members):
             self._release(key, all_holders=True)

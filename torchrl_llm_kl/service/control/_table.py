@@ -370,7 +370,7 @@ class Control:
             self._set(slot, PENDING)
 
     def unheard(self) -> list[int]:
-        """Replicas that exist and have not answered for long: they may still start, or be stopped since before this table."""
+        """Replicas that exist and have long not answered: they start, or were stopped before there was this table."""
         since = self._clock() - min(_SILENT, self.plan.hang_after)
         return [replica for replica, slot in self.slots.items() if slot.state == PENDING and slot.seen < since]
 
