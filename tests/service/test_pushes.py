@@ -345,7 +345,9 @@ def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkey
     second = found(WeightKeeper("service", ["service:0"], "namespace", "model"))
     assert second.check(None) is None, "each push asks first"
     stage(second, "some", weights(2.0, "b"))
-    with pytest.raises(WeightVersionError, match=r"without 'a', does not replace them all: push all tensors of the model"):
+    with pytest.raises(
+        WeightVersionError, match=r"without 'a', does not replace them all: push all tensors of the model"
+    ):
         knows.pushes.stage("some")
     for replica in (missed, late):
         with pytest.raises(WeightVersionError, match=r"of some tensors only, .*: push all tensors of the model"):

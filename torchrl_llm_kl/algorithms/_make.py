@@ -154,8 +154,7 @@ def make_algorithm(
     if not isinstance(actor, LogProbScorer):
         loss_args |= {"temperature": temperature, "sampling": sampling if sampling.truncates else None}
     once = objective_spec.once
-    exact = preset.distils and preset.distribution == "exact"
-    scores_in_loss = preset.kl_loss == "exact" or exact or (once is not None and once.mismatched)
+    scores_in_loss = preset.kl_loss == "exact" or _distils_exactly(preset) or (once is not None and once.mismatched)
     own = {"distribution": preset.distribution} if preset.distils else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplerMismatchWarning)
@@ -170,62 +169,24 @@ def make_algorithm(
             **loss_args,
             **{**preset.objective_args, **own},  # type: ignore[arg-type]
         )
-    advantage = None
-    if spec is not None:
-        hyper: dict[str, Any] = dict(preset.advantage_args)
-        keys = hyper.pop("keys", {})
-        if spec.kind == "token" and masking_strategy == "rlhf":
-            keys = {"mask": ("masks", "all_assistant_mask"), **keys}
-        advantage = Advantage(spec.name, **grouping, keys=keys, **hyper)  # type: ignore[arg-type]
-
+    advantage = None if spec is None else _advantage(preset, spec.name, spec.kind, grouping, masking_strategy)
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
     read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
     of_policy = read & {("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator")}
     for key in of_policy:
         scoring[f"{key[1]}_key"] = key[1]
-    charged = preset.kl_reward != "none"
-    old = charged or bool(of_policy) or ("next", "log_probs", "full") in read
-    # A loss with an exact KL scores the reference itself.
-    ref = preset.needs_reference and scored_reference != "data"
-    scored_there = (preset.kl_loss == "exact" or exact) and not preset.top_k
-    ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
-    if context is not None and (not ref or scores_in_loss):
-        where = "the loss scores it on the data's own prompts" if scores_in_loss else "none is scored"
-        advice = (
-            "pass top_k=" if exact else "use an algorithm that reads reference log-probs, such as 'on_policy_distill'"
-        )
-        raise ValueError(
-            f"context= is the prompt of the reference, and for {preset.name} {where}: leave context out, or {advice}."
-        )
-    kl_transform: RetrieveKL | RetrieveLogProb | None = None
-    of_sampler: dict[str, Any] = {"sampling": sampling} if sampling.truncates else {}
-    if ref and old:
-        if preset.top_k:
-            raise ValueError(
-                f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
-                "teacher with RetrieveLogProb(teacher, top_k=...) and pass reference='data'."
-            )
-        if charged:
-            scoring |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
-        if isinstance(scored_reference, str):
-            scoring["ref_adapters"] = ref_adapters
-        kl_transform = RetrieveKL(
-            policy, scored_reference, add_to_reward=charged, context=context, **scoring, **of_sampler
-        )
-    elif ref:
-        base = isinstance(scored_reference, str)
-        scored, adapters = (policy, ref_adapters) if base else (scored_reference, True)
-        kl_transform = RetrieveLogProb(
-            scored,
-            log_probs_full_key=("ref_log_probs", "full"),
-            adapters=adapters,
-            top_k=preset.top_k,
-            context=context,
-            **scoring,
-        )
-    elif old and scored_reference != "data":
-        kl_transform = RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring, **of_sampler)
+    kl_transform = _kl_transform(
+        preset,
+        policy,
+        scored_reference,
+        read=read | ({("next", "log_probs", "full")} if of_policy else set()),
+        in_loss=scores_in_loss,
+        context=context,
+        ref_adapters=ref_adapters,
+        scoring=scoring,
+        of_sampler={"sampling": sampling} if sampling.truncates else {},
+    )
     return AlgorithmParts(
         preset,
         SCHEMAS[preset.schema],
@@ -236,6 +197,72 @@ def make_algorithm(
         selection=KeepBest(**grouping) if preset.keep_best else None,
         critic_loss=None if critic is None else ValueLoss(critic, masking_strategy=masking_strategy),
     )
+
+
+def _distils_exactly(preset: Algorithm) -> bool:
+    """Whether the loss compares whole distributions with a teacher's."""
+    return preset.distils and preset.distribution == "exact"
+
+
+def _advantage(
+    preset: Algorithm, name: Any, kind: str, grouping: dict[str, Any], masking_strategy: MaskingStrategy
+) -> Advantage:
+    hyper: dict[str, Any] = dict(preset.advantage_args)
+    keys = hyper.pop("keys", {})
+    if kind == "token" and masking_strategy == "rlhf":
+        keys = {"mask": ("masks", "all_assistant_mask"), **keys}
+    return Advantage(name, **grouping, keys=keys, **hyper)
+
+
+def _kl_transform(
+    preset: Algorithm,
+    policy: Any,
+    reference: Any,
+    *,
+    read: set[NestedKey],
+    in_loss: bool,
+    context: Context | None,
+    ref_adapters: bool | str,
+    scoring: dict[str, Any],
+    of_sampler: dict[str, Any],
+) -> RetrieveKL | RetrieveLogProb | None:
+    """What scores the policy, its reference or both before the loss; None if the loss and the data hold all.
+
+    ``read`` are the entries that loss and advantage read; ``in_loss``: the loss scores the reference itself.
+    """
+    charged = preset.kl_reward != "none"
+    old = charged or ("next", "log_probs", "full") in read
+    exact = _distils_exactly(preset)
+    scored_there = (preset.kl_loss == "exact" or exact) and not preset.top_k
+    ref = preset.needs_reference and reference != "data"
+    ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
+    if context is not None and (not ref or in_loss):
+        where = "the loss scores it on the data's own prompts" if in_loss else "none is scored"
+        advice = (
+            "pass top_k=" if exact else "use an algorithm that reads reference log-probs, such as 'on_policy_distill'"
+        )
+        raise ValueError(
+            f"context= is the prompt of the reference, and for {preset.name} {where}: leave context out, or {advice}."
+        )
+    if ref and old:
+        if preset.top_k:
+            raise ValueError(
+                f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
+                "teacher with RetrieveLogProb(teacher, top_k=...) and pass reference='data'."
+            )
+        own: dict[str, Any] = {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward} if charged else {}
+        if isinstance(reference, str):
+            own["ref_adapters"] = ref_adapters
+        return RetrieveKL(policy, reference, add_to_reward=charged, context=context, **scoring, **own, **of_sampler)
+    if ref:
+        scored, adapters = (policy, ref_adapters) if isinstance(reference, str) else (reference, True)
+        key = ("ref_log_probs", "full")
+        return RetrieveLogProb(
+            scored, log_probs_full_key=key, adapters=adapters, top_k=preset.top_k, context=context, **scoring
+        )
+    if old and reference != "data":
+        return RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring, **of_sampler)
+    return None
 
 
 def _terms(preset: Algorithm) -> list[TermPart]:
