@@ -25,6 +25,7 @@ ORDER = (
     "estimators",
     "scoring",
     "service",
+    "diagnostics",
     "masks",
     "rollouts",
     "ragged",

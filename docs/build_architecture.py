@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("masks", "ragged", "head"),
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses"),
-    ("algorithms", "service"),
+    ("algorithms", "service", "diagnostics"),
 )
 
 HOLDS = {
@@ -41,6 +41,7 @@ HOLDS = {
     "losses": "objectives, terms, aggregation, PolicyLoss",
     "algorithms": "typed presets, make_algorithm",
     "service": "one model for many processes, over Ray",
+    "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
 }
 
 

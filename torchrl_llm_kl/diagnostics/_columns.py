@@ -1,0 +1,217 @@
+"""A batch of rollouts as columns: one number for each token, and one for each sequence.
+
+The doctor measures these columns and the inspector shows them. Shapes: ``S`` sequences, ``N`` tokens of all sequences together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm_kl.ragged import Ragged, read_column
+from torchrl_llm_kl.rollouts import (
+    ModelInterface,
+    Scope,
+    TokenisingOptions,
+    find_key,
+    find_log_probs,
+    locate,
+    outcomes,
+    per_token,
+    prompt_ids,
+    response_mask,
+    zeros_of_first_tokens,
+)
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling
+
+#: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
+KEYS: Mapping[str, NestedKey] = {
+    "old_log_prob": ("next", "log_probs", "full"),
+    "sampler_log_prob": ("next", "sampler_log_probs", "full"),
+    "ref_log_prob": ("next", "ref_log_probs", "full"),
+    "kl_penalty": ("next", "kl_penalty"),
+    "advantage": "advantage",
+    "reward": ("next", "reward"),
+}
+#: What an engine's wrapper itself stores: log-probs of the sampler, at the root.
+_OF_WRAPPER: NestedKey = ("log_probs", "full")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenColumns:
+    """The tokens of a batch with all that is known of each.
+
+    Args:
+        tokens: ids of all tokens, prompts too; ``[N]``.
+        mask: True at the assistant's tokens; bool ``[N]``.
+        columns: numbers per token by name, float32 or wider ``[N]``; NaN where a token has none. ``log_prob``, ``entropy``
+            and ``kl`` (exact) come from the given models; ``old_log_prob``, ``sampler_log_prob``, ``ref_log_prob``,
+            ``kl_penalty`` and ``advantage`` from the data. All but the advantage are in nats.
+        rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome.
+        prompts: equal numbers for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
+        sampled: False if the tokens were rendered from text.
+    """
+
+    tokens: Ragged
+    mask: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    prompts: Tensor | None = None
+    sampled: bool = True
+
+    @property
+    def turns(self) -> Tensor:
+        """The number of the assistant's turn that a token belongs to, from 0; -1 outside of all; int64 ``[N]``."""
+        starts = self.mask & ~(torch.nn.functional.pad(self.mask[:-1], (1, 0)) & (self.tokens.positions > 0))
+        before = starts.long().cumsum(0)
+        offsets = self.tokens.lengths.cumsum(0) - self.tokens.lengths
+        first = torch.nn.functional.pad(before, (1, 0))[offsets]  # turns of all earlier sequences
+        return torch.where(self.mask, before - first[self.tokens.sequence_ids] - 1, -1)
+
+    @property
+    def places(self) -> Tensor:
+        """The number of a token among its sequence's masked-in tokens, from 0; -1 at all others; int64 ``[N]``."""
+        count = self.mask.long().cumsum(0)
+        offsets = self.tokens.lengths.cumsum(0) - self.tokens.lengths
+        first = torch.nn.functional.pad(count, (1, 0))[offsets]
+        return torch.where(self.mask, count - first[self.tokens.sequence_ids] - 1, -1)
+
+    def get(self, name: str) -> Tensor | None:
+        """A column ``[N]``, or None."""
+        return self.columns.get(name)
+
+    def known(self, *names: str) -> Tensor:
+        """True at masked-in tokens at which all these columns have a number; bool ``[N]``, all False if one is missing."""
+        out = self.mask
+        for name in names:
+            column = self.columns.get(name)
+            out = out & (torch.zeros_like(out) if column is None else ~column.isnan())
+        return out
+
+
+@torch.no_grad()
+def read_columns(
+    tensordict: TensorDictBase,
+    *,
+    policy: Any = None,
+    reference: Any = None,
+    temperature: float = 1.0,
+    sampling: Sampling | None = None,
+    keys: Mapping[str, NestedKey] | None = None,
+    scope: Scope = "full",
+    options: TokenisingOptions | None = None,
+) -> TokenColumns:
+    """Read a batch into columns, and score it with the models that are given.
+
+    Args:
+        tensordict: rollouts, padded or nested, of any batch size.
+
+    Keyword Args:
+        policy: a model, wrapper or :class:`~torchrl_llm_kl.LogProbScorer`: adds ``log_prob`` and ``entropy``.
+        reference: likewise: replaces ``ref_log_prob``, and with the policy adds ``kl``, exact.
+        temperature: divides the logits; not for a scorer, which has its own.
+        sampling: in its place; see :class:`~torchrl_llm_kl.Sampling`.
+        keys: other entries than those of :data:`KEYS`, by column.
+        scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
+        options: how text and conversations are rendered where the data holds no tokens.
+
+    Raises:
+        KeyError: if the data holds no tokens, or there is no such column.
+        ValueError: if the assistant's tokens cannot be told from the prompt.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> full = torch.tensor([[3, 4, 5, 6]])
+        >>> td = TensorDict(tokens=TensorDict(prompt=full[:, :2], full=full, batch_size=[1]), batch_size=[1])
+        >>> td["next", "log_probs", "full"] = torch.tensor([[0.0, 0.0, -1.0, -2.0]])
+        >>> columns = read_columns(td)
+        >>> columns.columns["old_log_prob"].tolist(), columns.places.tolist()
+        ([0.0, 0.0, -1.0, -2.0], [-1, -1, 0, 1])
+    """
+    unknown = set(keys or {}) - set(KEYS)
+    if unknown:
+        raise KeyError(f"no column {sorted(unknown)}: expected some of {sorted(KEYS)}.")
+    interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
+    located = _locate(tensordict, interface, scope, options)
+    tokens, mask = located.tokens, located.mask
+    responses = response_mask(tensordict, tokens, interface) if located.sampled else None
+    wanted = {**KEYS, **(keys or {})}
+    columns: dict[str, Tensor] = {}
+    for name in ("old_log_prob", "sampler_log_prob", "ref_log_prob", "kl_penalty", "advantage"):
+        found = _find(tensordict, name, wanted[name])
+        if found is not None:
+            values = per_token(tensordict, found, tokens, mask if responses is None else responses, fill=math.nan)
+            columns[name] = _widened(values)
+    if "sampler_log_prob" in columns:
+        never = zeros_of_first_tokens(
+            columns["sampler_log_prob"], mask, tokens
+        )  # torchrl's wrappers never compute these
+        columns["sampler_log_prob"] = columns["sampler_log_prob"].masked_fill(never, math.nan)
+    columns |= _score(tokens, mask, policy, reference, temperature, sampling)
+    rows: dict[str, Tensor] = {}
+    reward = find_key(tensordict, wanted["reward"])
+    if reward is not None:
+        rows["reward"] = outcomes(tensordict, read_column(tensordict, reward), f"{reward!r}")
+    return TokenColumns(tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled)
+
+
+def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Any:
+    try:
+        return locate(td, interface, scope=scope, options=options)
+    except ValueError:
+        if scope == "turn":
+            raise
+        return locate(td, interface, scope="turn", options=options)  # the data does not show earlier turns
+
+
+def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
+    """Where a column is. Log-probs at the root are the sampler's own, those under ``"next"`` a transform's."""
+    if name == "old_log_prob":
+        return key if read_column(td, key) is not None else None
+    found = find_log_probs(td, key) if name.endswith("log_prob") else find_key(td, key)
+    if found is None and name == "sampler_log_prob":
+        for candidate in (_OF_WRAPPER, (*_OF_WRAPPER[:-1], "response")):
+            if read_column(td, candidate) is not None:
+                return candidate
+    return found
+
+
+def _score(
+    tokens: Ragged,
+    mask: Tensor,
+    policy: Any,
+    reference: Any,
+    temperature: float,
+    sampling: Sampling | None,
+) -> dict[str, Tensor]:
+    """Columns of the models, NaN outside the mask."""
+
+    def scorer(model: Any) -> Any:
+        if model is None or isinstance(model, LogProbScorer):
+            return model
+        given: dict[str, Any] = {"temperature": temperature} if sampling is None else {"sampling": sampling}
+        return LogProbScorer(model, **given)
+
+    own, other = scorer(policy), scorer(reference)
+    out: dict[str, Ragged | None] = {}
+    if own is not None:
+        scores = own.evaluate(tokens, mask, entropy=True, **({} if other is None else {"reference": other}))
+        out = {
+            "log_prob": scores.log_prob,
+            "entropy": scores.entropy,
+            "ref_log_prob": scores.ref_log_prob,
+            "kl": scores.kl,
+        }
+    elif other is not None:
+        out = {"ref_log_prob": other.score(tokens, mask)}
+    return {name: _widened(x.values).masked_fill(~mask, math.nan) for name, x in out.items() if x is not None}
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.detach() if values.dtype in (torch.float32, torch.float64) else values.detach().float()
