@@ -172,7 +172,8 @@ def warm_up(
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=max(steps, 2), pct_start=0.1)
+    # Its rise takes a tenth of the steps, and at least two.
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=max(steps, 20), pct_start=0.1)
     model.train()
     for _ in range(steps):
         batch = []

@@ -40,7 +40,7 @@ class Scale:
 
 #: That of the demo; one that fits 125 runs into an hour on two cores; one for tests.
 DEMO = Scale()
-SHORT = Scale(steps=50, num_prompts=12, lr=3e-4)
+SHORT = Scale(steps=80, num_prompts=12, lr=3e-4)
 QUICK = Scale(steps=3, warmup_steps=25, num_prompts=2, group_size=3, held_out=8, samples=2)
 
 
