@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from torchrl_llm_kl.diagnostics._columns import KEYS as KEYS, TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._metrics import METRICS, Metric, Origin, describe_metric
 
-__all__ = ["TokenColumns", "read_columns"]
+__all__ = ["METRICS", "Metric", "Origin", "TokenColumns", "describe_metric", "read_columns"]
