@@ -1,0 +1,186 @@
+"""The monitor of a run: what it logs to torchrl's own loggers, and when it looks at a batch."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.record import CSVLogger, TensorboardLogger
+from torchrl_llm_kl.diagnostics import RunMonitor, log_page, status_line
+from toy_models import tiny_model
+from toy_tokenizer import toy_tokenizer
+
+
+class Lines:
+    """A logger that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[int, dict[str, float]] = {}
+        self.texts: dict[int, str] = {}
+
+    def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
+        assert step is not None
+        self.scalars.setdefault(step, {})[name] = value
+
+    def log_str(self, name: str, value: str, step: int | None = None) -> None:
+        assert step is not None
+        self.texts[step] = value
+
+
+def batch(shift: int = 0) -> TensorDict:
+    """Eight answers of six tokens; with a shift the sampler's log-probs are of other tokens."""
+    generator = torch.Generator().manual_seed(0)
+    full = torch.randint(3, 30, (8, 8), generator=generator)
+    td = TensorDict(tokens=TensorDict(prompt=full[:, :2], full=full, batch_size=[8]), batch_size=[8])
+    log_probs = -3 * torch.rand(8, 8, generator=generator)
+    td["next", "log_probs", "full"] = log_probs
+    td["next", "sampler_log_probs", "full"] = log_probs.roll(shift, -1)
+    return td
+
+
+def test_outputs_of_a_step_are_averaged_and_numbers_are_kept_as_they_are() -> None:
+    lines = Lines()
+    monitor = RunMonitor(lines, every=0)
+    monitor.add(TensorDict(ESS=torch.tensor(0.5), loss_objective=torch.tensor(1.0), per_token=torch.zeros(3)))
+    monitor.add({"ESS": torch.tensor(1.0), "clip_fraction": 0.25})
+    logged = monitor.step(7, kl=0.125)
+    assert logged == {"ESS": 0.75, "loss_objective": 1.0, "clip_fraction": 0.25, "kl": 0.125}
+    assert lines.scalars == {7: logged}
+    assert monitor.step(8, kl=0.5) == {"kl": 0.5}, "a step starts without the numbers of the one before"
+
+
+def test_a_graph_is_not_kept() -> None:
+    monitor = RunMonitor(every=0)
+    monitor.add({"loss": torch.ones(1, requires_grad=True) * 2})
+    assert not monitor._sums["loss"][0].requires_grad
+    assert monitor.step(0) == {"loss": 2.0}
+
+
+def test_the_line_of_a_progress_bar() -> None:
+    metrics = {"reward": 0.5, "kl_to_ref": 0.1234, "clip_fraction": 0.0312, "ESS": 0.987, "entropy": 1.0}
+    assert status_line(metrics) == "reward 0.50  KL 0.123  clipped 3.1%  ESS 0.99"
+    assert status_line({"kl": 0.4, "kl_to_ref": 9.0}, kl_target=0.5) == "KL 0.400/0.5"
+    assert status_line({}) == ""
+
+
+def test_a_batch_is_looked_at_every_so_many_steps(tmp_path: Path) -> None:
+    lines = Lines()
+    monitor = RunMonitor(lines, every=3, folder=tmp_path, tokenizer=toy_tokenizer())
+    looked = [step for step in range(7) if "doctor/mask/tokens" in monitor.step(step, batch())]
+    assert looked == [0, 3, 6]
+    assert lines.scalars[3]["doctor/mask/tokens"] == 48
+    assert lines.texts == {}, "nothing is wrong"
+    assert (tmp_path / "diagnosis.txt").read_text().startswith("step 6\n48 tokens of 8 sequences: no fault")
+    assert "Rollouts of step 6" in (tmp_path / "rollouts.html").read_text()
+
+
+def test_a_fault_is_logged_with_its_confidence_and_its_report() -> None:
+    lines = Lines()
+    monitor = RunMonitor(lines, every=1)
+    monitor.step(0, batch(shift=1))
+    assert monitor.diagnosis is not None
+    assert monitor.diagnosis.worst is not None
+    assert monitor.diagnosis.worst.cause == "off_by_one"
+    assert lines.scalars[0]["doctor/fault/off_by_one"] == monitor.diagnosis.worst.confidence
+    assert lines.texts[0] == f"step 0\n{monitor.diagnosis}\n"
+
+
+def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
+    policy, reference = tiny_model(seed=0), tiny_model(seed=1)
+    calls = {"policy": 0, "reference": 0}
+    for name, model in (("policy", policy), ("reference", reference)):
+        model.register_forward_pre_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
+    td = batch().exclude(("next", "log_probs"), ("next", "sampler_log_probs"))
+    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=toy_tokenizer(), policy=policy, reference=reference)
+    metrics = monitor.step(0, td)
+    once = dict(calls)
+    RunMonitor(every=1, policy=policy, reference=reference).step(0, td)
+    assert calls == {name: 2 * number for name, number in once.items()}, "the page needs no forward of its own"
+    assert metrics["doctor/kl/exact"] > 0
+
+
+def test_torchrls_csv_logger(tmp_path: Path) -> None:
+    logger = CSVLogger("run", log_dir=str(tmp_path))
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    monitor.add({"ESS": torch.tensor(0.25)})
+    monitor.step(4, batch(shift=1))
+    rows = list(csv.reader((tmp_path / "run" / "scalars" / "ESS.csv").open()))
+    assert [[float(x) for x in row] for row in rows] == [[4.0, 0.25]]
+    assert "off_by_one" in (tmp_path / "run" / "scalars" / "doctor" / "fault").iterdir().__next__().name
+    assert (tmp_path / "run" / "texts" / "diagnosis4.txt").read_text() == (tmp_path / "out" / "diagnosis.txt").read_text()
+    page = tmp_path / "run" / "rollouts" / "4.html"
+    assert page.read_bytes() == (tmp_path / "out" / "rollouts.html").read_bytes()
+
+
+def test_torchrls_tensorboard_logger(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorboardLogger("run", log_dir=str(tmp_path))
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    monitor.step(4, batch(shift=1), kl=0.5)
+    logger.experiment.flush()
+    found = EventAccumulator(str(tmp_path / "run")).Reload()
+    (event,) = found.Scalars("kl")
+    assert (event.step, event.value) == (4, 0.5)
+    (text,) = found.Tensors("diagnosis/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == (tmp_path / "out" / "diagnosis.txt").read_text()
+    assert (tmp_path / "run" / "rollouts" / "4.html").is_file()
+
+
+def test_torchrls_wandb_logger_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from torchrl.record import WandbLogger
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger("run", offline=True, save_dir=str(tmp_path), project="test", log_env_packages=False)
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    monitor.step(4, batch(shift=1), kl=0.5)
+    assert logger.experiment.summary["kl"] == 0.5
+    logger.experiment.finish()
+    pages = [path.read_text() for path in tmp_path.rglob("media/html/*.html")]
+    assert pages == [(tmp_path / "out" / "rollouts.html").read_text()]
+
+
+def test_torchrls_mlflow_logger(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from torchrl.record.loggers.mlflow import MLFlowLogger
+
+    logger = MLFlowLogger("run", f"sqlite:///{tmp_path}/mlflow.db", artifact_location=str(tmp_path / "artifacts"))
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    try:
+        monitor.step(4, batch(shift=1), kl=0.5)
+        run = mlflow.get_run(logger.experiment.info.run_id)
+    finally:
+        mlflow.end_run()
+    assert run.data.metrics["kl"] == 0.5
+    (page,) = (tmp_path / "artifacts").rglob("rollouts/4.html")
+    assert page.read_text() == (tmp_path / "out" / "rollouts.html").read_text()
+    (text,) = (tmp_path / "artifacts").rglob("diagnosis/4.txt")
+    assert text.read_text() == (tmp_path / "out" / "diagnosis.txt").read_text()
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        RunMonitor(folder=tmp_path)
+    with pytest.raises(ValueError, match="every"):
+        RunMonitor(every=-1)
+    with pytest.raises(FileNotFoundError, match="no page"):
+        log_page(Lines(), "rollouts", tmp_path / "none.html", 0)
+
+
+def test_a_logger_without_texts_and_folders_gets_numbers_alone(tmp_path: Path) -> None:
+    class Numbers:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
+            self.seen.append((name, value, step))
+
+    numbers = Numbers()
+    RunMonitor(numbers, every=1, folder=tmp_path, tokenizer=toy_tokenizer()).step(0, batch(shift=1), kl=1.0)
+    assert ("kl", 1.0, 0) in numbers.seen

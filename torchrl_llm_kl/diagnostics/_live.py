@@ -1,0 +1,257 @@
+"""A run as it happens: metrics, the doctor's findings and the inspector's page, for torchrl's loggers and a progress bar."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._doctor import Diagnosis, diagnose
+from torchrl_llm_kl.diagnostics._inspector import inspect_tokens
+from torchrl_llm_kl.scoring import Sampling
+
+#: What a progress bar shows, in this order: name there, names in the log of which the first that is known counts, and form.
+_STATUS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("reward",), "{:.2f}"),
+    ("KL", ("kl", "kl_to_ref"), "{:.3f}"),
+    ("coefficient", ("coefficient", "kl_coefficient"), "{:.3f}"),
+    ("clipped", ("clip_fraction",), "{:.1%}"),
+    ("ESS", ("ESS",), "{:.2f}"),
+)
+
+
+def status_line(metrics: Mapping[str, float], *, kl_target: float | None = None) -> str:
+    """What a progress bar shows of a step: reward, KL against its target, coefficient, clip share and effective sample size.
+
+    Args:
+        metrics: numbers by name; those that are missing are left out.
+
+    Keyword Args:
+        kl_target: shown beside the KL, in its unit.
+
+    Example:
+        >>> status_line({"kl": 0.41, "coefficient": 0.2, "clip_fraction": 0.031, "ESS": 0.98}, kl_target=0.5)
+        'KL 0.410/0.5  coefficient 0.200  clipped 3.1%  ESS 0.98'
+    """
+    parts = []
+    for title, names, form in _STATUS:
+        found = next((metrics[name] for name in names if name in metrics), None)
+        if found is not None:
+            target = f"/{kl_target:g}" if title == "KL" and kl_target is not None else ""
+            parts.append(f"{title} {form.format(found)}{target}")
+    return "  ".join(parts)
+
+
+class RunMonitor:
+    """Feeds loggers: metrics at each step, the doctor's findings and the inspector's page at each ``every``-th.
+
+    Call :meth:`add` with the output of each loss, and :meth:`step` at the end of a step. Numbers of several outputs are averaged;
+    they are read on the host once, in :meth:`step`.
+
+    Args:
+        loggers: torchrl's (``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``, ...), one or several, or none.
+
+    Keyword Args:
+        every: steps between two looks at a batch, the first of which is at step 0; 0 for none.
+        folder: where ``rollouts.html`` and ``diagnosis.txt`` are written, each look over the one before; None: not written, and the
+            page is not made.
+        tokenizer: of the policy; the page needs it, and the doctor for causes in text.
+        policy, reference, temperature, sampling: see :func:`~torchrl_llm_kl.diagnostics.diagnose`. Without a policy nothing is
+            scored: the batch's own entries are shown.
+        keys: other entries of the batch, by column; see :func:`~torchrl_llm_kl.diagnostics.read_columns`.
+        kl_target: shown beside the KL.
+
+    Attributes:
+        diagnosis: the last one, or None.
+
+    Raises:
+        ValueError: if ``every`` is negative, or a page is wanted without a tokenizer.
+
+    Example:
+        >>> monitor = RunMonitor(kl_target=0.5, every=0)
+        >>> monitor.add({"ESS": torch.tensor(0.9), "clip_fraction": torch.tensor(0.02)})
+        >>> monitor.add({"ESS": torch.tensor(0.8), "clip_fraction": torch.tensor(0.04)})
+        >>> monitor.step(0, kl=0.3)
+        {'ESS': 0.85..., 'clip_fraction': 0.03..., 'kl': 0.3}
+        >>> monitor.status
+        'KL 0.300/0.5  clipped 3.0%  ESS 0.85'
+    """
+
+    def __init__(
+        self,
+        loggers: Any = (),
+        *,
+        every: int = 20,
+        folder: str | Path | None = None,
+        tokenizer: Any = None,
+        policy: Any = None,
+        reference: Any = None,
+        temperature: float = 1.0,
+        sampling: Sampling | None = None,
+        keys: Mapping[str, NestedKey] | None = None,
+        kl_target: float | None = None,
+    ) -> None:
+        check_range(0, every=every)
+        if folder is not None and every and tokenizer is None:
+            raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
+        self.loggers = tuple(loggers) if isinstance(loggers, (list, tuple)) else (loggers,)
+        self.every, self.folder, self.tokenizer, self.kl_target = every, None if folder is None else Path(folder), tokenizer, kl_target
+        # In a dict: this is no module, and a policy is not its own.
+        self._models: dict[str, Any] = {"policy": policy, "reference": reference}
+        self._reading: dict[str, Any] = {"temperature": temperature, "sampling": sampling, "keys": keys}
+        self.diagnosis: Diagnosis | None = None
+        self.last: dict[str, float] = {}
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def add(self, metrics: Mapping[str, Any] | TensorDictBase) -> None:
+        """Take the numbers of a loss's output, or any others, without waiting for the device. Other entries are left out."""
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and value.numel() == 1 and isinstance(name, str):
+                self._sums.setdefault(name, []).append(value.detach().reshape(()))
+            elif isinstance(value, (int, float)):
+                self._sums.setdefault(name, []).append(torch.as_tensor(float(value)))
+
+    @property
+    def status(self) -> str:
+        """The last step in one line, for a progress bar."""
+        return status_line(self.last, kl_target=self.kl_target)
+
+    def step(self, step: int, batch: TensorDictBase | None = None, **numbers: float) -> dict[str, float]:
+        """Log what was added since the last step, and ``numbers``; look at the batch if it is time.
+
+        Args:
+            step: its number, from 0.
+            batch: rollouts of this step.
+            numbers: further ones, as they are.
+
+        Returns:
+            What was logged.
+        """
+        metrics = {**_means(self._sums), **{name: float(value) for name, value in numbers.items()}}
+        self._sums = {}
+        if batch is not None and self.every and step % self.every == 0 and batch.numel():
+            metrics |= self._look(step, batch)
+        for logger in self.loggers:
+            log_metrics(logger, metrics, step)
+        self.last = metrics
+        return metrics
+
+    def _look(self, step: int, batch: TensorDictBase) -> dict[str, float]:
+        """Diagnose a batch and write its page; returns the doctor's numbers, and the confidence of each fault."""
+        models = self._models
+        # One forward serves both.
+        columns = read_columns(batch, **models, **self._reading) if models["policy"] is not None else None
+        data: TensorDictBase | TokenColumns = batch if columns is None else columns
+        reading = self._reading if columns is None else {name: self._reading[name] for name in ("temperature", "sampling")}
+        self.diagnosis = found = diagnose(data, **models, tokenizer=self.tokenizer, **reading)
+        report = f"step {step}\n{found}\n"
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "diagnosis.txt").write_text(report, encoding="utf-8")
+            page = self.folder / "rollouts.html"
+            only_data = {} if columns is not None else {"keys": self._reading["keys"]}
+            inspect_tokens(data, self.tokenizer, html=page, title=f"Rollouts of step {step}", **only_data)
+            for logger in self.loggers:
+                log_page(logger, "rollouts", page, step)
+        if found.faults:
+            for logger in self.loggers:
+                log_text(logger, "diagnosis", report, step)
+        plain = {f"doctor/{name}": value for name, value in found.measures.items() if "@" not in name and math.isfinite(value)}
+        return plain | {f"doctor/fault/{each.cause}": each.confidence for each in found.faults}
+
+
+def _means(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    """The mean of each name's numbers, with one transfer from the device."""
+    if not sums:
+        return {}
+    device = next((x.device for values in sums.values() for x in values if x.device.type != "cpu"), torch.device("cpu"))
+    means = torch.stack([torch.stack([x.to(device, torch.float64) for x in values]).mean() for values in sums.values()])
+    return dict(zip(sums, means.tolist(), strict=True))
+
+
+# ------------------------------------------------------------------ loggers
+
+
+def log_metrics(logger: Any, metrics: Mapping[str, float], step: int) -> None:
+    """Log numbers to one of torchrl's loggers.
+
+    Example:
+        >>> class Lines:
+        ...     def log_scalar(self, name, value, step): print(step, name, value)
+        >>> log_metrics(Lines(), {"KL": 0.5}, 3)
+        3 KL 0.5
+    """
+    together = getattr(logger, "log_metrics", None)
+    if together is not None:
+        together(dict(metrics), step=step)
+        return
+    for name, value in metrics.items():
+        logger.log_scalar(name, value, step=step)
+
+
+def log_text(logger: Any, name: str, text: str, step: int) -> None:
+    """Log a text to one of torchrl's loggers, as what it has for text; a logger that has nothing for text gets none.
+
+    W&B and Trackio get a string, TensorBoard and CSV a text, MLflow an artifact ``NAME/STEP.txt``.
+
+    Example:
+        >>> class Lines:
+        ...     def log_str(self, name, value, step): print(step, name, value)
+        >>> log_text(Lines(), "diagnosis", "no fault", 3)
+        3 diagnosis no fault
+    """
+    experiment = getattr(logger, "experiment", None)
+    if hasattr(logger, "log_str"):
+        logger.log_str(name, text, step=step)
+    elif hasattr(experiment, "add_text"):
+        experiment.add_text(name, text, global_step=step)
+    elif _is(logger, "MLFlowLogger"):
+        import mlflow
+
+        mlflow.log_text(text, f"{name}/{step}.txt", run_id=_run_id(experiment))
+
+
+def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
+    """Log an HTML page to one of torchrl's loggers.
+
+    W&B shows it as a panel; MLflow keeps it as the artifact ``NAME/STEP.html``; for loggers that write to a folder (CSV,
+    TensorBoard) it is copied there, to ``NAME/STEP.html``. Other loggers get none.
+
+    Raises:
+        FileNotFoundError: if there is no such page.
+    """
+    page = Path(page)
+    if not page.is_file():
+        raise FileNotFoundError(f"no page at {page}: write it before it is logged.")
+    experiment = getattr(logger, "experiment", None)
+    if _is(logger, "WandbLogger"):
+        import wandb
+
+        experiment.log({name: wandb.Html(page.read_text(encoding="utf-8"), inject=False), "step": step})
+    elif _is(logger, "MLFlowLogger"):
+        import mlflow
+
+        mlflow.log_text(page.read_text(encoding="utf-8"), f"{name}/{step}.html", run_id=_run_id(experiment))
+    else:
+        folder = getattr(experiment, "log_dir", None)
+        if folder is not None and Path(folder).is_dir():
+            target = Path(folder) / name / f"{step}.html"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(page, target)
+
+
+def _is(logger: Any, name: str) -> bool:
+    """Whether a logger is of torchrl's class of that name, which needs its package to be imported."""
+    return any(base.__name__ == name for base in type(logger).__mro__)
+
+
+def _run_id(experiment: Any) -> Any:
+    return getattr(getattr(experiment, "info", None), "run_id", None)
