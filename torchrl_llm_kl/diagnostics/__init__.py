@@ -3,5 +3,18 @@
 from __future__ import annotations
 
 from torchrl_llm_kl.diagnostics._columns import KEYS as KEYS, TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._doctor import Diagnosis, DiagnosisWarning, Doctor, diagnose
+from torchrl_llm_kl.diagnostics._findings import Cause, Finding
+from torchrl_llm_kl.diagnostics._measures import measure
 
-__all__ = ["TokenColumns", "read_columns"]
+__all__ = [
+    "Cause",
+    "Diagnosis",
+    "DiagnosisWarning",
+    "Doctor",
+    "Finding",
+    "TokenColumns",
+    "diagnose",
+    "measure",
+    "read_columns",
+]
