@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PIKLCoefficient,
         get_estimator,
     )
+    from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, diagnose
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
     from torchrl_llm_kl.scoring import (
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("make_algorithm",),
+    "diagnostics": ("Diagnosis", "Doctor", "diagnose"),
     "estimators": (
         "AdaptiveEntropyCoefficient",
         "AdaptiveKLCoefficient",
@@ -73,12 +75,14 @@ _PUBLIC = {
     ),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
-_LAYERS = (*_PUBLIC, "diagnostics", "masks", "rollouts", "service")
+_LAYERS = (*_PUBLIC, "masks", "rollouts", "service")
 
 __all__ = [
     "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
     "Advantage",
+    "Diagnosis",
+    "Doctor",
     "DualKLCoefficient",
     "FixedKLCoefficient",
     "KLComputation",
@@ -99,6 +103,7 @@ __all__ = [
     "ScoreStore",
     "TokenCritic",
     "ValueLoss",
+    "diagnose",
     "get_estimator",
     "get_objective",
     "make_algorithm",

@@ -3,6 +3,23 @@
 from __future__ import annotations
 
 from torchrl_llm_kl.diagnostics._columns import KEYS as KEYS, TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._doctor import Diagnosis, DiagnosisWarning, Doctor, diagnose
+from torchrl_llm_kl.diagnostics._findings import Cause, Finding
+from torchrl_llm_kl.diagnostics._measures import measure
 from torchrl_llm_kl.diagnostics._metrics import METRICS, Metric, Origin, describe_metric
 
-__all__ = ["METRICS", "Metric", "Origin", "TokenColumns", "describe_metric", "read_columns"]
+__all__ = [
+    "METRICS",
+    "Cause",
+    "Diagnosis",
+    "DiagnosisWarning",
+    "Doctor",
+    "Finding",
+    "Metric",
+    "Origin",
+    "TokenColumns",
+    "describe_metric",
+    "diagnose",
+    "measure",
+    "read_columns",
+]

@@ -28,7 +28,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling, log_probs_only
 
 #: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
 KEYS: Mapping[str, NestedKey] = {
@@ -36,6 +36,7 @@ KEYS: Mapping[str, NestedKey] = {
     "sampler_log_prob": ("next", "sampler_log_probs", "full"),
     "ref_log_prob": ("next", "ref_log_probs", "full"),
     "kl_penalty": ("next", "kl_penalty"),
+    "entropy": ("next", "entropy"),
     "advantage": "advantage",
     "reward": ("next", "reward"),
 }
@@ -56,6 +57,7 @@ class TokenColumns:
         rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome.
         prompts: equal numbers for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
         sampled: False if the tokens were rendered from text.
+        unread: with ``strict=False``, why an entry fits no token, by column.
     """
 
     tokens: Ragged
@@ -64,6 +66,7 @@ class TokenColumns:
     rows: dict[str, Tensor] = field(default_factory=dict)
     prompts: Tensor | None = None
     sampled: bool = True
+    unread: dict[str, str] = field(default_factory=dict)
 
     @property
     def turns(self) -> Tensor:
@@ -106,6 +109,7 @@ def read_columns(
     keys: Mapping[str, NestedKey] | None = None,
     scope: Scope = "full",
     options: TokenisingOptions | None = None,
+    strict: bool = True,
 ) -> TokenColumns:
     """Read a batch into columns, and score it with the models that are given.
 
@@ -120,10 +124,11 @@ def read_columns(
         keys: other entries than those of :data:`KEYS`, by column.
         scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
         options: how text and conversations are rendered where the data holds no tokens.
+        strict: False leaves out entries that fit no token, and says why in ``unread``.
 
     Raises:
         KeyError: if the data holds no tokens, or there is no such column.
-        ValueError: if the assistant's tokens cannot be told from the prompt.
+        ValueError: if the assistant's tokens cannot be told from the prompt, or an entry does not fit the tokens.
 
     Example:
         >>> from tensordict import TensorDict
@@ -143,11 +148,19 @@ def read_columns(
     responses = response_mask(tensordict, tokens, interface) if located.sampled else None
     wanted = {**KEYS, **(keys or {})}
     columns: dict[str, Tensor] = {}
-    for name in ("old_log_prob", "sampler_log_prob", "ref_log_prob", "kl_penalty", "advantage"):
+    unread: dict[str, str] = {}
+    for name in ("old_log_prob", "sampler_log_prob", "ref_log_prob", "kl_penalty", "entropy", "advantage"):
         found = _find(tensordict, name, wanted[name])
-        if found is not None:
+        if found is None:
+            continue
+        try:
             values = per_token(tensordict, found, tokens, mask if responses is None else responses, fill=math.nan)
-            columns[name] = _widened(values)
+        except ValueError as error:
+            if strict:
+                raise
+            unread[name] = str(error)
+            continue
+        columns[name] = _widened(values)
     if "sampler_log_prob" in columns:
         never = zeros_of_first_tokens(
             columns["sampler_log_prob"], mask, tokens
@@ -158,7 +171,7 @@ def read_columns(
     reward = find_key(tensordict, wanted["reward"])
     if reward is not None:
         rows["reward"] = outcomes(tensordict, read_column(tensordict, reward), f"{reward!r}")
-    return TokenColumns(tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled)
+    return TokenColumns(tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled, unread)
 
 
 def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Any:
@@ -200,7 +213,10 @@ def _score(
 
     own, other = scorer(policy), scorer(reference)
     out: dict[str, Ragged | None] = {}
-    if own is not None:
+    if any(log_probs_only(each.model) for each in (own, other) if each is not None):
+        alone = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions
+        out = {name: each.score(tokens, mask) for name, each in alone.items() if each is not None}
+    elif own is not None:
         scores = own.evaluate(tokens, mask, entropy=True, **({} if other is None else {"reference": other}))
         out = {
             "log_prob": scores.log_prob,

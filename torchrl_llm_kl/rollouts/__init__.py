@@ -32,7 +32,12 @@ from torchrl_llm_kl.rollouts._keys import (
     ModelInterface,
     sub_key as sub_key,
 )
-from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, in_layout as in_layout
+from torchrl_llm_kl.rollouts._rendered import (
+    Scope,
+    TokenisingOptions,
+    in_layout as in_layout,
+    read_conversations as read_conversations,
+)
 from torchrl_llm_kl.rollouts._response import ResponseTokens, mismatch
 from torchrl_llm_kl.rollouts._rewards import (
     RewardPlacement,

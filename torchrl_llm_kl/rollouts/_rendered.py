@@ -123,7 +123,7 @@ def render_history(
         Token ids and the mask of the assistant's tokens (all True without ``assistant_only``); both ``[N]``.
     """
     tokenizer, kwargs = options.resolve(interface)
-    conversations = _conversations(td, key)
+    conversations = read_conversations(td, key)
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
     rendered = render_conversations(
         tokenizer, conversations, add_generation_prompt=add_generation_prompt, assistant_mask=assistant_only, **kwargs
@@ -131,7 +131,7 @@ def render_history(
     masks = [r.assistant_mask if assistant_only else torch.ones_like(r.assistant_mask) for r in rendered]
     prompt_key = sub_key(interface.history_key, "prompt")
     if assistant_only and scope == "turn" and key != prompt_key:
-        prompts = _conversations(td, prompt_key, missing_ok=True)
+        prompts = read_conversations(td, prompt_key, missing_ok=True)
         if prompts is not None:
             masks = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
     return _arrange(td, interface, options, [r.token_ids for r in rendered], masks)
@@ -163,7 +163,8 @@ def _response_masks(
     return masks
 
 
-def _conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> Any:
+def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> Any:
+    """The conversations under ``key`` as lists of messages, one for each row; None if missing and ``missing_ok``."""
     column = read_column(td, key) if not isinstance(key, str) else td.get(key, None)
     if column is None and missing_ok:
         return None

@@ -25,6 +25,7 @@ from torchrl_llm_kl.scoring._updater import ReferenceUpdater
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,
     is_wrapper as is_wrapper,
+    log_probs_only as log_probs_only,
     unwrap as unwrap,
 )
 from torchrl_llm_kl.scoring._wrapping import is_zero3 as is_zero3

@@ -1,0 +1,304 @@
+"""Faults seeded into real rollouts of small models: each case returns a batch, and the arguments of ``diagnose``.
+
+``python docs/build_doctor_table.py`` tabulates what is named; ``test_faults.py`` tests it.
+"""
+
+from __future__ import annotations
+
+import copy
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from toy_models import tiny_model
+from toy_tokenizer import CHATML
+
+#: Five families of models; each fault is seeded in one of them, by its seed.
+FAMILIES = ("qwen2", "llama", "gpt2", "gemma2", "qwen3")
+PROMPTS, ANSWERS, LENGTH = 12, 8, 24
+_MERGES = [(a, b) for a in "aeiou" for b in "nrstl"]
+ZEPHYR = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@lru_cache
+def make_tokenizer() -> Any:
+    """Printable characters, and 25 pairs of letters: two letters one after the other are often one token when encoded."""
+    characters = [*string.printable[:95], "\n"]
+    vocab = {token: i for i, token in enumerate([*characters, *("".join(pair) for pair in _MERGES)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = CHATML
+    return fast
+
+
+def make_model(family: str, seed: int, **config: Any) -> nn.Module:
+    return tiny_model(family, seed=seed, vocab_size=len(make_tokenizer()), max_position_embeddings=256, **config)
+
+
+# ------------------------------------------------------------------ rollouts
+
+
+@dataclass
+class Rollout:
+    """Prompts, answers and the sampler's log-probs, a row each."""
+
+    prompts: list[Tensor]
+    answers: list[Tensor]
+    log_probs: list[Tensor]
+    rewards: Tensor
+
+    def batch(self, rows: slice = slice(None)) -> TensorDictBase:
+        """As a TorchRL wrapper stores it: nested tokens, the sampler's log-probs at the root."""
+        prompts, answers, log_probs = self.prompts[rows], self.answers[rows], self.log_probs[rows]
+        full = [torch.cat(each) for each in zip(prompts, answers, strict=True)]
+        stored = [torch.cat([torch.zeros(len(p)), x.float()]) for p, x in zip(prompts, log_probs, strict=True)]
+        size = [len(prompts)]
+        nested = torch.nested.nested_tensor
+        return TensorDict(
+            tokens=TensorDict(prompt=nested(prompts), full=nested(full), batch_size=size),
+            log_probs=TensorDict(full=nested(stored), batch_size=size),
+            next=TensorDict(reward=self.rewards[rows].unsqueeze(-1), batch_size=size),
+            batch_size=size,
+        )
+
+
+def make_prompts(number: int, seed: int, template: str = CHATML) -> list[Tensor]:
+    """Rendered questions of random words."""
+    rng, tokenizer = torch.Generator().manual_seed(seed), make_tokenizer()
+    out = []
+    for _ in range(number):
+        letters = torch.randint(26, (8,), generator=rng).tolist()
+        question = "".join(string.ascii_lowercase[i] for i in letters)
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+        out.append(torch.tensor(tokenizer.encode(text, add_special_tokens=False)))
+    return out
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    seed: int,
+    *,
+    raw: bool = False,
+    length: int = LENGTH,
+    answers: int = ANSWERS,
+    temperature: float = 1.0,
+    **sampling: Any,
+) -> Rollout:
+    """Answers of ``model.generate`` with its log-probs: of what it drew from, or ``raw``: of the model."""
+    tokenizer = make_tokenizer()
+    rows = [p for p in prompts for _ in range(answers)]
+    padded = torch.nn.utils.rnn.pad_sequence([p.flip(0) for p in rows], True, -1).flip(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        out: Any = model.generate(
+            padded.clamp(min=0),
+            attention_mask=(padded >= 0).long(),
+            do_sample=True,
+            max_new_tokens=length,
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            temperature=temperature,
+            **{"top_k": 0, "top_p": 1.0, **sampling},
+        )
+    logits = torch.stack(out.logits if raw else out.scores, 1)
+    drawn = out.sequences[:, padded.shape[1] :]
+    log_probs = logits.float().log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+    ended = (drawn == tokenizer.eos_token_id).long()
+    lengths = ((ended.cumsum(1) - ended) == 0).sum(1).tolist()
+    rng = torch.Generator().manual_seed(seed)
+    return Rollout(
+        rows,
+        [row[:n] for row, n in zip(drawn, lengths, strict=True)],
+        [row[:n] for row, n in zip(log_probs, lengths, strict=True)],
+        torch.randn(len(rows), generator=rng),
+    )
+
+
+def clean(family: str, seed: int, prompts: int = PROMPTS, length: int = LENGTH, **config: Any) -> tuple[nn.Module, Rollout]:
+    """A policy and its own samples."""
+    model = make_model(family, seed, **config)
+    return model, sample(model, make_prompts(prompts, seed), seed, length=length)
+
+
+def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int, lr: float = 1e-3) -> nn.Module:
+    """A copy of a model after steps of REINFORCE with random advantages on its own samples."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    rng = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        loss = torch.zeros(())
+        for row in range(step % 4, len(rollout.prompts), 8):
+            prompt, answer = rollout.prompts[row], rollout.answers[row]
+            ids = torch.cat([prompt, answer])[None]
+            log_probs = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            advantage = torch.randn((), generator=rng)
+            loss = loss - advantage * log_probs.gather(-1, answer[:, None]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+# ------------------------------------------------------------------ faults
+
+Seeded = tuple[TensorDictBase, dict[str, Any]]
+
+
+def raw_log_probs(family: str, seed: int) -> Seeded:
+    """Sampled and scored at temperature 0.7; the engine records log-probs of temperature 1."""
+    model = make_model(family, seed)
+    rollout = sample(model, make_prompts(PROMPTS, seed), seed, temperature=0.7, raw=True)
+    return rollout.batch(), {"policy": model, "temperature": 0.7}
+
+
+def wrong_temperature(family: str, seed: int) -> Seeded:
+    """Sampled at temperature 0.8, recorded there, scored at 1."""
+    model = make_model(family, seed)
+    rollout = sample(model, make_prompts(PROMPTS, seed), seed, temperature=0.8)
+    return rollout.batch(), {"policy": model}
+
+
+def wrong_temperature_raw(family: str, seed: int) -> Seeded:
+    """Sampled at temperature 0.8, with raw log-probs recorded, scored at 1: all log-probs agree."""
+    model = make_model(family, seed)
+    rollout = sample(model, make_prompts(PROMPTS, seed), seed, temperature=0.8, raw=True)
+    return rollout.batch(), {"policy": model}
+
+
+def top_p(family: str, seed: int) -> Seeded:
+    """Sampled with top-p 0.9, and its renormalised log-probs recorded."""
+    model = make_model(family, seed)
+    return sample(model, make_prompts(PROMPTS, seed), seed, top_p=0.9).batch(), {"policy": model}
+
+
+def top_p_raw(family: str, seed: int) -> Seeded:
+    """Sampled with top-p 0.9, with raw log-probs recorded: all log-probs agree."""
+    model = make_model(family, seed)
+    return sample(model, make_prompts(PROMPTS, seed), seed, top_p=0.9, raw=True).batch(), {"policy": model}
+
+
+def top_k(family: str, seed: int) -> Seeded:
+    """Sampled with top-k 10, and its renormalised log-probs recorded."""
+    model = make_model(family, seed)
+    return sample(model, make_prompts(PROMPTS, seed), seed, top_k=10).batch(), {"policy": model}
+
+
+def top_k_raw(family: str, seed: int) -> Seeded:
+    """Sampled with top-k 10, with raw log-probs recorded: all log-probs agree."""
+    model = make_model(family, seed)
+    return sample(model, make_prompts(PROMPTS, seed), seed, top_k=10, raw=True).batch(), {"policy": model}
+
+
+def stale_by(steps: int) -> Callable[[str, int], Seeded]:
+    """The sampler has the weights of some steps ago."""
+
+    def fault(family: str, seed: int) -> Seeded:
+        model, rollout = clean(family, seed)
+        return rollout.batch(), {"policy": trained(model, rollout, steps, seed)}
+
+    return fault
+
+
+def chat_template(family: str, seed: int) -> Seeded:
+    """The engine renders with another template; the trainer's tokens are those of its own."""
+    model = make_model(family, seed)
+    rollout = sample(model, make_prompts(PROMPTS, seed, ZEPHYR), seed)
+    rollout.prompts = [p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)]
+    return rollout.batch(), {"policy": model}
+
+
+def off_by_one(family: str, seed: int) -> Seeded:
+    """Log-probs are one position late."""
+    model, rollout = clean(family, seed)
+    rollout.log_probs = [torch.cat([x[:1] * 0, x[:-1]]) for x in rollout.log_probs]
+    return rollout.batch(), {"policy": model}
+
+
+def bfloat16(family: str, seed: int) -> Seeded:
+    """The sampler runs in bfloat16, the trainer in float32."""
+    model = make_model(family, seed)
+    rollout = sample(copy.deepcopy(model).bfloat16(), make_prompts(PROMPTS, seed), seed)
+    return rollout.batch(), {"policy": model}
+
+
+def retokenised(family: str, seed: int) -> Seeded:
+    """Answers are decoded and encoded again; the log-probs of the sampled tokens stay beside them."""
+    model, rollout = clean(family, seed)
+    tokenizer = make_tokenizer()
+    answers, log_probs = [], []
+    for answer, log_prob in zip(rollout.answers, rollout.log_probs, strict=True):
+        again = torch.tensor(tokenizer.encode(tokenizer.decode(answer), add_special_tokens=False))[: len(answer)]
+        answers.append(again)
+        log_probs.append(log_prob[: len(again)])
+    rollout.answers, rollout.log_probs = answers, log_probs
+    return rollout.batch(), {"policy": model}
+
+
+def zeros(family: str, seed: int) -> Seeded:
+    """A cache of prefixes returns 0 for the first tokens of half the answers."""
+    model, rollout = clean(family, seed)
+    for x in rollout.log_probs[::2]:
+        x[:6] = 0
+    return rollout.batch(), {"policy": model}
+
+
+def adapter_off(family: str, seed: int) -> Seeded:
+    """The engine serves the base model, without the policy's adapter."""
+    import peft
+
+    model, rollout = clean(family, seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        policy = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    return rollout.batch(), {"policy": policy}
+
+
+def reference_is_policy(family: str, seed: int) -> Seeded:
+    """The reference is the model that is trained."""
+    model, rollout = clean(family, seed)
+    return rollout.batch(), {"policy": model, "reference": model}
+
+
+#: number, fault, the causes that name it.
+FAULTS: dict[str, tuple[Callable[[str, int], Seeded], tuple[str, ...]]] = {
+    "1 raw log-probs": (raw_log_probs, ("raw_log_probs",)),
+    "2 wrong temperature": (wrong_temperature, ("wrong_temperature",)),
+    "2 wrong temperature, raw log-probs": (wrong_temperature_raw, ("wrong_temperature",)),
+    "3 top-p": (top_p, ("top_p",)),
+    "3 top-p, raw log-probs": (top_p_raw, ("top_p",)),
+    "4 top-k": (top_k, ("top_k",)),
+    "4 top-k, raw log-probs": (top_k_raw, ("top_k",)),
+    "5 weights of 1 step ago": (stale_by(1), ("stale_weights",)),
+    "6 weights of 10 steps ago": (stale_by(10), ("stale_weights",)),
+    "7 another chat template": (chat_template, ("chat_template",)),
+    "8 off by one": (off_by_one, ("off_by_one",)),
+    "9 bfloat16 sampler": (bfloat16, ("low_precision",)),
+    "10 decoded and encoded again": (retokenised, ("retokenised",)),
+    "11 cached zeros": (zeros, ("zeros",)),
+    "12a adapter off": (adapter_off, ("adapter_off",)),
+    "12b the reference is the policy": (reference_is_policy, ("reference_is_policy",)),
+}

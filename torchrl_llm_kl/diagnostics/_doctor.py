@@ -1,0 +1,359 @@
+"""The doctor: measures of a batch, what is wrong with it and what to change; once, or every few batches."""
+
+from __future__ import annotations
+
+import html
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.envs import Transform
+
+from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._findings import Case, Finding, find
+from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
+from torchrl_llm_kl.diagnostics._rescored import Rescorer
+from torchrl_llm_kl.rollouts import ModelInterface, Scope, TokenisingOptions, read_conversations, sub_key
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling, as_sampling
+
+_LOGGER = logging.getLogger(__name__)
+#: Confidence from which a fault counts.
+SURE = 0.5
+
+
+class DiagnosisWarning(UserWarning):
+    """A batch has a fault: the message names the cause, its evidence and what to change."""
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """What :func:`diagnose` measured and found. ``print(diagnosis)`` is a report; rich prints it in colour.
+
+    Args:
+        measures: numbers by name; ``docs/doctor.md`` lists them.
+        findings: faults, most certain first, then notes.
+        tokens: the tokens with the largest KL to the reference, or the largest mismatch.
+        forwards: how often sequences were scored to find a cause, beside the batch's own columns.
+    """
+
+    measures: dict[str, float] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    tokens: tuple[dict[str, float], ...] = ()
+    forwards: int = 0
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """Findings that make numbers wrong, of a confidence of 0.5 at least."""
+        return tuple(each for each in self.findings if each.severity == "fault" and each.confidence >= SURE)
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """All other findings."""
+        return tuple(each for each in self.findings if each not in self.faults)
+
+    @property
+    def worst(self) -> Finding | None:
+        """The most certain fault, or None."""
+        return self.faults[0] if self.faults else None
+
+    @property
+    def exit_code(self) -> int:
+        """1 if there is a fault, else 0."""
+        return int(bool(self.faults))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain lists, strings and numbers, for JSON; infinities and NaN as strings."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {str(key): plain(x) for key, x in value.items()}
+            if isinstance(value, (list, tuple)):
+                return [plain(x) for x in value]
+            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+        return {
+            "measures": plain(self.measures),
+            "findings": [plain(each.to_dict()) for each in self.findings],
+            "tokens": plain(self.tokens),
+            "forwards": self.forwards,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline(), *(_describe(i, each) for i, each in enumerate(self._ordered, 1)), *self._table()])
+
+    @property
+    def _ordered(self) -> tuple[Finding, ...]:
+        return (*self.faults, *self.notes)
+
+    def _headline(self) -> str:
+        tokens, sequences = (int(self.measures.get(f"mask/{name}", 0)) for name in ("tokens", "sequences"))
+        faults, notes = len(self.faults), len(self.notes)
+        what = f"{faults} fault{'s' * (faults != 1)}" if faults else "no fault"
+        return f"{tokens} tokens of {sequences} sequences: {what}, {notes} note{'s' * (notes != 1)}"
+
+    def _table(self) -> list[str]:
+        """Measures over all tokens, a family per line."""
+        families: dict[str, list[str]] = {}
+        for name, value in self.measures.items():
+            family, _, quantity = name.partition("/")
+            if "@" not in name and not (family in ("nan", "zeros") and value == 0):
+                families.setdefault(family, []).append(f"{quantity} {value:.4g}")
+        return [f"{family + ':':<13} {', '.join(quantities)}" for family, quantities in families.items()]
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        colour = "red" if self.faults else "yellow" if self.notes else "green"
+        parts: list[Any] = [Text(self._headline(), style=f"bold {colour}")]
+        for i, each in enumerate(self._ordered, 1):
+            style = "red" if each in self.faults else "yellow"
+            parts.append(Panel(Text(_describe(i, each)), border_style=style))
+        return Group(*parts, Text("\n".join(self._table()), style="dim"))
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(each.title)}</td><td>{each.confidence:.2f}</td><td>{html.escape(_evidence(each))}</td>"
+            f"<td>{html.escape(each.remedy)}</td></tr>"
+            for each in self._ordered
+        )
+        table = f"<table><tr><th>finding</th><th>confidence</th><th>evidence</th><th>remedy</th></tr>{rows}</table>"
+        lines = html.escape("\n".join(self._table()))
+        return f"<p><b>{html.escape(self._headline())}</b></p>{table if rows else ''}<pre>{lines}</pre>"
+
+
+def _describe(number: int, found: Finding) -> str:
+    kind = "" if found.severity == "fault" else " (note)"
+    return (
+        f"{number}. {found.title}{kind}, confidence {found.confidence:.2f} [{found.cause}]\n"
+        f"   evidence: {_evidence(found)}\n   remedy: {found.remedy}"
+    )
+
+
+def _evidence(found: Finding) -> str:
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, (int, float)) else f"{name} {value}"
+        for name, value in found.evidence.items()
+    )
+
+
+# ------------------------------------------------------------------ one batch
+
+
+@torch.no_grad()
+def diagnose(
+    batch: TensorDictBase | TokenColumns,
+    *,
+    policy: Any = None,
+    reference: Any = None,
+    tokenizer: Any = None,
+    temperature: float = 1.0,
+    sampling: Sampling | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    keys: Mapping[str, NestedKey] | None = None,
+    scope: Scope = "full",
+) -> Diagnosis:
+    """Measure a batch of rollouts and name what is wrong with it.
+
+    Call it right after sampling, before the policy's first step on the batch: later, its drift counts as stale weights, unless
+    the batch holds the trainer's log-probs of before (``("next", "log_probs", "full")`` beside the sampler's). With those
+    and their entropy in the batch (``RetrieveLogProb(entropy_key=("next", "entropy"))``) the policy is not run at all, nor is the
+    reference if the batch has its log-probs. Some sequences are scored again, some ten times at most, only if something was found.
+
+    Args:
+        batch: rollouts, or their columns.
+
+    Keyword Args:
+        policy: a model, wrapper or scorer: the trainer's, which is compared with the sampler's log-probs. Without it fewer
+            causes can be told apart.
+        reference: likewise; with the policy for the exact KL.
+        tokenizer: by default the policy wrapper's: for retokenisation, truncated answers and templates.
+        temperature: at which tokens are scored; not for a scorer, which has its own.
+        sampling: in its place.
+        clip_low, clip_high: the bounds of the objective's ratio, for the share of clipped tokens.
+        keys: other entries than those of the columns; see :func:`read_columns`.
+        scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
+
+    Returns:
+        Measures and findings.
+
+    Raises:
+        KeyError: if the data holds no tokens.
+        ValueError: if the assistant's tokens cannot be told from the prompt, or a number is out of range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> full = torch.tensor([[3, 4, 5, 6, 7, 8]] * 8)
+        >>> td = TensorDict(tokens=TensorDict(prompt=full[:, :1], full=full, batch_size=[8]), batch_size=[8])
+        >>> td["next", "log_probs", "full"] = torch.arange(48.0).reshape(8, 6).sin() - 2  # of the trainer
+        >>> td["next", "sampler_log_probs", "full"] = td["next", "log_probs", "full"].roll(1, -1)  # of the sampler
+        >>> diagnosis = diagnose(td)
+        >>> diagnosis.worst.cause, diagnosis.exit_code
+        ('off_by_one', 1)
+        >>> round(diagnosis.measures["mismatch/ess_token"], 2)
+        0.71
+
+    Source: surprisal minus entropy as a test of the sampler, and the causes: ``docs/doctor.md``.
+    """
+    check_range(0.0, 1.0, clip_low=clip_low)
+    check_range(0.0, clip_high=clip_high)
+    scored = policy.sampling if isinstance(policy, LogProbScorer) else as_sampling(temperature, sampling)
+    interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
+    tokenizer = interface.tokenizer if tokenizer is None else tokenizer
+    conversations = None
+    if isinstance(batch, TokenColumns):
+        columns = batch
+    else:
+        columns = _read(batch, policy, reference, temperature, sampling, keys, scope, tokenizer)
+        key = sub_key(interface.history_key, "prompt")
+        conversations = read_conversations(batch, key, missing_ok=True)
+    ends = _ends(tokenizer)
+    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=ends)
+    if tokenizer is not None:
+        measures |= retokenised(columns, tokenizer)
+    table = Table.of(columns)
+    rescorer = None
+    if policy is not None and Rescorer.can_score(policy) and bool(columns.mask.any()):
+        rescorer = Rescorer(policy, columns, table, scored)
+    case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, columns.unread)
+    found = find(case)
+    return Diagnosis(measures, tuple(found), tuple(worst_tokens(columns)), 0 if rescorer is None else rescorer.forwards)
+
+
+def _read(
+    batch: TensorDictBase,
+    policy: Any,
+    reference: Any,
+    temperature: float,
+    sampling: Sampling | None,
+    keys: Mapping[str, NestedKey] | None,
+    scope: Scope,
+    tokenizer: Any,
+) -> TokenColumns:
+    """The batch's columns; models score only what the batch does not hold."""
+    options = None if tokenizer is None else TokenisingOptions(tokenizer)
+    given: dict[str, Any] = {"keys": keys, "scope": scope, "options": options, "strict": False}
+    stored = read_columns(batch, **given)
+    if {"old_log_prob", "entropy"} <= set(stored.columns):
+        policy = None
+    if "ref_log_prob" in stored.columns and policy is None:
+        reference = None
+    if policy is None and reference is None:
+        return stored
+    return read_columns(
+        batch, policy=policy, reference=reference, temperature=temperature, sampling=sampling, **given
+    )
+
+
+def _ends(tokenizer: Any) -> list[int] | None:
+    """Ids that end an answer, as far as the tokenizer knows."""
+    found = getattr(tokenizer, "eos_token_id", None)
+    known = found if isinstance(found, list) else [found] if isinstance(found, int) else []
+    names = getattr(tokenizer, "get_vocab", dict)()
+    known += [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
+    return known or None
+
+
+# ------------------------------------------------------------------ every few batches
+
+
+class Doctor(Transform):
+    """Runs :func:`diagnose` on every ``every``-th batch that passes; the batch is not changed.
+
+    Append it to a replay buffer (on ``sample``; on ``extend`` with ``invert=True``) or a collector (``postproc=``), or call it on
+    a batch. Models are not copied and are no part of the transform's state.
+
+    Args:
+        every: batches between two diagnoses; the first batch is diagnosed.
+
+    Keyword Args:
+        on_fault: ``"warn"``: a :class:`DiagnosisWarning` for each cause the first time it is found; ``"raise"``: a RuntimeError;
+            ``"log"``: to the logger of this module, every time.
+        log: called with each :class:`Diagnosis`, for instance to log ``diagnosis.measures``.
+        policy, reference, tokenizer, temperature, sampling, clip_low, clip_high, keys, scope: see :func:`diagnose`.
+
+    Attributes:
+        last: the last :class:`Diagnosis`, or None.
+        batches: how many batches passed.
+
+    Raises:
+        ValueError: if ``every`` is below 1, or ``on_fault`` unknown.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> full = torch.tensor([[3, 4, 5, 6]])
+        >>> td = TensorDict(tokens=TensorDict(prompt=full[:, :2], full=full, batch_size=[1]), batch_size=[1])
+        >>> doctor = Doctor(every=10)
+        >>> _ = doctor(td)
+        >>> doctor.last.measures["mask/tokens"], doctor.last.worst
+        (2.0, None)
+    """
+
+    def __init__(
+        self,
+        every: int = 1,
+        *,
+        on_fault: Literal["warn", "raise", "log"] = "warn",
+        log: Callable[[Diagnosis], Any] | None = None,
+        policy: Any = None,
+        reference: Any = None,
+        tokenizer: Any = None,
+        temperature: float = 1.0,
+        sampling: Sampling | None = None,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        keys: Mapping[str, NestedKey] | None = None,
+        scope: Scope = "full",
+    ) -> None:
+        check_range(1, every=every)
+        check_choice(("warn", "raise", "log"), on_fault=on_fault)
+        as_sampling(temperature, sampling)
+        super().__init__(in_keys=[], out_keys=[])
+        self.every, self.on_fault, self.log = every, on_fault, log
+        # In a dict, modules are not registered: they are not the transform's own parameters.
+        self._arguments: dict[str, Any] = {
+            "policy": policy, "reference": reference, "tokenizer": tokenizer, "temperature": temperature, "sampling": sampling,
+            "clip_low": clip_low, "clip_high": clip_high, "keys": keys, "scope": scope,
+        }  # fmt: skip
+        self.last: Diagnosis | None = None
+        self.batches = 0
+        self._warned: set[str] = set()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Look at a batch, and return it."""
+        self.batches += 1
+        if (self.batches - 1) % self.every == 0 and tensordict.numel():
+            self._report(diagnose(tensordict, **self._arguments))
+        return tensordict
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.forward(next_tensordict)  # a replay buffer's extend, with invert=True
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self.forward(tensordict.copy().set("next", next_tensordict))
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+    def _report(self, diagnosis: Diagnosis) -> None:
+        self.last = diagnosis
+        if self.log is not None:
+            self.log(diagnosis)
+        for each in diagnosis.faults:
+            text = f"batch {self.batches}: {each.title} (confidence {each.confidence:.2f}; {_evidence(each)}). {each.remedy}"
+            if self.on_fault == "raise":
+                raise RuntimeError(text)
+            if self.on_fault == "log":
+                _LOGGER.warning(text)
+            elif each.cause not in self._warned:
+                self._warned.add(each.cause)
+                warnings.warn(text, DiagnosisWarning, stacklevel=4)

@@ -1,0 +1,674 @@
+"""What is wrong with a batch, by cause: hypotheses that are tested on the measures, and on a few sequences scored again.
+
+A difference of sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over what a
+truncation keeps, one position further, in another precision, without the adapter, after another prompt. ``explained`` is the share of
+the squared difference that a prediction removes, and decides which cause is named. Without the sampler's log-probs the tokens
+themselves decide, by the likelihood of each hypothesis. Nothing is scored again unless something was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl.diagnostics._columns import TokenColumns
+from torchrl_llm_kl.diagnostics._measures import Mean, Table, clustered_mean, retokenised, surprisal_gap
+from torchrl_llm_kl.diagnostics._rescored import Rescorer
+
+#: What the doctor names. Faults make numbers wrong; notes are worth knowing.
+Cause = Literal[
+    "raw_log_probs", "wrong_temperature", "top_p", "top_k", "min_p", "scored_truncation", "stale_weights", "chat_template",
+    "off_by_one", "low_precision", "retokenised", "zeros", "adapter_off", "reference_is_policy", "nan", "empty_mask", "unreadable",
+    "other_sampling", "mismatch", "truncated_answers", "duplicated_prompts", "no_spread", "clipped", "zero_kl",
+]  # fmt: skip
+
+TITLES: Mapping[str, str] = {
+    "raw_log_probs": "the sampler recorded raw log-probs, before its temperature",
+    "wrong_temperature": "tokens are sampled at another temperature than they are scored at",
+    "top_p": "the sampler truncates with top-p, the scorer does not",
+    "top_k": "the sampler truncates with top-k, the scorer does not",
+    "min_p": "the sampler truncates with min-p, the scorer does not",
+    "scored_truncation": "the scorer truncates, the sampler's log-probs do not",
+    "stale_weights": "the sampler's weights are not the trainer's",
+    "chat_template": "sampler and trainer see different prompts: another chat template",
+    "off_by_one": "the sampler's log-probs are shifted against the tokens",
+    "low_precision": "the sampler computes in low precision",
+    "retokenised": "tokens were decoded and encoded again",
+    "zeros": "log-probs are exactly 0 where nothing was computed",
+    "adapter_off": "the sampler runs without the adapter",
+    "reference_is_policy": "the reference is the policy",
+    "nan": "log-probs are NaN or infinite",
+    "empty_mask": "no token is masked in",
+    "unreadable": "log-probs do not fit the tokens",
+    "other_sampling": "tokens are not samples of the scored distribution",
+    "mismatch": "sampler and trainer disagree",
+    "truncated_answers": "most answers are cut off",
+    "duplicated_prompts": "some prompts have more answers than others",
+    "no_spread": "groups whose rewards are all equal",
+    "clipped": "most tokens are clipped",
+    "zero_kl": "the KL to the reference is exactly 0",
+}
+
+REMEDIES: Mapping[str, str] = {
+    "raw_log_probs": "Let the engine return log-probs after temperature and truncation (vLLM: logprobs_mode='processed_logprobs'), or "
+    "replace them with RetrieveLogProb(policy, temperature=...).",
+    "top_p": "Score what is sampled: sampling=Sampling(..., top_p=...), or sample with top_p=1.",
+    "top_k": "Score what is sampled: sampling=Sampling(..., top_k=...), or sample from all tokens (transformers: top_k=0).",
+    "min_p": "Score what is sampled: sampling=Sampling(..., min_p=...), or sample with min_p=0.",
+    "scored_truncation": "Sample with the same truncation, or score without: temperature= in place of sampling=.",
+    "stale_weights": "Push the weights to the sampler before it collects, or correct: PolicyLoss(corrections=ImportanceWeights()). A quantised "
+    "sampler, or another model, looks the same.",
+    "chat_template": "Give sampler and trainer the same chat template, system prompt and add_generation_prompt, or pass the sampler's "
+    "token ids on instead of text.",
+    "low_precision": "Run sampler and trainer in one precision (dtype= of LogProbScorer), or correct: importance_weights; the differences are "
+    "rounding.",
+    "retokenised": "Pass the sampler's token ids on (('tokens', 'full')) instead of its text.",
+    "zeros": "Have the engine return scores of every token (no prefix cache with prompt log-probs), or compute them: RetrieveLogProb.",
+    "adapter_off": "Send the adapter to the engine (a LoRA request), or merge it before the weights are pushed.",
+    "reference_is_policy": "Pass a frozen copy (prepare_reference), or ref_model='base' for a policy with adapters.",
+    "nan": "Look at the named column: a prompt that was truncated to nothing, or an overflow in half precision.",
+    "empty_mask": "Add ('masks', 'all_assistant_mask') or ('tokens', 'prompt'), or pass the tokenizer whose template rendered the tokens.",
+    "unreadable": "Store one log-prob per token of ('tokens', 'full'), or rows of the response alone.",
+    "other_sampling": "Compare the engine's sampling settings with temperature= and sampling= of the scorer; pass policy= to have them fitted.",
+    "mismatch": "Pass policy= (and tokenizer=) to have the cause named.",
+    "truncated_answers": "Raise max_new_tokens, or mask truncated answers out of the loss.",
+    "duplicated_prompts": "Check the data loader: groups are made by equal prompts, so a repeated prompt makes a larger group.",
+    "no_spread": "Group advantages are 0 there: choose prompts of other difficulty, or filter such groups (dapo does).",
+    "clipped": "Fewer updates per batch, a smaller learning rate, or fresher samples.",
+    "zero_kl": "Right before the first update; afterwards the reference follows the policy: pass a frozen copy.",
+}  # fmt: skip
+
+#: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
+FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+#: Where the precision is not known.
+UNKNOWN_FLOOR = 4e-2
+#: Surprisal minus entropy that counts, in nats and in (normal) standard errors.
+SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
+#: Share of the squared difference that a cause must explain to be named, and at which the search ends.
+NAMED, CERTAIN = 0.6, 0.99
+#: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
+LEAST_GAIN = 6.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth knowing.
+
+    Args:
+        cause: one of :data:`Cause`.
+        confidence: in [0, 1].
+        evidence: the numbers that it rests on.
+        remedy: what to change.
+        severity: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
+    """
+
+    cause: str
+    confidence: float
+    evidence: dict[str, float | str]
+    remedy: str
+    severity: str = "fault"
+
+    @property
+    def title(self) -> str:
+        """The cause in words."""
+        return TITLES[self.cause]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "cause": self.cause, "title": self.title, "confidence": self.confidence, "severity": self.severity,
+            "evidence": dict(self.evidence), "remedy": self.remedy,
+        }  # fmt: skip
+
+
+def finding(
+    cause: str, confidence: float, severity: str = "fault", remedy: str | None = None, **evidence: float | str
+) -> Finding:
+    """A finding with the remedy of its cause."""
+    check_choice(get_args(Cause), cause=cause)
+    return Finding(cause, max(0.0, min(float(confidence), 0.99)), evidence, remedy or REMEDIES[cause], severity)
+
+
+@dataclass(eq=False)
+class Case:
+    """What is known of a batch while causes are looked for.
+
+    Args:
+        columns: the batch.
+        table: its masked-in tokens.
+        measures: by name; more are added.
+        rescorer: scores some sequences again; None without a policy in this process.
+        reference: the reference that was given.
+        policy: the policy that was given.
+        tokenizer: or None.
+        conversations: the messages of each prompt, or None.
+        unread: error texts of columns that fit no token, by name.
+    """
+
+    columns: TokenColumns
+    table: Table
+    measures: dict[str, float]
+    rescorer: Rescorer | None = None
+    policy: Any = None
+    reference: Any = None
+    tokenizer: Any = None
+    conversations: list[Any] | None = None
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def floor(self) -> float:
+        """The smallest difference that counts, nats."""
+        return UNKNOWN_FLOOR if self.rescorer is None else FLOORS.get(self.rescorer.dtype, UNKNOWN_FLOOR)
+
+
+def find(case: Case) -> list[Finding]:
+    """All findings, faults before notes, most certain first."""
+    found = unreadable(case)
+    if not found and not bool(case.columns.mask.any()):
+        return [finding("empty_mask", 0.99, tokens=float(case.columns.mask.numel()))]
+    found += not_finite(case)
+    found += reference_faults(case)
+    of_mismatch = explain_mismatch(case)
+    found += of_mismatch
+    if not {"wrong_temperature", "top_p", "top_k", "min_p", "chat_template", "stale_weights", "adapter_off"} & {
+        each.cause for each in of_mismatch
+    }:
+        found += explain_tokens(case)
+    found += notes(case)
+    return sorted(found, key=lambda each: (each.severity != "fault", -each.confidence))
+
+
+# ------------------------------------------------------------------ without a comparison
+
+
+def unreadable(case: Case) -> list[Finding]:
+    """Columns that do not fit the tokens."""
+    out = []
+    for name, text in case.unread.items():
+        lengths = "sequence" in text and "values" in text
+        cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"
+        out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, column=name, error=text))
+    if not case.columns.sampled and case.table.recorded is not None:
+        out.append(finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them"))
+    return out
+
+
+def not_finite(case: Case) -> list[Finding]:
+    """NaN and infinities; NaN of a sampler only says that it did not score a token."""
+    out = []
+    for name in ("log_prob", "old_log_prob", "ref_log_prob", "kl", "entropy", "sampler_log_prob"):
+        values = case.table.columns.get(name)
+        if values is None or not values.numel():
+            continue
+        bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
+        if bool(bad.any()):
+            share = float(bad.double().mean())
+            out.append(finding("nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())))
+    return out
+
+
+def reference_faults(case: Case) -> list[Finding]:
+    """A KL of exactly 0: the reference has the policy's own weights, or those of before its first step."""
+    policy, reference = case.table.get("log_prob"), case.table.get("ref_log_prob")
+    if policy is None:
+        policy = case.table.get("old_log_prob")
+    if policy is None or reference is None:
+        return []
+    known = policy.isfinite() & reference.isfinite()
+    if not bool(known.any()) or not torch.equal(policy[known], reference[known]):
+        return []
+    evidence: dict[str, float | str] = {"kl/k1": 0.0, "tokens": float(known.sum())}
+    share = shared_weights(case.policy, case.reference)
+    if share > 0:
+        return [finding("reference_is_policy", 0.99 * share, shared_weights=share, **evidence)]
+    drift = case.measures.get("drift/max_abs", 0.0)
+    if drift > 0:
+        return [finding("reference_is_policy", 0.9, **evidence, **{"drift/max_abs": drift})]
+    return [finding("zero_kl", 0.3, "note", **evidence)]
+
+
+def shared_weights(policy: Any, reference: Any) -> float:
+    """The share of the reference's weights that are in the policy's memory; 0 if it is scored with other adapters."""
+    if policy is None or reference is None or getattr(policy, "adapters", True) != getattr(reference, "adapters", True):
+        return 0.0
+    own, other = (_weights(model) for model in (policy, reference))
+    return len(own & other) / len(other) if other else float(policy is reference)
+
+
+def _weights(model: Any) -> set[int]:
+    while not isinstance(model, nn.Module) and hasattr(model, "model"):
+        model = model.model
+    return {p.data_ptr() for p in model.parameters() if p.numel()} if isinstance(model, nn.Module) else set()
+
+
+def notes(case: Case) -> list[Finding]:
+    """Things about answers and groups that are not errors."""
+    m, out = case.measures, []
+
+    def note(cause: str, name: str, limit: float) -> None:
+        share = m.get(name, 0.0)
+        if share > limit:
+            out.append(finding(cause, min(0.95, 0.5 + share / 2), "note", **{name: share}))
+
+    if m.get("answers/at_limit", 0.0) > 0.3:  # many answers of exactly the longest length
+        note("truncated_answers", "answers/truncated", 0.5)
+    note("duplicated_prompts", "groups/duplicated_prompts", 0.0)
+    note("no_spread", "groups/without_spread", 0.5)
+    note("clipped", "clipped/outside", 0.3)
+    return out
+
+
+# ------------------------------------------------------------------ sampler against trainer
+
+
+@dataclass(eq=False)
+class Difference:
+    """Tokens at which both the sampler's and the trainer's log-probs are known, without cached zeros.
+
+    Args:
+        trainer: nats ``[n]``.
+        recorded: of the sampler ``[n]``.
+        where: of the table's tokens; bool.
+        sequences: of each token ``[n]``.
+        places: of each token ``[n]``.
+    """
+
+    trainer: Tensor
+    recorded: Tensor
+    where: Tensor
+    sequences: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, case: Case, trainer: Tensor, recorded: Tensor, where: Tensor) -> Difference:
+        """At some of the table's tokens."""
+        table = case.table
+        return cls(trainer[where], recorded[where], where, table.sequences[where], table.places[where])
+
+    @property
+    def d(self) -> Tensor:
+        """The log-ratio of trainer to sampler."""
+        return self.trainer - self.recorded
+
+    def explained(self, predicted: Tensor, where: Tensor | None = None) -> float:
+        """Share of the squared difference that a prediction of the sampler's log-probs removes; may be negative.
+
+        Squares are capped, so that a few tokens in the tails do not decide.
+        """
+        recorded, trainer = (x if where is None else x[where] for x in (self.recorded, self.trainer))
+        before = (trainer - recorded).square().clamp(max=4.0).sum()
+        after = (predicted - recorded).square().clamp(max=4.0).sum()
+        return float(1 - after / before) if float(before) > 0 else 0.0
+
+
+def explain_mismatch(case: Case) -> list[Finding]:
+    """Causes of a difference of the sampler's and the trainer's log-probs of the same tokens."""
+    trainer, recorded = case.table.trainer, case.table.recorded
+    if trainer is None or recorded is None:
+        return zeros_alone(case)
+    known = trainer[1].isfinite() & recorded[1].isfinite()
+    whole = Difference.of(case, trainer[1], recorded[1], known)
+    if not known.any() or float(whole.d.square().mean().sqrt()) <= case.floor:
+        return []
+    found, rest = _zeros(case, whole)
+    found += _zeros_of_trainer(case, whole)
+    rms = float(rest.d.square().mean().sqrt()) if rest.d.numel() else 0.0
+    if rms <= case.floor:
+        return found
+    seen = {"mismatch/rms": rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
+    causes = _off_by_one(rest)
+    causes += _rounded(rest)
+    if case.rescorer is not None and _best(causes) < 0.5 + 0.49 * 0.95:
+        causes += _rescored(case, rest, causes)
+    causes += _retokenised(case, rest, _best(causes))
+    causes += _otherwise(case, rest, _best(causes))
+    return found + [Finding(c.cause, c.confidence, {**seen, **c.evidence}, c.remedy, c.severity) for c in causes]
+
+
+def _best(found: list[Finding]) -> float:
+    return max((each.confidence for each in found), default=0.0)
+
+
+def _confidence(explained: float) -> float:
+    """0.5 where a cause is just named, 0.99 where it explains everything."""
+    return 0.5 + 0.49 * max(0.0, (explained - NAMED) / (1 - NAMED))
+
+
+def zeros_alone(case: Case) -> list[Finding]:
+    """Exact zeros in stored log-probs that have nothing to be compared with."""
+    out = []
+    for name in ("sampler_log_prob", "old_log_prob", "ref_log_prob"):
+        share = case.measures.get(f"zeros/{name}", 0.0)
+        if share > 0.2:
+            out.append(finding("zeros", 0.5 + share / 3, column=name, share=share))
+    return out
+
+
+def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
+    """Exact zeros of the sampler at tokens that are not certain, and the difference without them."""
+    zero = (whole.recorded == 0) & (whole.trainer < -case.floor)
+    if not bool(zero.any()):
+        return [], whole
+    where = whole.where.clone()
+    where[where.clone()] = ~zero
+    rest = Difference(
+        whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero]
+    )
+    explained = 1 - float(rest.d.square().clamp(max=4.0).sum() / whole.d.square().clamp(max=4.0).sum())
+    # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
+    certain = float(whole.trainer[zero].mean()) > 0.3 * float(whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0)
+    if certain or (int(zero.sum()) < 3 and explained < NAMED):
+        return [], rest
+    # zeros have no other explanation, so few of them are certain too
+    share, first = float(zero.double().mean()), float(whole.places[zero].double().mean())
+    confidence = 0.7 + 0.29 * max(0.0, explained)
+    name = case.table.recorded[0] if case.table.recorded else ""
+    return [finding("zeros", confidence, column=name, share=share, mean_place=first, explained=explained)], rest
+
+
+def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
+    """Exact zeros of the trainer's stored log-probs."""
+    zero = (whole.trainer == 0) & (whole.recorded < -0.1)
+    if int(zero.sum()) < 3:
+        return []
+    name = case.table.trainer[0] if case.table.trainer else ""
+    return [finding("zeros", 0.9, column=name, share=float(zero.double().mean()))]
+
+
+def _off_by_one(rest: Difference) -> list[Finding]:
+    """The sampler's log-prob of a token is the trainer's of its neighbour."""
+    out = []
+    for shift in (1, -1, 2, -2):
+        n = rest.trainer.numel() - abs(shift)
+        if n < 8:
+            continue
+        a = slice(max(shift, 0), max(shift, 0) + n)  # the token
+        b = slice(max(-shift, 0), max(-shift, 0) + n)  # its neighbour, whose log-prob it may have
+        same = (rest.sequences[a] == rest.sequences[b]) & (rest.places[a] - rest.places[b] == shift)
+        recorded, here, there = rest.recorded[a][same], rest.trainer[a][same], rest.trainer[b][same]
+        before = (here - recorded).square().clamp(max=4.0).sum()
+        if not recorded.numel() or float(before) == 0:
+            continue
+        explained = 1 - float((there - recorded).square().clamp(max=4.0).sum() / before)
+        if explained > NAMED:
+            remedy = f"Move them by {-shift}: entry t must hold log p(token t | tokens before t)."
+            out.append(finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained))
+    return out
+
+
+def _rounded(rest: Difference) -> list[Finding]:
+    """Recorded numbers that a low-precision type holds exactly, and differences of the size of its rounding."""
+    for dtype, relative in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        exact = float((rest.recorded.to(dtype).double() == rest.recorded).double().mean())
+        limit = 4 * relative * rest.recorded.abs().clamp(min=1.0)
+        within = float((rest.d.abs() <= limit).double().mean())
+        if exact > 0.999 and within > 0.5:
+            name = str(dtype).removeprefix("torch.")
+            return [finding("low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within)]
+    return []
+
+
+def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Finding]:
+    """Causes that need the policy again; each stops the search once it explains the difference."""
+    rescorer = case.rescorer
+    assert rescorer is not None
+    picked = rescorer.picked & rest.where  # tokens of the sequences that are scored again
+    here = picked[rest.where]
+    inner = picked[rescorer.picked]
+    if int(here.sum()) < 8:
+        return []
+    out: list[Finding] = []
+
+    def explained(predicted: Tensor) -> float:
+        return rest.explained(predicted[inner], here)
+
+    for attempt in (_adapter, _raw, _truncation, _template, _temperature, _precision):
+        out += attempt(case, rest, explained, here, inner)
+        if max(_best(out), _best(before)) > _confidence(CERTAIN) - 0.02:
+            break
+    return out
+
+
+def _adapter(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+    assert case.rescorer is not None
+    base = case.rescorer.without_adapters()
+    if base is None or (share := explained(base)) < NAMED:
+        return []
+    return [finding("adapter_off", _confidence(share), explained=share)]
+
+
+def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+    """Log-probs of temperature 1 where another is scored; the tokens tell which of the two the sampler has."""
+    rescorer = case.rescorer
+    assert rescorer is not None
+    scored = rescorer.sampling
+    if scored.temperature == 1.0 and not scored.truncates:
+        return []
+    out = []
+    if scored.truncates:
+        plain, _ = rescorer.at(scored.temperature)
+        if (share := explained(plain)) > NAMED:
+            out.append(finding("scored_truncation", _confidence(share), explained=share, scored=str(scored)))
+    if scored.temperature != 1.0:
+        raw, entropy = rescorer.at(1.0)
+        if (share := explained(raw)) > NAMED:
+            rows = rescorer.sequences
+            at_one = clustered_mean(-raw - entropy, rows)
+            own_raw, own_entropy = rescorer.at(scored.temperature)
+            as_scored = clustered_mean(-own_raw - own_entropy, rows)
+            gain = float((raw - own_raw).sum())  # log-likelihood of the tokens at temperature 1
+            evidence: dict[str, float | str] = {
+                "explained": share, "temperature_of_log_probs": 1.0, "temperature_scored": scored.temperature,
+                "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_at_1": at_one.value, "z_at_1": at_one.z,
+            }  # fmt: skip
+            sure = 1 / (1 + math.exp(-min(50.0, abs(gain))))
+            cause = "wrong_temperature" if gain > 0 else "raw_log_probs"
+            remedy = None if gain <= 0 else _temperature_remedy(1.0, scored.temperature)
+            out.append(finding(cause, _confidence(share) * sure, remedy=remedy, **evidence))
+    return out
+
+
+def _temperature_remedy(found: float, scored: float) -> str:
+    return (
+        f"Score at the sampler's temperature, temperature={found:.3g} instead of {scored:g}, or sample at temperature={scored:g}."
+    )
+
+
+def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+    """Log-probs over what is left of top-k, top-p or min-p: the mass that was kept is read off the log-ratio."""
+    rescorer = case.rescorer
+    assert rescorer is not None
+    if rescorer.sampling.truncates:
+        return []
+    d = rest.d[here]
+    if float((d > case.floor).double().mean()) > 0.05:  # a truncated sampler's log-prob is never below
+        return []
+    top = rescorer.top()
+    chosen = top.select(inner)
+    kept = d.clamp(max=0.0).exp()
+    out = []
+    for cause, value in chosen.settings(kept).items():
+        mass = top.mass(cause, value)
+        share = explained(top.log_prob - mass.log())
+        if share > NAMED:
+            ratio = float(d.exp().mean())
+            evidence = {"explained": share, cause: value, "kept_mass": float(mass[inner].mean()), "mean_ratio": ratio}
+            out.append(finding(cause, _confidence(share), **evidence))
+    return [max(out, key=lambda each: each.confidence)] if out else []
+
+
+def _template(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+    """The sampler's log-probs are those of another rendering of the prompt."""
+    assert case.rescorer is not None
+    if case.tokenizer is None:
+        return []
+    best, name = 0.0, ""
+    for candidate, predicted, known in case.rescorer.renderings(case.tokenizer, case.conversations):
+        usable = known[inner]
+        if int(usable.sum()) < 8:
+            continue
+        where = here.clone()
+        where[here] = usable
+        share = rest.explained(predicted[inner][usable], where)
+        if share > best:
+            best, name = share, candidate
+    if best < NAMED:
+        return []
+    return [finding("chat_template", _confidence(best), explained=best, sampler_s_prompt=name)]
+
+
+def _temperature(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+    """The temperature at which the policy's log-probs are the sampler's."""
+    rescorer = case.rescorer
+    assert rescorer is not None
+    scored = rescorer.sampling.temperature
+    temperature, log_prob, entropy = rescorer.fit_recorded(rest.recorded[here], inner)
+    share = explained(log_prob)
+    if share < NAMED or abs(math.log(temperature / scored)) < 0.005:
+        return []
+    own, own_entropy = rescorer.at(scored)
+    gap, as_scored = (clustered_mean(-x - h, rescorer.sequences) for x, h in ((log_prob, entropy), (own, own_entropy)))
+    gain = float((log_prob - own).sum())
+    evidence: dict[str, float | str] = {
+        "explained": share, "temperature_of_log_probs": temperature, "temperature_scored": scored,
+        "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_there": gap.value, "z_there": gap.z,
+    }  # fmt: skip
+    sure = 1 / (1 + math.exp(-min(50.0, abs(gain))))
+    if gain < 0:  # tokens are those of the scored temperature: only the log-probs are of another
+        return [finding("raw_log_probs", _confidence(share) * sure, **evidence)]
+    remedy = _temperature_remedy(temperature, scored)
+    return [finding("wrong_temperature", _confidence(share) * sure, remedy=remedy, **evidence)]
+
+
+def _precision(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+    """Differences that go along with those of the policy itself in bfloat16."""
+    assert case.rescorer is not None
+    d = -rest.d[here]
+    out: list[Finding] = []
+    for name, log_prob in case.rescorer.in_low_precision():
+        own = log_prob[inner] - rest.trainer[here]
+        spread = float(own.std(correction=0) * d.std(correction=0))
+        if spread == 0:
+            continue
+        product = (own - own.mean()) * (d - d.mean()) / spread
+        correlation = clustered_mean(product, rest.sequences[here])
+        size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
+        if correlation.z > LARGEST_Z and correlation.value > 0.15 and 0.2 < size < 5:
+            confidence = min(0.98, 0.6 + 0.5 * correlation.value)
+            evidence = {"correlation": correlation.value, "z": correlation.z, "size_of_rounding": size, "precision": name}
+            out.append(finding("low_precision", confidence, **evidence))
+    return [max(out, key=lambda each: each.confidence)] if out else []
+
+
+def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
+    """Sampler and trainer agree up to some token of an answer, and nowhere after it."""
+    if best > 0.9:
+        return []
+    clear = (rest.trainer < -0.05) | (rest.recorded < -0.05)  # certain tokens agree after any prefix
+    clean = (rest.d.abs() <= max(case.floor, 1e-3)) | ~clear
+    number = int(rest.sequences.max()) + 1
+    never = int(rest.places.max()) + 1
+    onset = torch.full((number,), never, dtype=torch.long)
+    onset = onset.scatter_reduce(0, rest.sequences, torch.where(clean, never, rest.places), "amin")
+    after = clear & (rest.places > onset[rest.sequences])
+    before = clear & (rest.places < onset[rest.sequences])
+    tail = clear & (onset[rest.sequences] < never) & (rest.places >= onset[rest.sequences])
+    agrees_after = float(clean[after].double().mean()) if bool(after.any()) else 0.0
+    share = float(before.sum()) / max(int(clear.sum()), 1)
+    expected = agrees_after / max(1 - agrees_after, 1e-9)  # tokens before the first difference, if it were anywhere
+    seen = rest.sequences.unique()
+    mean_onset = float(before.sum()) / max(seen.numel(), 1)
+    if int(before.sum()) < 8 or int(tail.sum()) < 3 or share < 0.1 or agrees_after > 0.5 or mean_onset < 3 * expected:
+        return []
+    confidence = 0.75 + 0.2 * (1 - 2 * agrees_after)
+    evidence: dict[str, float | str] = {
+        "agree_before": share, "agree_after": agrees_after, "answers": float((onset[seen] < never).double().mean()),
+    }  # fmt: skip
+    if case.tokenizer is not None:
+        again = retokenised(case.columns, case.tokenizer)
+        evidence["answers_that_change_again"] = again.get("retokenised/answers", math.nan)
+        confidence += 0.04 if again.get("retokenised/answers", 1.0) == 0 else -0.2
+    return [finding("retokenised", confidence, **evidence)]
+
+
+def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
+    """What is left: other weights if the policy is known and nothing else explains the difference."""
+    if best > 0.9:
+        return []
+    ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
+    evidence: dict[str, float | str] = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
+    if case.rescorer is None:
+        below = float((rest.d > case.floor).double().mean())
+        if ratio.value < -SMALLEST_GAP and ratio.z < -LARGEST_Z and below < 0.01:
+            text = "Find the sampler's top-k, top-p or min-p and score it: sampling=Sampling(...); pass policy= to have it fitted."
+            return [finding("other_sampling", 0.7, remedy=text, **evidence)]
+        return [finding("mismatch", 0.6 * (1 - best), **evidence)]
+    first = rest.places < max(1, int(rest.places.max() + 1) // 4)
+    early, late = (rest.d[part].square().clamp(max=4.0).mean() if bool(part.any()) else rest.d.new_zeros(()) for part in (first, ~first))
+    concentration = float(early / late) if float(late) > 0 else 1.0
+    evidence["early_over_late"] = concentration
+    kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
+    evidence["kl_of_weights"] = kl
+    out = []
+    # noise of the mean square over few tokens is well below a factor of 4
+    if concentration > 4 and int(first.sum()) >= 32:
+        out.append(finding("chat_template", 0.65 * (1 - best), **evidence))
+        best = max(best, out[0].confidence)
+    # a distribution's mean ratio is 1, whatever its weights
+    fits = 1.0 if abs(ratio.z) < LARGEST_Z else 0.6
+    out.append(finding("stale_weights", 0.85 * fits * (1 - best), **evidence))
+    return out
+
+
+# ------------------------------------------------------------------ the tokens against the scored distribution
+
+
+def explain_tokens(case: Case) -> list[Finding]:
+    """Causes of a surprisal that is not the entropy: tokens are not samples of what is scored."""
+    gap = surprisal_gap(case.table)
+    if gap is None or case.measures.get("drift/mean_abs", 0.0) > 0.05:
+        return []
+    known = gap.isfinite()
+    mean = clustered_mean(gap[known], case.table.sequences[known])
+    if not significant(mean):
+        return []
+    evidence: dict[str, float | str] = {"surprisal/gap": mean.value, "surprisal/error": mean.error, "surprisal/z": mean.z}
+    rescorer = case.rescorer
+    if rescorer is None or rescorer.sampling.truncates:
+        return [finding("other_sampling", 0.6, **evidence)]
+    scored, own = rescorer.sampling.temperature, rescorer.log_prob
+    temperature, log_prob, _ = rescorer.fit_tokens()
+    gains: dict[str, tuple[float, float]] = {"wrong_temperature": (float((log_prob - own).sum()), temperature)}
+    if mean.value < 0:  # fewer surprises than the distribution has: something is left out
+        top = rescorer.top()
+        for cause, value in top.tightest().items():
+            gains[cause] = (-float(top.mass(cause, value).log().sum()), value)
+    names = {}
+    if case.tokenizer is not None:
+        for name, predicted, usable in rescorer.renderings(case.tokenizer, case.conversations):
+            gain = float((predicted - own)[usable].mean()) * len(own)  # over as many tokens as the others
+            if gain > gains.get("chat_template", (0.0, 0.0))[0]:
+                gains["chat_template"], names["sampler_s_prompt"] = (gain, math.nan), name
+    ranked = sorted(gains.items(), key=lambda item: -item[1][0])
+    cause, (gain, value) = ranked[0]
+    second = ranked[1][1][0] if len(ranked) > 1 else 0.0
+    if gain < LEAST_GAIN:
+        return [finding("other_sampling", 0.6, **evidence)]
+    confidence = 0.55 + 0.4 * (1 - math.exp(-max(0.0, gain - max(second, 0.0)) / 3))
+    evidence |= {"log_likelihood_gain": gain, "gain_of_the_next": second}
+    if cause == "wrong_temperature":
+        evidence |= {"temperature_of_tokens": value, "temperature_scored": scored}
+        return [finding(cause, confidence, remedy=_temperature_remedy(value, scored), **evidence)]
+    evidence |= names if cause == "chat_template" else {cause: value}
+    return [finding(cause, confidence, **evidence)]
+
+
+def significant(mean: Mean) -> bool:
+    """Whether a gap is large enough to matter, and not noise."""
+    return abs(mean.value) > SMALLEST_GAP and abs(mean.z) > LARGEST_Z

@@ -1,0 +1,447 @@
+"""What the doctor measures: pure functions of a batch's columns, without a model.
+
+Every number is over the masked-in tokens. Names are ``family/quantity``; with ``@`` it is over a part of them: ``@0-3`` tokens at
+these places of their answers, ``@positive`` and ``@negative`` by sign of the advantage, ``@turn0`` the assistant's first turn.
+Shapes: ``S`` sequences, ``T`` the most masked-in tokens of one, ``N`` tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl.diagnostics._columns import TokenColumns
+from torchrl_llm_kl.losses.corrections import importance_weights, mismatch_metrics
+from torchrl_llm_kl.ragged import segment_sum
+from torchrl_llm_kl.rollouts import ResponseTokens
+
+#: First places of the buckets by position: the first token of an answer, the next three, and so on.
+PLACES = (0, 1, 4, 16, 64, 256, 1024, 4096)
+#: Turns that are measured apart; later ones are in the totals alone.
+MOST_TURNS = 8
+_LARGEST = 80.0  # nats; its exponential is finite
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over tokens with its standard error.
+
+    Args:
+        value: the mean; NaN without tokens.
+        error: its standard error, from the sums of sequences, or of single tokens if that is larger; NaN below two sequences.
+        z: the standard score of the mean against 0; for few sequences the quantile of Student's t as one of a normal.
+        count: tokens.
+    """
+
+    value: float
+    error: float
+    z: float
+    count: int
+
+
+def clustered_mean(values: Tensor, sequences: Tensor) -> Mean:
+    r"""Mean of ``values [n]`` and its standard error, clustered by sequence.
+
+    With the deviations :math:`e_i` from the mean, the error is :math:`\sqrt{S/(S-1) \sum_s (\sum_{i \in s} e_i)^2} / n`, which
+    allows any dependence within a sequence. The error of independent tokens, :math:`\sqrt{\sum e_i^2} / n`, replaces it where it
+    is larger, since few sequences estimate the former badly.
+
+    Args:
+        values: numbers of tokens; ``[n]``.
+        sequences: the sequence of each, ids from 0; int64 ``[n]``.
+
+    Returns:
+        The mean, with ``S - 1`` degrees of freedom in its ``z``.
+
+    Example:
+        >>> found = clustered_mean(torch.tensor([1.0, 1.0, 3.0, 3.0]), torch.tensor([0, 0, 1, 1]))
+        >>> found.value, round(found.error, 4)
+        (2.0, 1.0)
+
+    Source: Liang and Zeger 1986 (the errors); Wallace 1959 (Student's t as a normal score).
+    """
+    count = values.numel()
+    if count == 0:
+        return Mean(math.nan, math.nan, 0.0, 0)
+    values = values.double()
+    mean = values.mean()
+    deviations = values - mean
+    _, number = sequences.unique(return_inverse=True)
+    clusters = int(number.max()) + 1
+    if clusters < 2:
+        return Mean(float(mean), math.nan, 0.0, count)
+    sums = deviations.new_zeros(clusters).index_add(0, number, deviations)
+    between = clusters / (clusters - 1) * sums.square().sum()
+    error = float(torch.maximum(between, deviations.square().sum()).sqrt()) / count
+    if error == 0:
+        return Mean(float(mean), 0.0, 0.0 if float(mean) == 0 else math.copysign(math.inf, float(mean)), count)
+    return Mean(float(mean), error, _normal_score(float(mean) / error, clusters - 1), count)
+
+
+def _normal_score(t: float, degrees: int) -> float:
+    """The normal quantile that is exceeded as rarely as ``t`` with these degrees of freedom."""
+    size = (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
+    return math.copysign(size, t)
+
+
+# ------------------------------------------------------------------ the batch on the CPU
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The masked-in tokens of a batch, one after another, in float64 on the CPU.
+
+    Args:
+        columns: by name; ``[n]``, NaN where a token has no number.
+        sequences: the sequence of each; int64 ``[n]``.
+        places: its number among its sequence's masked-in tokens; int64 ``[n]``.
+        turns: its turn; int64 ``[n]``.
+        response: gathers ``[n]`` into ``[S, T]``.
+    """
+
+    columns: dict[str, Tensor]
+    sequences: Tensor
+    places: Tensor
+    turns: Tensor
+    response: ResponseTokens
+
+    @classmethod
+    def of(cls, columns: TokenColumns) -> Table:
+        """Read a batch."""
+        mask = columns.mask
+        found = {name: x[mask].cpu().double() for name, x in columns.columns.items()}
+        rows, places, turns = (x[mask].cpu() for x in (columns.tokens.sequence_ids, columns.places, columns.turns))
+        return cls(found, rows, places, turns, ResponseTokens(columns.tokens, mask))
+
+    def get(self, name: str) -> Tensor | None:
+        """A column ``[n]``; None if it is missing or has no number at all."""
+        column = self.columns.get(name)
+        return None if column is None or not column.numel() or bool(column.isnan().all()) else column
+
+    @property
+    def trainer(self) -> tuple[str, Tensor] | None:
+        """The trainer's log-probs that the sampler's are compared with: as it stored them, else of the given policy."""
+        for name in ("old_log_prob", "log_prob"):
+            # What was stored without another column of the sampler's may itself be the sampler's.
+            if name == "old_log_prob" and self.get("sampler_log_prob") is None and self.get("log_prob") is not None:
+                continue
+            if (column := self.get(name)) is not None:
+                return name, column
+        return None
+
+    @property
+    def recorded(self) -> tuple[str, Tensor] | None:
+        """The log-probs of the sampler: its own, else the stored ones if the policy's are there to compare with."""
+        for name in ("sampler_log_prob", "old_log_prob"):
+            column = self.get(name)
+            if column is not None and (self.trainer is None or self.trainer[0] != name):
+                return name, column
+        return None
+
+    def dense(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values ``[n]`` as ``[S, T]``, and where they are numbers; bool ``[S, T]``."""
+        known = ~values.isnan()
+        columns = self.response.columns.cpu()
+        shape = tuple(self.response.mask.shape)
+        out = values.new_zeros(shape).index_put((self.sequences, columns), values.nan_to_num(nan=0.0))
+        return out, torch.zeros(shape, dtype=torch.bool).index_put((self.sequences, columns), known)
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Parts of the tokens: the suffix of their measures, and where they are; bool ``[n]``."""
+        last = int(self.places.max()) if self.places.numel() else -1
+        for first, after in zip(PLACES, (*PLACES[1:], 10**9), strict=True):
+            if first <= last:
+                name = f"{first}" if after == first + 1 else f"{first}-{after - 1}" if after < 10**9 else f"{first}+"
+                yield f"@{name}", (self.places >= first) & (self.places < after)
+        advantage = self.get("advantage")
+        if advantage is not None:
+            yield "@positive", advantage > 0
+            yield "@negative", advantage < 0
+        turns = int(self.turns.max()) + 1 if self.turns.numel() else 0
+        for turn in range(min(turns, MOST_TURNS) if turns > 1 else 0):
+            yield f"@turn{turn}", self.turns == turn
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if values.numel() else math.nan
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
+
+
+# ------------------------------------------------------------------ families of measures
+
+
+def measure(columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Any = None) -> dict[str, float]:
+    """All measures of a batch whose columns are there.
+
+    Args:
+        columns: the batch.
+
+    Keyword Args:
+        clip_low, clip_high: the bounds of the objective's ratio, ``1 - clip_low`` and ``1 + clip_high``.
+        end: ids of tokens that end an answer, for the share of truncated ones.
+
+    Returns:
+        Numbers by name; a family whose columns are missing has none. ``docs/doctor.md`` lists them.
+
+    Example:
+        >>> from torchrl_llm_kl import Ragged
+        >>> tokens = Ragged.from_list([torch.tensor([5, 6, 7]), torch.tensor([5, 8])])
+        >>> columns = {"log_prob": torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0]), "entropy": torch.ones(5)}
+        >>> found = measure(TokenColumns(tokens, tokens.positions > 0, columns))
+        >>> round(found["surprisal/gap"], 4), found["mask/coverage"]
+        (0.3333, 0.6)
+    """
+    table = Table.of(columns)
+    out = _of_mask(columns)
+    out |= _of_numbers(table)
+    for family in (mismatch_measures, surprisal_measures, drift_measures, kl_measures):
+        out |= family(table)
+    out |= clip_measures(table, clip_low, clip_high)
+    out |= answer_measures(columns, end)
+    return {name: value for name, value in out.items() if not math.isnan(value)}
+
+
+def _of_mask(columns: TokenColumns) -> dict[str, float]:
+    tokens, mask = columns.tokens, columns.mask
+    counts = segment_sum(mask.long(), tokens.lengths)
+    return {
+        "mask/tokens": float(mask.sum()),
+        "mask/sequences": float(tokens.num_sequences),
+        "mask/coverage": float(mask.sum()) / max(mask.numel(), 1),
+        "mask/empty_sequences": _mean((counts == 0).double()),
+    }
+
+
+def _of_numbers(table: Table) -> dict[str, float]:
+    """Shares of NaN, infinities and exact zeros in each column."""
+    out: dict[str, float] = {}
+    for name, values in table.columns.items():
+        if name.endswith("log_prob") or name in ("kl", "kl_penalty", "entropy"):
+            out[f"nan/{name}"] = _mean((~values.isfinite()).double())
+            out[f"zeros/{name}"] = _mean((values == 0).double())
+    return out
+
+
+def _split(
+    table: Table, values: Tensor, names: dict[str, Callable[[Tensor], float]], where: Tensor | None = None
+) -> dict[str, float]:
+    """Statistics of ``values [n]``, over all tokens with a number and over each part."""
+    known = values.isfinite() if where is None else where & values.isfinite()
+    out = {name: statistic(values[known]) for name, statistic in names.items()}
+    for suffix, part in table.parts():
+        out |= {f"{name}{suffix}": statistic(values[known & part]) for name, statistic in names.items()}
+    return out
+
+
+def mismatch_measures(table: Table) -> dict[str, float]:
+    """Trainer against sampler on the same tokens: :func:`~torchrl_llm_kl.losses.mismatch_metrics`, ESS, and by part.
+
+    ``mismatch/ess_token`` and ``ess_seq`` are ``(mean w)**2 / mean w**2`` of ratios of tokens and of sequences, ``rms`` the root
+    mean square of the log-ratio, ``ratio`` the mean ratio of trainer to sampler: 1 up to noise if both are distributions over all
+    tokens and the tokens are the sampler's.
+    """
+    if table.trainer is None or table.recorded is None:
+        return {}
+    trainer, sampler = table.trainer[1], table.recorded[1]
+    known = trainer.isfinite() & sampler.isfinite()
+    sampler = torch.where(known, sampler, math.nan)
+    old, _ = table.dense(torch.where(known, trainer, math.nan))
+    dense, mask = table.dense(sampler)
+    out = {
+        f"mismatch/{name.removeprefix('mismatch_')}": float(x) for name, x in mismatch_metrics(old, dense, mask).items()
+    }
+    for level, name in (("token", "token"), ("sequence", "seq")):
+        weights = importance_weights(old, dense, mask, level=level, high=None)[1]
+        out[f"mismatch/ess_{name}"] = float(weights["effective_sample_size"])
+    log_ratio = torch.where(known, trainer - sampler, math.nan)
+    out["mismatch/max_abs"] = float(log_ratio[known].abs().max()) if bool(known.any()) else math.nan
+    statistics: dict[str, Callable[[Tensor], float]] = {
+        "mismatch/k1": lambda d: _mean(-d),
+        "mismatch/k3": lambda d: _mean(_ratio(d) - 1 - d),
+        "mismatch/rms": lambda d: _mean(d.square()) ** 0.5,
+        "mismatch/ratio": lambda d: _mean(_ratio(d)),
+    }
+    return _split(table, log_ratio, statistics) | out
+
+
+def surprisal_measures(table: Table) -> dict[str, float]:
+    """Surprisal minus entropy: its expectation is 0 for tokens that are sampled from the scored distribution.
+
+    ``surprisal/error`` is its standard error and ``surprisal/z`` their quotient; see :func:`clustered_mean`.
+    """
+    gap = surprisal_gap(table)
+    if gap is None:
+        return {}
+    known = gap.isfinite()
+    mean = clustered_mean(gap[known], table.sequences[known])
+    entropy = table.columns["entropy"]
+    out = {"surprisal/error": mean.error, "surprisal/z": mean.z, "surprisal/entropy": _mean(entropy[entropy.isfinite()])}
+    return _split(table, gap, {"surprisal/gap": _mean}) | out
+
+
+def surprisal_gap(table: Table) -> Tensor | None:
+    """Surprisal minus entropy of each token; nats ``[n]``, or None without both columns."""
+    entropy, trainer = table.get("entropy"), table.get("log_prob")
+    if trainer is None:
+        trainer = table.get("old_log_prob")
+    return None if entropy is None or trainer is None else -trainer - entropy
+
+
+def drift_measures(table: Table) -> dict[str, float]:
+    """The policy now against the log-probs that were stored before its steps."""
+    now, old = table.get("log_prob"), table.get("old_log_prob")
+    if now is None or old is None:
+        return {}
+    drift = now - old
+    known = drift.isfinite()
+    statistics: dict[str, Callable[[Tensor], float]] = {
+        "drift/mean": _mean,
+        "drift/mean_abs": lambda d: _mean(d.abs()),
+        "drift/k3": lambda d: _mean(_ratio(d) - 1 - d),
+    }
+    out = _split(table, drift, statistics)
+    out["drift/max_abs"] = float(drift[known].abs().max()) if bool(known.any()) else math.nan
+    return out
+
+
+def clip_measures(table: Table, clip_low: float, clip_high: float) -> dict[str, float]:
+    """Shares of tokens whose gradient a clipped ratio stops, by sign of the advantage, and outside the bounds at all."""
+    now, old, advantage = table.get("log_prob"), table.get("old_log_prob"), table.get("advantage")
+    if now is None or old is None:
+        return {}
+    ratio = _ratio(now - old)
+    above, below, known = ratio > 1 + clip_high, ratio < 1 - clip_low, ratio.isfinite()
+    out = {"clipped/outside": _mean((above | below)[known].double())}
+    if advantage is not None:
+        out["clipped/positive"] = _mean(above[known & (advantage > 0)].double())
+        out["clipped/negative"] = _mean(below[known & (advantage < 0)].double())
+    return out
+
+
+def kl_measures(table: Table) -> dict[str, float]:
+    """The KL to the reference: estimates from samples, the exact one, and their difference with its standard error."""
+    policy, reference, exact = table.get("log_prob"), table.get("ref_log_prob"), table.get("kl")
+    if policy is None:
+        policy = table.get("old_log_prob")
+    out: dict[str, float] = {}
+    if policy is not None and reference is not None:
+        log_ratio = policy - reference
+        statistics: dict[str, Callable[[Tensor], float]] = {
+            "kl/k1": _mean,
+            "kl/k3": lambda d: _mean(_ratio(-d) - 1 + d),
+        }
+        out |= _split(table, log_ratio, statistics)
+        known = log_ratio.isfinite()
+        out["kl/max"] = float(log_ratio[known].max()) if bool(known.any()) else math.nan
+        if exact is not None:
+            difference = log_ratio - exact
+            known = difference.isfinite()
+            mean = clustered_mean(difference[known], table.sequences[known])
+            out |= {"kl/k1_minus_exact": mean.value, "kl/k1_minus_exact_error": mean.error}
+    if exact is not None:
+        out |= _split(table, exact, {"kl/exact": _mean})
+    return out
+
+
+def answer_measures(columns: TokenColumns, end: Any = None) -> dict[str, float]:
+    """Answers and groups: lengths, truncated answers, duplicated prompts, groups whose rewards are all equal.
+
+    An answer is truncated if its last token ends no turn (``end``), and ``answers/at_limit`` is the share as long as the longest.
+    A group is the answers to one prompt.
+    """
+    tokens, mask = columns.tokens, columns.mask
+    counts = segment_sum(mask.long(), tokens.lengths)
+    out: dict[str, float] = {}
+    answered = counts > 0
+    if bool(answered.any()):
+        lengths = counts[answered]
+        out["answers/length"] = _mean(lengths.double())
+        out["answers/at_limit"] = _mean((lengths == lengths.max()).double())
+        if end is not None:
+            at = torch.where(mask, torch.arange(mask.numel(), device=mask.device), -1)
+            last = torch.full_like(counts, -1).scatter_reduce(0, tokens.sequence_ids, at, "amax")[answered]
+            stops = torch.as_tensor(end, device=mask.device).reshape(-1)
+            # the end token itself, or whitespace of the template after it
+            near = torch.stack([tokens.values[(last - back).clamp(min=0)] for back in (0, 1)], 1)
+            out["answers/truncated"] = _mean((~torch.isin(near, stops).any(-1)).double())
+    if columns.prompts is not None and columns.prompts.numel():
+        _, group, sizes = columns.prompts.unique(return_inverse=True, return_counts=True)
+        out |= {"groups/number": float(sizes.numel()), "groups/size": _mean(sizes.double())}
+        common = int(sizes.mode().values)
+        out["groups/duplicated_prompts"] = _mean((sizes >= 2 * common).double()) if sizes.numel() > 1 else 0.0
+        reward = columns.rows.get("reward")
+        if reward is not None:
+            low = reward.new_full(sizes.shape, math.inf).scatter_reduce(0, group, reward, "amin")
+            high = reward.new_full(sizes.shape, -math.inf).scatter_reduce(0, group, reward, "amax")
+            several = sizes > 1
+            out["groups/without_spread"] = _mean((low == high)[several].double())
+    reward = columns.rows.get("reward")
+    if reward is not None:
+        out["reward/mean"], out["reward/std"] = _mean(reward.double()), float(reward.double().std(correction=0))
+    return out
+
+
+def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 256) -> dict[str, float]:
+    """Decode each answer and encode it again: the share of tokens and of answers that change, and the first place.
+
+    Args:
+        columns: the batch.
+        tokenizer: with ``decode`` and ``encode``, as those of transformers.
+
+    Keyword Args:
+        most: answers to try; the first ones.
+
+    Returns:
+        ``retokenised/tokens``: tokens from the first changed one on; ``retokenised/answers``; ``retokenised/first``: the mean
+        place of the first changed token, where there is one.
+    """
+    changed, total, answers, tried, first = 0, 0, 0, 0, []
+    rows = columns.tokens.like(columns.mask).to_list()
+    for ids, mask in zip(columns.tokens.to_list()[:most], rows, strict=False):
+        answer = ids[mask].tolist()
+        if not answer:
+            continue
+        again = list(tokenizer.encode(tokenizer.decode(answer, skip_special_tokens=False), add_special_tokens=False))
+        at = next((i for i, (a, b) in enumerate(zip(answer, again, strict=False)) if a != b), min(len(answer), len(again)))
+        tried, total = tried + 1, total + len(answer)
+        if again != answer:
+            answers, changed = answers + 1, changed + len(answer) - min(at, len(answer))
+            first.append(at)
+    if not tried:
+        return {}
+    out = {"retokenised/tokens": changed / total, "retokenised/answers": answers / tried}
+    return out | ({"retokenised/first": sum(first) / len(first)} if first else {})
+
+
+def worst_tokens(columns: TokenColumns, *, most: int = 8) -> list[dict[str, float]]:
+    """The tokens with the largest KL to the reference, or mismatch where there is no reference.
+
+    Returns:
+        ``sequence``, ``position`` in it, ``token`` and the number, by the name of its column: ``kl`` or ``mismatch``.
+    """
+    name, values = "kl", columns.get("kl")
+    policy = columns.get("log_prob") if columns.get("log_prob") is not None else columns.get("old_log_prob")
+    if values is None and policy is not None:
+        reference, sampler = columns.get("ref_log_prob"), columns.get("sampler_log_prob")
+        if reference is not None:
+            values = policy - reference
+        elif sampler is not None:
+            name, values = "mismatch", (policy - sampler).abs()
+    if values is None:
+        return []
+    ranked = torch.where(columns.mask & values.isfinite(), values, -math.inf)
+    top = ranked.topk(min(most, ranked.numel()))
+    found = []
+    for value, at in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+        if math.isfinite(value):
+            place = {"sequence": int(columns.tokens.sequence_ids[at]), "position": int(columns.tokens.positions[at])}
+            found.append({**place, "token": int(columns.tokens.values[at]), name: value})
+    return found

@@ -1,0 +1,382 @@
+"""A few sequences of a batch, scored again under hypotheses: another temperature, truncation, precision, adapter or prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl.diagnostics._columns import TokenColumns
+from torchrl_llm_kl.diagnostics._measures import Table
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling, is_wrapper, unwrap
+
+#: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
+MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
+
+_TURN = "{% for m in messages %}"
+#: Templates that a sampler may have used in place of the tokenizer's; without their default system prompts.
+COMMON_TEMPLATES = {
+    "ChatML": _TURN + "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+    "Llama 3": "<|begin_of_text|>"
+    + _TURN
+    + "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}<|eot_id|>{% endfor %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "Llama 2 and Mistral": _TURN
+    + "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+    "Gemma": _TURN
+    + "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] }}<end_of_turn>\n{% endfor %}"
+    "<start_of_turn>model\n",
+    "Zephyr": _TURN + "<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}<|assistant|>\n",
+    "Phi": _TURN + "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}<|assistant|>\n",
+    "Vicuna": _TURN + "{{ m['role'] | upper }}: {{ m['content'] }} {% endfor %}ASSISTANT:",
+    "Alpaca": _TURN + "### {{ m['role'] | capitalize }}:\n{{ m['content'] }}\n\n{% endfor %}### Response:\n",
+    "role and colon": _TURN + "{{ m['role'] | capitalize }}: {{ m['content'] }}\n{% endfor %}Assistant:",
+    "the text alone": _TURN + "{{ m['content'] }}{% endfor %}",
+}
+_SYSTEM = "You are a helpful assistant."
+
+
+class Rescorer:
+    """Scores some of a batch's sequences again.
+
+    The sequences are spread over the batch, up to :data:`MOST_TOKENS` tokens. ``m`` masked-in tokens are theirs.
+
+    Args:
+        policy: a model in this process, a wrapper around one, or a scorer.
+        columns: the batch.
+        table: its ``n`` masked-in tokens.
+        sampling: what is scored.
+
+    Attributes:
+        picked: the masked-in tokens that are scored again; bool ``[n]``.
+        sequences: the sequence of each of them; ``[m]``.
+        dtype: of the policy's weights.
+        forwards: how often the sequences were scored.
+    """
+
+    def __init__(self, policy: Any, columns: TokenColumns, table: Table, sampling: Sampling) -> None:
+        self.policy = policy.model if isinstance(policy, LogProbScorer) else policy
+        self.adapters = policy.adapters if isinstance(policy, LogProbScorer) else True
+        self.sampling = sampling
+        tokens = columns.tokens
+        answered = tokens.like(columns.mask.long()).sum() > 0
+        candidates = answered.nonzero().squeeze(-1).cpu()
+        lengths = tokens.lengths.cpu()[candidates]
+        number = max(1, min(len(candidates), int(MOST_TOKENS / max(1.0, float(lengths.double().mean() if len(lengths) else 1)))))
+        at = torch.linspace(0, max(len(candidates) - 1, 0), number).round().long()
+        self.rows: list[int] = candidates[at].unique().tolist()
+        every, masks = tokens.to_list(), tokens.like(columns.mask).to_list()
+        self.ids, self.masks = [every[i] for i in self.rows], [masks[i] for i in self.rows]
+        chosen = torch.zeros(tokens.num_sequences, dtype=torch.bool)
+        chosen[self.rows] = True
+        self.picked = chosen[table.sequences]
+        self.sequences = table.sequences[self.picked]
+        model = unwrap(self.policy) if is_wrapper(self.policy) else self.policy
+        weights = (p.dtype for p in model.parameters() if p.is_floating_point()) if isinstance(model, nn.Module) else ()
+        self.dtype = next(iter(weights), torch.float32)
+        text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+        self.vocab = getattr(text, "vocab_size", None) or 64
+        self.forwards = 0
+        self._scorer: LogProbScorer | None = None
+        self._top: Top | None = None
+        self._at: dict[float, tuple[Tensor, Tensor]] = {}
+        known = [table.get(name) for name in ("log_prob", "entropy")]
+        if not sampling.truncates and known[0] is not None and known[1] is not None:
+            self._at[sampling.temperature] = (known[0][self.picked], known[1][self.picked])
+
+    @staticmethod
+    def can_score(policy: Any) -> bool:
+        """Whether a policy's distributions are in this process."""
+        model = policy.model if isinstance(policy, LogProbScorer) else policy
+        if getattr(model, "log_probs_only", False):
+            return False
+        return unwrap(model) is not None if is_wrapper(model) else isinstance(model, nn.Module)
+
+    def _make(self, **settings: Any) -> LogProbScorer:
+        return LogProbScorer(self.policy, **{"adapters": self.adapters, **settings})
+
+    def _run(self, scorer: LogProbScorer, **wanted: Any) -> Any:
+        self.forwards += 1
+        return scorer.evaluate(self.ids, self.masks, **wanted)
+
+    def _flat(self, scores: Ragged) -> Tensor:
+        return scores.values[torch.cat(self.masks)].cpu().double()
+
+    def at(self, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of the whole distribution at a temperature; nats ``[m]`` each."""
+        if temperature not in self._at:
+            self._scorer = self._scorer or self._make()
+            scores = self._run(self._scorer, entropy=True, temperature=temperature)
+            self._at[temperature] = (self._flat(scores.log_prob), self._flat(scores.entropy))
+        return self._at[temperature]
+
+    @property
+    def log_prob(self) -> Tensor:
+        """At the scored temperature; ``[m]``."""
+        return self.at(self.sampling.temperature)[0]
+
+    def top(self) -> Top:
+        """The most probable tokens of each position at the scored temperature."""
+        if self._top is None:
+            self._scorer = self._scorer or self._make()
+            k = min(self.vocab, MOST_TOP)
+            scores = self._run(self._scorer, top_k=k, temperature=self.sampling.temperature)
+            self._top = Top(self._flat(scores.log_prob), self._flat(scores.top_log_probs), k >= self.vocab)
+        return self._top
+
+    def without_adapters(self) -> Tensor | None:
+        """Log-probs of the base model ``[m]``; None if the policy has no adapters, or they are already off."""
+        if self.adapters is not True:
+            return None
+        try:
+            scorer = self._make(adapters=False, sampling=self.sampling)
+        except ValueError:  # no adapters, or merged ones
+            return None
+        return self._flat(self._run(scorer).log_prob)
+
+    def in_low_precision(self) -> Iterator[tuple[str, Tensor]]:
+        """Names of precisions below the policy's, and its log-probs ``[m]`` in them."""
+        if self.dtype in (torch.float32, torch.float64):
+            scorer = self._make(dtype=torch.bfloat16, sampling=self.sampling)
+            yield "bfloat16", self._flat(self._run(scorer).log_prob)
+
+    # ------------------------------------------------------------------ temperatures
+
+    def fit_recorded(self, recorded: Tensor, inner: Tensor, steps: int = 6) -> tuple[float, Tensor, Tensor]:
+        r"""The temperature at which the policy's log-probs are closest to recorded ones.
+
+        Gauss-Newton in :math:`x = -\log T`: the derivative of a log-prob is :math:`\log p + H`.
+
+        Args:
+            recorded: the sampler's log-probs ``[k]``.
+            inner: their place among the ``m`` tokens; bool.
+            steps: the most scores.
+
+        Returns:
+            The temperature, and log-probs and entropies ``[m]`` there.
+        """
+        x = -math.log(self.sampling.temperature)
+        for _ in range(steps):
+            log_prob, entropy = self.at(math.exp(-x))
+            slope = (log_prob + entropy)[inner]
+            residual = recorded - log_prob[inner]
+            step = float((slope * residual).sum() / slope.square().sum().clamp(min=1e-12))
+            x += max(-0.7, min(0.7, step))
+            if abs(step) < 1e-4:
+                break
+        temperature = math.exp(-x)
+        return (temperature, *self.at(temperature))
+
+    def fit_tokens(self, steps: int = 6) -> tuple[float, Tensor, Tensor]:
+        """The temperature of the highest likelihood of the tokens, where mean surprisal equals mean entropy.
+
+        Returns as :meth:`fit_recorded`.
+        """
+        x = -math.log(self.sampling.temperature)
+        before: tuple[float, float] | None = None
+        for _ in range(steps):
+            log_prob, entropy = self.at(math.exp(-x))
+            slope = log_prob + entropy
+            value = float(slope.mean())
+            curvature = float(slope.square().mean())
+            if before is not None and abs(x - before[0]) > 1e-6:
+                curvature = max((before[1] - value) / (x - before[0]), 0.1 * curvature)
+            before = (x, value)
+            step = max(-0.7, min(0.7, value / max(curvature, 1e-12)))
+            x += step
+            if abs(step) < 1e-3:
+                break
+        temperature = math.exp(-x)
+        return (temperature, *self.at(temperature))
+
+    # ------------------------------------------------------------------ prompts
+
+    def renderings(self, tokenizer: Any, conversations: list[Any] | None) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Log-probs of the answers after other renderings of their prompts.
+
+        Yields:
+            A name, log-probs ``[m]``, and where they are known; bool ``[m]``: the first answers, of one turn each.
+        """
+        answers = []
+        for i, (ids, mask) in enumerate(zip(self.ids, self.masks, strict=True)):
+            first = int(mask.long().argmax())
+            prompt = ids[:first].tolist()
+            messages = conversations[self.rows[i]] if conversations is not None else parse_prompt(tokenizer, prompt)
+            if messages and bool(mask[first:].all()):
+                answers.append((i, prompt, ids[first:], messages))
+            if len(answers) == MOST_PROMPTS:
+                break
+        if not answers:
+            return
+        seen = {tuple(tuple(prompt) for _, prompt, _, _ in answers)}
+        counts = [int(mask.sum()) for mask in self.masks]
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        known = torch.zeros(sum(counts), dtype=torch.bool)
+        for i, *_ in answers:
+            known[starts[i] : starts[i] + counts[i]] = True
+        scorer = self._make(sampling=self.sampling)
+        for name, render in renderers(tokenizer):
+            try:
+                prompts = [render(prompt, messages) for _, prompt, _, messages in answers]
+            except Exception:  # a template may refuse a conversation in any way it likes
+                continue
+            key = tuple(map(tuple, prompts))
+            if key in seen or not all(prompts):
+                continue
+            seen.add(key)
+            rows = [torch.cat([answer.new_tensor(p), answer]) for p, (_, _, answer, _) in zip(prompts, answers, strict=True)]
+            masks = [torch.arange(len(row), device=row.device) >= len(p) for row, p in zip(rows, prompts, strict=True)]
+            try:
+                scores = scorer.score(rows, masks)
+            except ValueError:  # too long for the model
+                continue
+            self.forwards += 1
+            out = torch.full(known.shape, math.nan, dtype=torch.float64)
+            out[known] = scores.values[torch.cat(masks)].cpu().double()
+            yield name, out, known
+
+
+Renderer = Callable[[list[int], Any], list[int]]
+
+
+def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
+    """Names of renderings, and functions of a prompt's token ids and its messages that return other token ids."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def template(text: str | None, system: bool = False, **options: Any) -> Renderer:
+        def render(prompt: list[int], messages: Any) -> list[int]:
+            if system:
+                if messages[0]["role"] == "system":
+                    return prompt
+                messages = [{"role": "system", "content": _SYSTEM}, *messages]
+            given = {} if text is None else {"chat_template": text}
+            kwargs = {"add_generation_prompt": True, **given, **options}
+            return encode(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+
+        return render
+
+    if getattr(tokenizer, "chat_template", None):
+        yield "the tokenizer's template", template(None)
+        yield "the tokenizer's template without generation prompt", template(None, add_generation_prompt=False)
+        yield "the tokenizer's template with a system prompt", template(None, system=True)
+        yield "the tokenizer's template with enable_thinking=False", template(None, enable_thinking=False)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None:
+        yield "another beginning-of-text token", lambda prompt, _: prompt[1:] if prompt[0] == bos else [bos, *prompt]
+    for name, text in COMMON_TEMPLATES.items():
+        yield name, template(text)
+
+
+def parse_prompt(tokenizer: Any, prompt: list[int]) -> list[dict[str, str]] | None:
+    """The user's message in a prompt that the tokenizer's template rendered; None if it did not.
+
+    Only for prompts of a single message.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    mark = "4f1c9b27"
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # a template may refuse a conversation in any way it likes
+        return None
+    before, found, after = rendered.partition(mark)
+    text = tokenizer.decode(prompt, skip_special_tokens=False)
+    if not found or not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
+        return None
+    return [{"role": "user", "content": text[len(before) : len(text) - len(after)]}]
+
+
+# ------------------------------------------------------------------ truncation
+
+
+@dataclass(frozen=True, eq=False)
+class Top:
+    """The most probable tokens at ``m`` positions.
+
+    Args:
+        log_prob: of the sampled tokens ``[m]``.
+        top_log_probs: of the most probable ones, in order; ``[m, K]``.
+        whole: whether these are all tokens.
+
+    Example:
+        >>> top = Top(torch.tensor([0.3]).log(), torch.tensor([[0.5, 0.3, 0.2]]).log(), True)
+        >>> {name: round(value, 4) for name, value in top.tightest().items()}
+        {'top_k': 2, 'top_p': 0.5, 'min_p': 0.6}
+    """
+
+    log_prob: Tensor
+    top_log_probs: Tensor
+    whole: bool
+
+    def select(self, where: Tensor) -> Top:
+        """At some positions; bool ``[m]``."""
+        return Top(self.log_prob[where], self.top_log_probs[where], self.whole)
+
+    @property
+    def mass_of_first(self) -> Tensor:
+        """Probability of the first 1, 2, ... tokens; ``[m, K]``."""
+        return self.top_log_probs.exp().cumsum(-1)
+
+    def mass(self, cause: str, value: float) -> Tensor:
+        """The probability that a truncation keeps; ``[m]``, 1 where it keeps more than the known tokens."""
+        sums = self.mass_of_first
+        if cause == "top_k":
+            return sums[:, min(int(value), sums.shape[1]) - 1]
+        if cause == "top_p":
+            reached = sums >= value - 1e-9
+            first = reached.long().argmax(-1, keepdim=True)
+            return torch.where(reached.any(-1), sums.gather(-1, first).squeeze(-1), 1.0)
+        kept = self.top_log_probs - self.top_log_probs[:, :1] >= math.log(value) - 1e-9
+        mass = (self.top_log_probs.exp() * kept).sum(-1)
+        return mass if self.whole else torch.where(kept.all(-1), 1.0, mass)
+
+    def tightest(self) -> dict[str, float]:
+        """The tightest top-k, top-p and min-p that keep every sampled token, those of the highest likelihood."""
+        above = self.top_log_probs > self.log_prob.unsqueeze(-1) + 1e-5
+        out: dict[str, float] = {}
+        rank = int(above.sum(-1).max()) + 1
+        if rank <= self.top_log_probs.shape[1]:
+            out["top_k"] = rank
+        mass = float((self.top_log_probs.exp() * above).sum(-1).max())
+        if mass < 1:
+            out["top_p"] = max(mass, 1e-6)
+        out["min_p"] = min(1.0, math.exp(float((self.log_prob - self.top_log_probs[:, 0]).min())))
+        return out
+
+    def settings(self, kept: Tensor) -> dict[str, float]:
+        """The top-k, top-p and min-p that fit the mass that was kept at each position.
+
+        A kept mass is that of the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach ``p``
+        for top-p.
+
+        Args:
+            kept: probabilities ``[m]``.
+        """
+        sums = self.mass_of_first
+        distance, at = (sums - kept.unsqueeze(-1)).abs().min(-1)
+        usable = (distance < 2e-3) & (kept < 1 - 1e-4)
+        if int(usable.sum()) < 8 or int(usable.sum()) < 0.5 * int((kept < 1 - 1e-4).sum()):
+            return {}
+        at, sums, top = at[usable], sums[usable], self.top_log_probs[usable]
+        here = torch.arange(len(at))
+        relative = (top - top[:, :1]).exp()
+        after = (at + 1).clamp(max=top.shape[1] - 1)
+        p = _between(torch.where(at > 0, sums[here, (at - 1).clamp(min=0)], 0.0), sums[here, at])
+        m = _between(relative[here, after], relative[here, at])
+        return {"top_k": float(at.mode().values + 1), "top_p": min(p, 1.0), "min_p": m}
+
+
+def _between(low: Tensor, high: Tensor) -> float:
+    """A number above (nearly) all ``low`` and at most (nearly) all ``high``."""
+    if float(low.max()) <= float(high.min()):
+        return float(low.max() + high.min()) / 2
+    return float(low.quantile(0.97) + high.quantile(0.03)) / 2
