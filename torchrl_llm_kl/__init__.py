@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import make_algorithm
+    from torchrl_llm_kl.diagnostics import inspect_tokens
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
         AdaptiveKLCoefficient,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("make_algorithm",),
+    "diagnostics": ("inspect_tokens",),
     "estimators": (
         "AdaptiveEntropyCoefficient",
         "AdaptiveKLCoefficient",
@@ -73,7 +75,7 @@ _PUBLIC = {
     ),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
-_LAYERS = (*_PUBLIC, "diagnostics", "masks", "rollouts", "service")
+_LAYERS = (*_PUBLIC, "masks", "rollouts", "service")
 
 __all__ = [
     "AdaptiveEntropyCoefficient",
@@ -101,6 +103,7 @@ __all__ = [
     "ValueLoss",
     "get_estimator",
     "get_objective",
+    "inspect_tokens",
     "make_algorithm",
     "prepare_reference",
 ]
