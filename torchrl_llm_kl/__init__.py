@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import make_algorithm
+    from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, RunMonitor, diagnose, inspect_tokens
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
         AdaptiveKLCoefficient,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         PIKLCoefficient,
         get_estimator,
     )
-    from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, diagnose
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
     from torchrl_llm_kl.scoring import (
@@ -44,7 +44,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("make_algorithm",),
-    "diagnostics": ("Diagnosis", "Doctor", "diagnose"),
+    "diagnostics": ("Diagnosis", "Doctor", "RunMonitor", "diagnose", "inspect_tokens"),
     "estimators": (
         "AdaptiveEntropyCoefficient",
         "AdaptiveKLCoefficient",
@@ -98,6 +98,7 @@ __all__ = [
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveValue",
+    "RunMonitor",
     "SamplerMismatchWarning",
     "Sampling",
     "ScoreStore",
@@ -106,6 +107,7 @@ __all__ = [
     "diagnose",
     "get_estimator",
     "get_objective",
+    "inspect_tokens",
     "make_algorithm",
     "prepare_reference",
 ]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.record import CSVLogger, TensorboardLogger
+
 from torchrl_llm_kl.diagnostics import RunMonitor, log_page, status_line
 from toy_models import tiny_model
-from toy_tokenizer import toy_tokenizer
+from toy_tokenizer import build_tokenizer
 
 
 class Lines:
@@ -69,7 +70,7 @@ def test_the_line_of_a_progress_bar() -> None:
 
 def test_a_batch_is_looked_at_every_so_many_steps(tmp_path: Path) -> None:
     lines = Lines()
-    monitor = RunMonitor(lines, every=3, folder=tmp_path, tokenizer=toy_tokenizer())
+    monitor = RunMonitor(lines, every=3, folder=tmp_path, tokenizer=build_tokenizer())
     looked = [step for step in range(7) if "doctor/mask/tokens" in monitor.step(step, batch())]
     assert looked == [0, 3, 6]
     assert lines.scalars[3]["doctor/mask/tokens"] == 48
@@ -95,7 +96,7 @@ def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
     for name, model in (("policy", policy), ("reference", reference)):
         model.register_forward_pre_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
     td = batch().exclude(("next", "log_probs"), ("next", "sampler_log_probs"))
-    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=toy_tokenizer(), policy=policy, reference=reference)
+    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=build_tokenizer(), policy=policy, reference=reference)
     metrics = monitor.step(0, td)
     once = dict(calls)
     RunMonitor(every=1, policy=policy, reference=reference).step(0, td)
@@ -105,13 +106,15 @@ def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
 
 def test_torchrls_csv_logger(tmp_path: Path) -> None:
     logger = CSVLogger("run", log_dir=str(tmp_path))
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     monitor.add({"ESS": torch.tensor(0.25)})
     monitor.step(4, batch(shift=1))
     rows = list(csv.reader((tmp_path / "run" / "scalars" / "ESS.csv").open()))
     assert [[float(x) for x in row] for row in rows] == [[4.0, 0.25]]
     assert "off_by_one" in (tmp_path / "run" / "scalars" / "doctor" / "fault").iterdir().__next__().name
-    assert (tmp_path / "run" / "texts" / "diagnosis4.txt").read_text() == (tmp_path / "out" / "diagnosis.txt").read_text()
+    assert (tmp_path / "run" / "texts" / "diagnosis4.txt").read_text() == (
+        tmp_path / "out" / "diagnosis.txt"
+    ).read_text()
     page = tmp_path / "run" / "rollouts" / "4.html"
     assert page.read_bytes() == (tmp_path / "out" / "rollouts.html").read_bytes()
 
@@ -121,7 +124,7 @@ def test_torchrls_tensorboard_logger(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorboardLogger("run", log_dir=str(tmp_path))
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     monitor.step(4, batch(shift=1), kl=0.5)
     logger.experiment.flush()
     found = EventAccumulator(str(tmp_path / "run")).Reload()
@@ -138,7 +141,7 @@ def test_torchrls_wandb_logger_offline(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger("run", offline=True, save_dir=str(tmp_path), project="test", log_env_packages=False)
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     monitor.step(4, batch(shift=1), kl=0.5)
     assert logger.experiment.summary["kl"] == 0.5
     logger.experiment.finish()
@@ -151,7 +154,7 @@ def test_torchrls_mlflow_logger(tmp_path: Path) -> None:
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
     logger = MLFlowLogger("run", f"sqlite:///{tmp_path}/mlflow.db", artifact_location=str(tmp_path / "artifacts"))
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=toy_tokenizer())
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     try:
         monitor.step(4, batch(shift=1), kl=0.5)
         run = mlflow.get_run(logger.experiment.info.run_id)
@@ -182,5 +185,5 @@ def test_a_logger_without_texts_and_folders_gets_numbers_alone(tmp_path: Path) -
             self.seen.append((name, value, step))
 
     numbers = Numbers()
-    RunMonitor(numbers, every=1, folder=tmp_path, tokenizer=toy_tokenizer()).step(0, batch(shift=1), kl=1.0)
+    RunMonitor(numbers, every=1, folder=tmp_path, tokenizer=build_tokenizer()).step(0, batch(shift=1), kl=1.0)
     assert ("kl", 1.0, 0) in numbers.seen

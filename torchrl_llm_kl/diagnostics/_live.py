@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,12 @@ class RunMonitor:
         if folder is not None and every and tokenizer is None:
             raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
         self.loggers = tuple(loggers) if isinstance(loggers, (list, tuple)) else (loggers,)
-        self.every, self.folder, self.tokenizer, self.kl_target = every, None if folder is None else Path(folder), tokenizer, kl_target
+        self.every, self.folder, self.tokenizer, self.kl_target = (
+            every,
+            None if folder is None else Path(folder),
+            tokenizer,
+            kl_target,
+        )
         # In a dict: this is no module, and a policy is not its own.
         self._models: dict[str, Any] = {"policy": policy, "reference": reference}
         self._reading: dict[str, Any] = {"temperature": temperature, "sampling": sampling, "keys": keys}
@@ -150,7 +155,9 @@ class RunMonitor:
         # One forward serves both.
         columns = read_columns(batch, **models, **self._reading) if models["policy"] is not None else None
         data: TensorDictBase | TokenColumns = batch if columns is None else columns
-        reading = self._reading if columns is None else {name: self._reading[name] for name in ("temperature", "sampling")}
+        reading = (
+            self._reading if columns is None else {name: self._reading[name] for name in ("temperature", "sampling")}
+        )
         self.diagnosis = found = diagnose(data, **models, tokenizer=self.tokenizer, **reading)
         report = f"step {step}\n{found}\n"
         if self.folder is not None:
@@ -164,7 +171,11 @@ class RunMonitor:
         if found.faults:
             for logger in self.loggers:
                 log_text(logger, "diagnosis", report, step)
-        plain = {f"doctor/{name}": value for name, value in found.measures.items() if "@" not in name and math.isfinite(value)}
+        plain = {
+            f"doctor/{name}": value
+            for name, value in found.measures.items()
+            if "@" not in name and math.isfinite(value)
+        }
         return plain | {f"doctor/fault/{each.cause}": each.confidence for each in found.faults}
 
 

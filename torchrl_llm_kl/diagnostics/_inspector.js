@@ -1,0 +1,646 @@
+"use strict";
+(() => {
+const $ = (id) => document.getElementById(id);
+const meta = JSON.parse($("meta").textContent);
+const { quantities, sides, pairs, names } = meta;
+const numeric = quantities.filter((quantity) => quantity.of.length);
+const two = sides.length === 2;
+const ROW = 56; // height of an entry of the list, as in the style sheet
+
+// ------------------------------------------------------------------ decoding
+
+function bytesOf(text) {
+  const raw = atob(text), out = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
+  return out;
+}
+const floats = (text) => new Float32Array(bytesOf(text).buffer);
+
+async function inflated(id) {
+  const packed = new Blob([bytesOf($(id).textContent)]);
+  return new Uint8Array(await new Response(packed.stream().pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
+}
+
+/** Numbers of four bytes from their byte planes. */
+function joined(planes, from, count) {
+  const out = new Uint8Array(4 * count);
+  for (let k = 0; k < 4; k++) for (let i = 0; i < count; i++) out[4 * i + k] = planes[from + k * count + i];
+  return out.buffer;
+}
+
+for (const side of sides) {
+  side.count = side.lengths.length;
+  side.stats = floats(side.stats);
+  side.offsets = [0];
+  for (const length of side.lengths) side.offsets.push(side.offsets[side.offsets.length - 1] + length);
+  for (const part of ["positions", "turns", "worstValues"]) for (const name in side[part]) side[part][name] = floats(side[part][name]);
+  side.texts = new Map();
+}
+const idsReady = Promise.all(sides.map(async (side, s) => {
+  const planes = await inflated(`ids${s}`);
+  side.ids = new Uint32Array(joined(planes, 0, planes.length / 4));
+}));
+
+/** A number per rollout: the reward, the scored tokens, then mean and largest number of each quantity. */
+const stat = (side, k, row) => sides[side].stats[k * sides[side].count + row];
+const reward = (side, row) => stat(side, 0, row);
+const scoredTokens = (side, row) => stat(side, 1, row);
+const meanOf = (side, quantity, row) => stat(side, 2 + 2 * numeric.indexOf(quantity), row);
+const largestOf = (side, quantity, row) => stat(side, 3 + 2 * numeric.indexOf(quantity), row);
+
+const opened = new Map(); // decoded rollouts, the latest last
+async function load(side, row) {
+  const key = `${side}-${row}`;
+  if (opened.has(key)) return opened.get(key);
+  const [data] = await Promise.all([inflated(`r${key}`), idsReady]);
+  const n = sides[side].lengths[row], flags = data.subarray(0, n), scored = [];
+  const turns = new Int32Array(n).fill(-1), places = new Int32Array(n).fill(-1), starts = [];
+  for (let i = 0; i < n; i++) if (flags[i] & 1) {
+    if (!i || !(flags[i - 1] & 1)) starts.push(i);
+    turns[i] = starts.length - 1;
+    places[i] = scored.push(i) - 1;
+  }
+  const columns = {}, m = scored.length;
+  meta.columns.forEach(([name], k) => {
+    const packed = new Float32Array(joined(data, n + 4 * m * k, m)), full = new Float32Array(n).fill(NaN);
+    for (let j = 0; j < m; j++) full[scored[j]] = packed[j];
+    columns[name] = full;
+  });
+  const ids = sides[side].ids.subarray(sides[side].offsets[row], sides[side].offsets[row + 1]);
+  const rollout = { side, row, n, ids, flags, scored, turns, places, starts, columns };
+  opened.set(key, rollout);
+  if (opened.size > 12) opened.delete(opened.keys().next().value);
+  return rollout;
+}
+
+function valueAt(rollout, quantity, i) {
+  if (!(rollout.flags[i] & 1) || quantity.kind === "category") return NaN;
+  if (quantity.kind === "row") return reward(rollout.side, rollout.row);
+  const [first, second] = quantity.of.map((name) => rollout.columns[name][i]);
+  return quantity.of.length === 1 ? first : Math.fround(first - second);
+}
+
+/** The text of a rollout in lower case, and where each token starts. Parts of a character are joined. */
+function textOf(side, row) {
+  const known = sides[side].texts;
+  if (known.has(row)) return known.get(row);
+  const { ids, offsets } = sides[side], starts = [], decoder = new TextDecoder();
+  let text = "", pending = [];
+  const flush = () => { text += decoder.decode(new Uint8Array(pending)).toLowerCase(); pending = []; };
+  for (let i = offsets[row]; i < offsets[row + 1]; i++) {
+    const bytes = meta.bytes[ids[i]];
+    if (!bytes && pending.length) flush();
+    starts.push(text.length);
+    if (bytes) pending.push(...bytes); else text += meta.texts[ids[i]].toLowerCase();
+  }
+  flush();
+  known.set(row, { text, starts });
+  return known.get(row);
+}
+const shownOf = (id) => meta.shown[id] ?? meta.texts[id];
+const special = new Set(meta.special);
+
+// ------------------------------------------------------------------ small helpers
+
+function el(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) name in node ? (node[name] = value) : node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+function draw(parent, tag, attributes, text) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  parent.append(node);
+  return node;
+}
+/** The shortest decimal that is this float32. */
+function exact(value) {
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "–" : value > 0 ? "∞" : "-∞";
+  for (let digits = 1; digits < 9; digits++) if (Math.fround(value.toPrecision(digits)) === value) return String(Number(value.toPrecision(digits)));
+  return String(Number(value.toPrecision(9)));
+}
+function short(value) {
+  if (!Number.isFinite(value)) return exact(value);
+  const size = Math.abs(value);
+  return size && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+}
+function stepOf(value, scale) {
+  const size = (Math.abs(value) / scale) * (meta.steps + 1);
+  return Math.sign(value) * (size >= meta.steps ? meta.steps : Math.floor(size));
+}
+const stepClass = (step) => (step > 0 ? `w${step}` : step < 0 ? `c${-step}` : "");
+
+// ------------------------------------------------------------------ state
+
+const state = {
+  quantity: quantities[0], threshold: null, query: "", sort: "row", down: false,
+  order: [], row: -1, panes: [], worst: [], rank: -1, token: null, difference: false, same: 0, hit: -1,
+};
+let opening = 0;
+
+/** What the list shows and sorts by: [key, label, unit, number of a row]. */
+function listColumns() {
+  const kl = numeric.find((quantity) => quantity.name === "kl");
+  const mismatch = numeric.find((quantity) => quantity.name === "mismatch");
+  const own = numeric.includes(state.quantity) ? state.quantity : null;
+  const any = (k) => sides[0].stats.subarray(k * sides[0].count, (k + 1) * sides[0].count).some((value) => !Number.isNaN(value));
+  const columns = [["row", "Row", "", (row) => row]];
+  if (any(0)) columns.push(["reward", "Reward", "", (row) => reward(0, row)]);
+  if (kl) columns.push(["kl", "KL", "nats/token", (row) => meanOf(0, kl, row)]);
+  columns.push(["length", "Length", "tokens", (row) => scoredTokens(0, row)]);
+  if (mismatch) columns.push(["mismatch", "Mismatch", "nats/token", (row) => meanOf(0, mismatch, row)]);
+  if (own) columns.push(["worst", "Worst", own.unit, (row) => largestOf(0, own, row)]);
+  if (own && two) columns.push(["change", `${names[1]} − ${names[0]}`, "mean", (row) => (pairs[row] < 0 ? NaN : meanOf(1, own, pairs[row]) - meanOf(0, own, row))]);
+  return columns;
+}
+
+function refilter() {
+  const query = state.query.toLowerCase(), { quantity, threshold } = state;
+  const key = (listColumns().find(([name]) => name === state.sort) ?? listColumns()[0])[3];
+  const rows = [];
+  for (let row = 0; row < sides[0].count; row++) {
+    if (threshold !== null && quantity.kind !== "category") {
+      const size = quantity.kind === "row" ? Math.abs(reward(0, row)) : largestOf(0, quantity, row);
+      if (!(size >= threshold)) continue;
+    }
+    const found = (side, at) => at >= 0 && textOf(side, at).text.includes(query);
+    if (query && !found(0, row) && !(two && found(1, pairs[row]))) continue;
+    rows.push(row);
+  }
+  const sign = state.down ? -1 : 1;
+  const compare = (a, b) => {
+    const x = key(a), y = key(b);
+    if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y) || a - b; // without a number: last
+    return x === y ? a - b : x < y ? -sign : sign;
+  };
+  state.order = rows.sort(compare);
+  const all = sides[0].count;
+  $("count").textContent = rows.length === all ? `${all} rollouts` : `${rows.length} of ${all} rollouts`;
+  $("spacer").style.height = `${rows.length * ROW}px`;
+  renderColumns();
+  renderList();
+}
+
+// ------------------------------------------------------------------ the list
+
+function renderColumns() {
+  $("columns").replaceChildren(...listColumns().map(([key, label, unit]) => {
+    const on = state.sort === key, arrow = on ? (state.down ? " ↓" : " ↑") : "";
+    const order = on ? (state.down ? ", descending" : ", ascending") : "";
+    const button = el("button", { type: "button", "aria-pressed": on, "aria-label": `Sort by ${label}${order}` }, label + arrow, el("small", {}, unit || "\u00a0"));
+    button.dataset.sort = key;
+    return button;
+  }));
+}
+
+function renderList() {
+  const list = $("list"), columns = listColumns();
+  const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 6), last = Math.min(state.order.length, first + Math.ceil(list.clientHeight / ROW) + 13);
+  const entries = [];
+  for (let at = first; at < last; at++) {
+    const row = state.order[at], numbers = el("div", { className: "numbers" });
+    for (const [key, , , number] of columns) numbers.append(el("span", {}, key === "row" ? `#${row}` : short(number(row))));
+    const entry = el("div", { className: "row", id: `row-${row}`, role: "option", "aria-selected": row === state.row, "aria-posinset": at + 1, "aria-setsize": state.order.length }, numbers, el("p", {}, preview(row)));
+    entry.dataset.row = row;
+    entry.style.top = `${at * ROW}px`;
+    entries.push(entry);
+  }
+  $("spacer").replaceChildren(...entries);
+  const open = entries.some((entry) => Number(entry.dataset.row) === state.row);
+  open ? list.setAttribute("aria-activedescendant", `row-${state.row}`) : list.removeAttribute("aria-activedescendant");
+}
+
+/** The last words before the answer are the question's: the list shows them. */
+function preview(row) {
+  const side = sides[0];
+  if (!side.ids) return "";
+  let text = "";
+  for (let i = side.offsets[row]; i < side.offsets[row + 1] && text.length < 110; i++) if (!special.has(side.ids[i])) text += shownOf(side.ids[i]).slice(0, 110);
+  return text.replace(/[↵\s]+/g, " ").replace(/^ ?(system|user) /, "");
+}
+
+function scrollToRow(row) {
+  const list = $("list"), top = state.order.indexOf(row) * ROW;
+  if (top < 0) return;
+  if (top < list.scrollTop) list.scrollTop = top;
+  else if (top + ROW > list.scrollTop + list.clientHeight) list.scrollTop = top + ROW - list.clientHeight;
+}
+
+function renderWorst() {
+  const { name } = state.quantity, found = sides[0].worst[name] ?? [];
+  const entries = found.map(([row, at], k) => {
+    const id = sides[0].ids[sides[0].offsets[row] + at];
+    const button = el("button", { type: "button" }, el("span", {}, short(sides[0].worstValues[name][k])), el("span", {}, `#${row}`), el("span", {}, shownOf(id).slice(0, 60)));
+    button.dataset.row = row;
+    button.dataset.at = at;
+    return el("li", {}, button);
+  });
+  $("worst").replaceChildren(...(entries.length ? entries : [el("li", {}, "No worst tokens: choose a quantity with a number per token.")]));
+}
+
+// ------------------------------------------------------------------ the open rollout
+
+async function open(row, token = null, focus = false) {
+  const ticket = ++opening;
+  const partner = two ? pairs[row] : -1;
+  const rollouts = await Promise.all([load(0, row), ...(partner >= 0 ? [load(1, partner)] : [])]);
+  if (ticket !== opening) return;
+  Object.assign(state, { row, token: null, rank: -1, worst: [], hit: -1 });
+  hideCard();
+  const [a, b] = rollouts;
+  state.same = 0;
+  if (b) while (state.same < Math.min(a.n, b.n) && a.ids[state.same] === b.ids[state.same]) state.same++;
+  $("difference-field").hidden = !b;
+  if (!b) state.difference = $("difference").checked = false;
+  state.panes = rollouts.map((rollout) => buildPane(rollout, b && state.same));
+  $("panes").replaceChildren(...state.panes.map((pane) => pane.node));
+  if (two && !b) $("panes").append(el("p", { className: "pane" }, `No rollout of ${names[1]} has this prompt.`));
+  $("heading").textContent = `Rollout ${row}`;
+  $("facts").replaceChildren(...facts(0, row));
+  scrollToRow(row);
+  renderList();
+  paint();
+  if (token === null) $("detail").scrollTop = 0;
+  else focusToken(0, token, focus);
+}
+
+function facts(side, row) {
+  const out = [];
+  const add = (label, value, unit = "") => { if (!Number.isNaN(value)) out.push(el("span", {}, `${label} `, el("b", {}, short(value)), unit && ` ${unit}`)); };
+  if (sides[side].prompts) out.push(el("span", {}, "prompt ", el("b", {}, String(sides[side].prompts[row]))));
+  add("reward", reward(side, row));
+  for (const quantity of numeric) if (["kl", "mismatch"].includes(quantity.name)) add(quantity.name === "kl" ? "KL" : "mismatch", meanOf(side, quantity, row), "nats/token");
+  add("answer", scoredTokens(side, row), "tokens");
+  if (!["kl", "mismatch"].includes(state.quantity.name) && numeric.includes(state.quantity)) add(`mean ${state.quantity.name.replace("_", " ")}`, meanOf(side, state.quantity, row), state.quantity.unit);
+  return out;
+}
+
+function buildPane(rollout, same) {
+  const { side, row, n, ids, starts } = rollout;
+  const tokens = el("div", { className: "tokens", role: "listbox", "aria-label": `Tokens of rollout ${row}${two ? `, ${names[side]}` : ""}`, "aria-orientation": "horizontal" });
+  const spans = new Array(n), all = document.createDocumentFragment();
+  for (let i = 0; i < n; i++) {
+    if (i && same === i) all.append(el("span", { className: "mark", "aria-hidden": "true" }, "differs from here"));
+    if (starts.includes(i)) all.append(el("span", { className: "mark", "aria-hidden": "true" }, starts.length > 1 ? `turn ${starts.indexOf(i) + 1}` : "answer"));
+    const span = el("span", { role: "option", tabIndex: -1 }, shownOf(ids[i]));
+    span.dataset.i = i;
+    all.append(span);
+    spans[i] = span;
+  }
+  tokens.append(all);
+  tokens.dataset.side = side;
+  if (n) spans[rollout.scored[0] ?? 0].tabIndex = 0;
+  const node = el("article", { className: "pane" });
+  if (two) {
+    const agree = same === n ? "the same tokens" : same ? `the first ${same} tokens agree` : "";
+    node.append(el("h3", {}, el("b", {}, `${names[side]} · rollout ${row}`), ...(side ? facts(side, row) : []), agree));
+  }
+  node.append(tokens);
+  return { node, tokens, spans, rollout };
+}
+
+/** The number that colours a token: the quantity's, or its change from the first batch to the second. */
+function colourValue(rollout, i) {
+  if (!state.difference) return valueAt(rollout, state.quantity, i);
+  if (i >= state.same) return NaN;
+  const [a, b] = state.panes.map((pane) => valueAt(pane.rollout, state.quantity, i));
+  return Math.fround(b - a);
+}
+function colourScale() {
+  if (!state.difference) return state.quantity.scale;
+  let top = 0;
+  for (let i = 0; i < state.same; i++) { const value = Math.abs(colourValue(state.panes[0].rollout, i)); if (value > top && value < Infinity) top = value; }
+  return top || 1;
+}
+
+function paint() {
+  const { quantity, threshold } = state, scale = colourScale();
+  for (const { spans, rollout } of state.panes) {
+    const hits = hitsOf(rollout);
+    for (let i = 0; i < rollout.n; i++) spans[i].className = `t ${tokenClass(rollout, quantity, threshold, scale, i)}${special.has(rollout.ids[i]) ? " special" : ""}${hits.has(i) ? " hit" : ""}`;
+  }
+  renderLegend(scale);
+  renderTrack(scale);
+}
+
+function tokenClass(rollout, quantity, threshold, scale, i) {
+  const flags = rollout.flags[i];
+  if (!(flags & 1)) return "out";
+  if (quantity.name === "mask") return "w2";
+  if (quantity.name === "clipped") return flags & 4 ? "w5 gone" : flags & 2 ? "c2" : "";
+  const value = colourValue(rollout, i);
+  if (Number.isNaN(value)) return "none";
+  return threshold !== null && Math.abs(value) < threshold ? "weak" : stepClass(stepOf(value, scale));
+}
+
+function hitsOf(rollout) {
+  const hits = new Set(), query = state.query.toLowerCase();
+  if (!query) return hits;
+  const { text, starts } = textOf(rollout.side, rollout.row);
+  for (let at = text.indexOf(query), i = 0; at >= 0; at = text.indexOf(query, at + query.length)) {
+    while (i + 1 < starts.length && starts[i + 1] <= at) i++;
+    while (i > 0 && starts[i - 1] === starts[i] && starts[i] === at) i--;
+    for (let j = i; j < starts.length && starts[j] < at + query.length; j++) hits.add(j);
+  }
+  return hits;
+}
+
+function renderLegend(scale) {
+  const { quantity } = state, parts = [];
+  const swatch = (name, label) => el("span", { className: `swatch ${name}` }, label);
+  if (quantity.name === "mask") parts.push(swatch("w2", "scored"));
+  else if (quantity.name === "clipped") parts.push(swatch("", "inside"), swatch("c2", "outside, with gradient"), swatch("w5", "clipped: no gradient"));
+  else {
+    const bar = el("span", { className: "scale" }), signed = quantity.kind !== "size" || state.difference;
+    for (let step = signed ? -meta.steps : 0; step <= meta.steps; step++) {
+      const edge = short(((step - (step < 0 ? 0 : 0)) * scale) / (meta.steps + 1));
+      bar.append(el("span", { className: stepClass(step) }, step === meta.steps ? `≥ ${edge}` : step === -meta.steps ? `≤ ${edge}` : edge));
+    }
+    parts.push(bar, quantity.unit);
+  }
+  const change = state.difference ? `${names[1]} minus ${names[0]}: ` : "";
+  parts.push(el("span", {}, `${change}${quantity.label}${quantity.note ? ` (${quantity.note})` : ""}`), el("span", { className: "t out" }, "outside the mask"));
+  $("legend").replaceChildren(...parts);
+}
+
+// ------------------------------------------------------------------ charts
+
+function clear(svg, label) {
+  const width = svg.clientWidth || 600, height = svg.clientHeight || 104;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("aria-label", label);
+  return { width, height };
+}
+
+/** One line for each batch; a dot where a neighbour is missing. */
+function lineChart(svg, label, series, xLabel, unit) {
+  const { width, height } = clear(svg, label), left = 44, right = 8, top = 8, bottom = 18;
+  const known = series.flatMap((values) => Array.from(values).filter(Number.isFinite));
+  if (!known.length) return void draw(svg, "text", { x: left, y: height / 2 }, "no numbers");
+  let low = Math.min(0, ...known), high = Math.max(0, ...known);
+  if (low === high) high = low + 1;
+  const count = Math.max(...series.map((values) => values.length));
+  const x = (i) => left + ((i + 0.5) / count) * (width - left - right), y = (value) => top + ((high - value) / (high - low)) * (height - top - bottom);
+  draw(svg, "line", { class: "axis", x1: left, x2: width - right, y1: y(0), y2: y(0) });
+  for (const value of new Set([low, high])) draw(svg, "text", { x: left - 6, y: y(value) + 3, "text-anchor": "end" }, short(value));
+  draw(svg, "text", { x: left, y: height - 4 }, unit);
+  draw(svg, "text", { x: width - right, y: height - 4, "text-anchor": "end" }, xLabel);
+  series.forEach((values, k) => {
+    let path = "";
+    for (let i = 0; i < values.length; i++) {
+      if (!Number.isFinite(values[i])) continue;
+      path += `${Number.isFinite(values[i - 1]) ? "L" : "M"}${x(i).toFixed(1)} ${y(values[i]).toFixed(1)}`;
+      if (values.length < 12) draw(svg, "circle", { class: k ? "dot b" : "dot", cx: x(i), cy: y(values[i]), r: 3 });
+    }
+    draw(svg, "path", { class: k ? "series b" : "series", d: path });
+  });
+}
+
+function renderCharts() {
+  const { name, label, unit, sizes } = state.quantity, title = sizes ? `${label}, absolute` : label;
+  const of = (part) => sides.map((side) => side[part][name] ?? new Float32Array(0));
+  const positions = of("positions"), turns = of("turns"), last = Math.max(...positions.map((values) => values.length)) * meta.binWidth;
+  const key = two ? ` (${names[0]} solid, ${names[1]} dashed)` : "";
+  $("overview").querySelector("summary").textContent = `All rollouts: mean of ${title}${key}`;
+  lineChart($("by-position"), `Mean of ${title} by position in the answer`, positions, `token ${last}`, unit);
+  lineChart($("by-turn"), `Mean of ${title} by turn`, turns, `turn ${Math.max(...turns.map((values) => values.length))}`, unit);
+  $("overview").hidden = !numeric.includes(state.quantity);
+}
+
+/** The open rollout, token by token. */
+function renderTrack(scale) {
+  const svg = $("track"), pane = state.panes[0];
+  const shown = pane && pane.rollout.n && state.quantity.kind !== "category";
+  svg.parentElement.hidden = !shown;
+  if (!shown) return;
+  const { rollout } = pane, { width, height } = clear(svg, `${state.quantity.label} of each token of the rollout`), x = (i) => ((i + 0.5) / rollout.n) * width;
+  let low = 0, high = 0, up = "", below = "";
+  for (const i of rollout.scored) { const value = colourValue(rollout, i); if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); } }
+  if (low === high) high = scale;
+  const y = (value) => 2 + ((high - Math.max(low, Math.min(high, value))) / (high - low)) * (height - 4);
+  rollout.starts.forEach((start) => {
+    let end = start;
+    while (end < rollout.n && rollout.turns[end] === rollout.turns[start]) end++;
+    draw(svg, "rect", { class: "band", x: x(start - 0.5), width: x(end) - x(start), y: 0, height, rx: 3 });
+  });
+  for (const i of rollout.scored) {
+    const value = colourValue(rollout, i);
+    if (!value) continue;
+    const stem = `M${x(i).toFixed(1)} ${y(0).toFixed(1)}V${y(value).toFixed(1)}`;
+    value > 0 ? (up += stem) : (below += stem);
+  }
+  const thick = Math.max(1, Math.min(6, (width / rollout.n) * 0.7));
+  for (const [name, d] of [["stem", up], ["stem negative", below]]) draw(svg, "path", { class: name, d, "stroke-width": thick });
+  if (state.token) draw(svg, "line", { class: "here", x1: x(state.token.i), x2: x(state.token.i), y1: 0, y2: height });
+}
+
+// ------------------------------------------------------------------ one token
+
+function tokenFrom(target) {
+  const span = target.closest?.(".tokens [data-i]");
+  return span && { pane: state.panes.find((pane) => pane.tokens === span.parentElement), i: Number(span.dataset.i), span };
+}
+
+function focusToken(paneAt, i, focus = true) {
+  const pane = state.panes[paneAt], span = pane?.spans[i];
+  if (!span) return;
+  if (!(pane.rollout.flags[i] & 1) && document.body.classList.contains("plain")) togglePlain();
+  span.scrollIntoView({ block: "center" });
+  if (focus) span.focus({ preventScroll: true }); else showCard({ pane, i, span });
+}
+
+function showCard({ pane, i, span }) {
+  const { rollout } = pane, id = rollout.ids[i], card = $("card");
+  for (const old of document.querySelectorAll(".twin")) old.classList.remove("twin");
+  const twin = state.panes.length === 2 && i < state.same ? state.panes.find((other) => other !== pane) : null;
+  twin?.spans[i].classList.add("twin");
+  const shown = twin ? state.panes.map((other) => other.rollout) : [rollout];
+  const where = [`token ${i + 1} of ${rollout.n}`];
+  if (rollout.places[i] >= 0) where.push(`${rollout.places[i] + 1} of the answer`, ...(rollout.starts.length > 1 ? [`turn ${rollout.turns[i] + 1}`] : []));
+  else where.push("outside the mask");
+  const rank = state.worst.indexOf(i);
+  if (rank >= 0 && pane === state.panes[0]) where.push(`worst ${rank + 1} of ${state.worst.length}`);
+  const table = el("dl", { className: twin ? "two" : "" });
+  const line = (name, label, values, unit = "") => {
+    if (values.every(Number.isNaN)) return;
+    table.append(el("dt", { className: name === state.quantity.name ? "chosen" : "" }, `${label}${unit && ` (${unit})`}`));
+    values.forEach((value, k) => {
+      const cell = el("dd", {}, exact(value));
+      cell.dataset.name = name;
+      cell.dataset.side = shown[k].side;
+      table.append(cell);
+    });
+  };
+  if (twin) table.append(el("dt"), ...names.map((name) => el("dd", {}, name)));
+  for (const [name, label, unit] of meta.columns) line(name, label, shown.map((one) => one.columns[name][i]), unit);
+  for (const quantity of numeric) if (quantity.of.length === 2) line(quantity.name, quantity.name, shown.map((one) => valueAt(one, quantity, i)), quantity.unit);
+  if (rollout.flags[i] & 1) line("reward", "reward of the rollout", shown.map((one) => reward(one.side, one.row)));
+  if (rollout.flags[i] & 2) where.push(rollout.flags[i] & 4 ? "clipped" : "outside the clip range, with gradient");
+  const text = shownOf(id);
+  const data = el("p", { className: "where" }, `id ${meta.tokenIds[id]} · ${where.join(" · ")}`);
+  card.replaceChildren(el("p", { className: "text" }, text.length > 160 ? `${text.slice(0, 160)}… (${text.length} characters)` : text === " " ? "␣" : text), data, table);
+  card.hidden = false;
+  const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), { width, height } = card.getBoundingClientRect();
+  const below = box.bottom + 8 + height < innerHeight;
+  card.style.left = `${Math.max(8, Math.min(box.left, innerWidth - width - 8))}px`;
+  card.style.top = `${Math.max(8, below ? box.bottom + 8 : box.top - height - 8)}px`;
+  return `${text.slice(0, 60)}, ${data.textContent}`;
+}
+function hideCard() {
+  $("card").hidden = true;
+  for (const old of document.querySelectorAll(".twin")) old.classList.remove("twin");
+}
+
+/** The next worst token of the open rollout. */
+function goWorst(step) {
+  const pane = state.panes[0], { quantity } = state;
+  if (!pane) return;
+  if (!state.worst.length) {
+    const { rollout } = pane;
+    if (quantity.name === "clipped") state.worst = rollout.scored.filter((i) => rollout.flags[i] & 4);
+    else {
+      const sizes = new Map(rollout.scored.map((i) => [i, Math.abs(colourValue(rollout, i))]));
+      state.worst = quantity.kind === "row" ? [] : rollout.scored.filter((i) => sizes.get(i) >= 0).sort((a, b) => sizes.get(b) - sizes.get(a) || a - b);
+    }
+  }
+  if (!state.worst.length) return;
+  state.rank = Math.max(0, Math.min(state.worst.length - 1, state.rank + step));
+  focusToken(0, state.worst[state.rank]);
+}
+
+function goRollout(step) {
+  const at = state.order.indexOf(state.row);
+  const next = at < 0 ? 0 : Math.max(0, Math.min(state.order.length - 1, at + step));
+  if (state.order.length) open(state.order[next]);
+}
+
+function goHit() {
+  const pane = state.panes[0], hits = pane ? [...hitsOf(pane.rollout)].sort((a, b) => a - b) : [];
+  if (hits.length) { state.hit = (state.hit + 1) % hits.length; focusToken(0, hits[state.hit], false); }
+}
+
+// ------------------------------------------------------------------ controls
+
+function choose(quantity) {
+  state.quantity = quantity;
+  Object.assign(state, { rank: -1, worst: [] });
+  $("quantity").value = quantity.name;
+  $("threshold-unit").textContent = quantity.unit;
+  $("threshold").disabled = quantity.kind === "category";
+  if (!listColumns().some(([key]) => key === state.sort)) state.sort = "row";
+  hideCard();
+  refilter();
+  renderCharts();
+  idsReady.then(renderWorst);
+  if (state.panes.length) { $("facts").replaceChildren(...facts(0, state.row)); paint(); }
+}
+const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+function toggleDark() {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  $("dark").setAttribute("aria-pressed", isDark());
+}
+function togglePlain() {
+  $("plain").setAttribute("aria-pressed", document.body.classList.toggle("plain"));
+}
+function showTab(name) {
+  for (const tab of ["rollouts", "worst"]) {
+    $(`tab-${tab}`).setAttribute("aria-selected", tab === name);
+    $(`tab-${tab}`).tabIndex = tab === name ? 0 : -1;
+    $(`panel-${tab}`).hidden = tab !== name;
+  }
+  renderList();
+}
+function search(text) {
+  state.query = text;
+  state.hit = -1;
+  idsReady.then(() => { refilter(); if (state.panes.length) paint(); });
+}
+
+const KEYS = {
+  j: () => goRollout(1), k: () => goRollout(-1), n: () => goWorst(1), p: () => goWorst(-1), d: toggleDark, u: togglePlain,
+  c: () => choose(quantities[(quantities.indexOf(state.quantity) + 1) % quantities.length]),
+  "/": () => { $("search").focus(); $("search").select(); }, "?": () => $("keys").showModal(),
+};
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
+  if (event.target.closest("input, select")) {
+    if (event.key === "Escape") event.target.blur();
+    if (event.key === "Enter" && event.target === $("search")) goHit();
+    return;
+  }
+  if (KEYS[event.key]) { event.preventDefault(); KEYS[event.key](); return; }
+  const token = tokenFrom(event.target), steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
+  if (token && event.key in steps) {
+    event.preventDefault();
+    const { spans } = token.pane, hidden = (i) => spans[i] && !spans[i].getClientRects().length;
+    let i = Math.max(0, Math.min(spans.length - 1, token.i + steps[event.key]));
+    while (hidden(i)) i += Math.sign(steps[event.key]);
+    if (spans[i]) focusToken(state.panes.indexOf(token.pane), i);
+  } else if (event.target === $("list") && ["ArrowDown", "ArrowUp"].includes(event.key)) {
+    event.preventDefault();
+    goRollout(event.key === "ArrowDown" ? 1 : -1);
+  } else if (event.key === "Escape") hideCard();
+});
+
+$("list").addEventListener("scroll", () => requestAnimationFrame(renderList), { passive: true });
+$("list").addEventListener("click", (event) => { const entry = event.target.closest("[data-row]"); if (entry) open(Number(entry.dataset.row)); });
+$("columns").addEventListener("click", (event) => {
+  const key = event.target.closest("[data-sort]")?.dataset.sort;
+  if (!key) return;
+  state.down = key === state.sort ? !state.down : key !== "row"; // the largest first
+  state.sort = key;
+  $("list").scrollTop = 0;
+  refilter();
+  $("columns").querySelector(`[data-sort="${key}"]`).focus();
+});
+$("worst").addEventListener("click", (event) => { const entry = event.target.closest("[data-row]"); if (entry) open(Number(entry.dataset.row), Number(entry.dataset.at), true); });
+$("quantity").addEventListener("change", (event) => choose(quantities.find((quantity) => quantity.name === event.target.value)));
+$("threshold").addEventListener("input", (event) => { state.threshold = event.target.value === "" ? null : Number(event.target.value); refilter(); if (state.panes.length) paint(); });
+$("search").addEventListener("input", (event) => search(event.target.value));
+$("difference").addEventListener("change", (event) => { state.difference = event.target.checked; Object.assign(state, { rank: -1, worst: [] }); paint(); });
+$("track").addEventListener("click", (event) => {
+  const box = $("track").getBoundingClientRect(), { rollout } = state.panes[0];
+  focusToken(0, Math.min(rollout.n - 1, Math.floor(((event.clientX - box.left) / box.width) * rollout.n)));
+});
+const panes = $("panes");
+panes.addEventListener("mouseover", (event) => { const token = tokenFrom(event.target); token ? showCard(token) : hideCard(); });
+panes.addEventListener("mouseleave", hideCard);
+panes.addEventListener("focusin", (event) => {
+  const token = tokenFrom(event.target);
+  if (!token) return;
+  for (const span of token.pane.tokens.querySelectorAll('[tabindex="0"]')) span.tabIndex = -1;
+  token.span.tabIndex = 0;
+  state.token = token;
+  token.span.setAttribute("aria-label", showCard(token));
+  if (token.pane === state.panes[0]) renderTrack(colourScale());
+});
+panes.addEventListener("focusout", hideCard);
+for (const [id, act] of [["dark", toggleDark], ["plain", togglePlain], ["help", KEYS["?"]], ["previous", KEYS.k], ["next", KEYS.j], ["worst-next", KEYS.n], ["worst-previous", KEYS.p]]) $(id).addEventListener("click", act);
+for (const tab of ["rollouts", "worst"]) {
+  $(`tab-${tab}`).addEventListener("click", () => showTab(tab));
+  $(`tab-${tab}`).addEventListener("keydown", (event) => {
+    if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+    const other = tab === "worst" ? "rollouts" : "worst";
+    showTab(other);
+    $(`tab-${other}`).focus();
+  });
+}
+new ResizeObserver(() => { renderList(); renderCharts(); if (state.panes.length) renderTrack(colourScale()); }).observe(document.body);
+
+// ------------------------------------------------------------------ start
+
+const total = sides[0].lengths.reduce((sum, length) => sum + length, 0);
+$("about").textContent = `${sides[0].count} rollouts, ${total.toLocaleString("en")} tokens` + (two ? `; ${names[0]} beside ${names[1]}${meta.unpaired ? ` (${meta.unpaired} of ${names[1]} without counterpart)` : ""}` : "");
+$("quantity").append(...quantities.map((quantity) => el("option", { value: quantity.name }, quantity.label)));
+$("dark").setAttribute("aria-pressed", isDark());
+choose(quantities[0]);
+idsReady.then(renderList);
+// The numbers of the rollouts follow the script.
+document.addEventListener("DOMContentLoaded", async () => {
+  if (sides[0].count) await open(state.order[0]);
+  document.documentElement.dataset.ready = "";
+});
+})();

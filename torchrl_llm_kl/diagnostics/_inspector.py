@@ -1,0 +1,211 @@
+"""Look at the tokens of a batch: on a page of its own, in a notebook, in a terminal."""
+
+from __future__ import annotations
+
+import html as html_
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensordict import NestedKey, TensorDictBase
+
+from torchrl_llm_kl._numerics import check_clip_range
+from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._page import View, render_excerpt, write_page
+from torchrl_llm_kl.diagnostics._quantities import Quantity, Side, available
+from torchrl_llm_kl.diagnostics._terminal import render_terminal
+from torchrl_llm_kl.diagnostics._texts import token_texts
+from torchrl_llm_kl.rollouts import Scope, TokenisingOptions
+from torchrl_llm_kl.scoring import Sampling
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+class Inspection:
+    """What :func:`inspect_tokens` has read. In a notebook its last expression shows the worst rollouts; in a terminal use :meth:`print`.
+
+    Args:
+        view: what is shown.
+        path: where the page was written, or None.
+
+    Example:
+        >>> from torchrl_llm_kl import Ragged
+        >>> from torchrl_llm_kl.diagnostics import TokenColumns, inspect_tokens
+        >>> columns = TokenColumns(Ragged.from_list([torch.tensor([1, 2, 3])]), torch.tensor([False, True, True]))
+        >>> columns.columns["entropy"] = torch.tensor([0.0, 0.5, 2.0])
+        >>> class Letters:
+        ...     def convert_ids_to_tokens(self, ids): return [chr(96 + i) for i in ids]
+        ...     def decode(self, ids): return "".join(chr(96 + i) for i in ids)
+        >>> inspection = inspect_tokens(columns, Letters(), html=None)
+        >>> inspection.quantities
+        ('entropy', 'mask')
+        >>> inspection.worst("entropy", 1)
+        [(0, 2, 2.0)]
+    """
+
+    def __init__(self, view: View, path: Path | None = None) -> None:
+        self._view = view
+        self.path = path
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """What the tokens can be coloured by, the most telling first."""
+        return tuple(quantity.name for quantity in self._view.quantities)
+
+    def worst(self, quantity: str | None = None, count: int = 20) -> list[tuple[int, int, float]]:
+        """The tokens of the largest absolute numbers: rollout, position in it, number; largest first."""
+        return self._view.sides[0].worst(self._quantity(quantity), count)
+
+    def write(self, html: str | Path) -> Path:
+        """Write the page, and return where it is."""
+        path = Path(html)
+        write_page(self._view, path)
+        self.path = path
+        return path
+
+    def print(self, quantity: str | None = None, *, rollouts: int = 3, around: int = 60, console: Any = None) -> None:
+        """Print the worst rollouts with coloured tokens.
+
+        Args:
+            quantity: one of :attr:`quantities`; default: the first.
+
+        Keyword Args:
+            rollouts: how many.
+            around: how many tokens to each side of the worst one.
+            console: a ``rich.console.Console``.
+
+        Raises:
+            ImportError: if rich is not installed (``pip install 'torchrl-llm-kl[cli]'``).
+            KeyError: if there is no such quantity.
+        """
+        rendered = render_terminal(self._view, self._quantity(quantity), rollouts, around)
+        if console is None:
+            from rich.console import Console
+
+            console = Console()
+        console.print(rendered)
+
+    def __rich__(self) -> Group:
+        return render_terminal(self._view, self._view.quantities[0], 3, 60)
+
+    def __repr__(self) -> str:
+        where = "not written" if self.path is None else str(self.path)
+        rollouts = " and ".join(str(side.count) for side in self._view.sides)
+        return f"Inspection({rollouts} rollouts, {where})"
+
+    def _repr_html_(self) -> str:
+        note = "" if self.path is None else f"All rollouts: {self.path}"
+        page = render_excerpt(self._view, self._view.quantities[0], 3, 120, note)
+        frame = 'sandbox="" width="100%" height="420" style="border: 0" title="The worst rollouts"'
+        return f'<iframe {frame} srcdoc="{html_.escape(page)}"></iframe>'
+
+    def _quantity(self, name: str | None) -> Quantity:
+        if name is None:
+            return self._view.quantities[0]
+        for quantity in self._view.quantities:
+            if quantity.name == name:
+                return quantity
+        raise KeyError(f"no quantity {name!r} in this batch: expected one of {list(self.quantities)}.")
+
+
+def inspect_tokens(
+    batch: TensorDictBase | TokenColumns,
+    tokenizer: Any,
+    html: str | Path | None = "rollouts.html",
+    *,
+    other: TensorDictBase | TokenColumns | None = None,
+    names: tuple[str, str] = ("A", "B"),
+    title: str = "Rollouts",
+    policy: Any = None,
+    reference: Any = None,
+    temperature: float = 1.0,
+    sampling: Sampling | None = None,
+    keys: Mapping[str, NestedKey] | None = None,
+    scope: Scope = "full",
+    options: TokenisingOptions | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Inspection:
+    """Write the tokens of a batch, with all that is known of each, to one HTML page.
+
+    The page opens in a browser without a network: rollouts sorted by reward, KL, length or mismatch; tokens coloured by KL,
+    log-ratios, entropy, advantage, reward, mask or clipping; the worst tokens; KL by position and by turn. Its numbers equal the
+    tensors, as float32. Numbers are shown for the assistant's tokens; the exact KL needs both models, else it is k3's estimate
+    where a reference's log-probs are known.
+
+    Args:
+        batch: rollouts, or their columns (:func:`~torchrl_llm_kl.diagnostics.read_columns`).
+        tokenizer: turns ids into text: has ``convert_ids_to_tokens`` and ``decode``.
+        html: where the page is written; None: nowhere, see :meth:`Inspection.write`.
+
+    Keyword Args:
+        other: a second batch to show beside the first: another step or another run. Rollouts of equal tokens belong together,
+            then those of equal prompts, in order. The arguments below read both; pass columns where the models differ.
+        names: what the two are called on the page.
+        title: of the page.
+        policy: adds the current log-prob, entropy, and with a reference the exact KL.
+        reference: adds its log-prob.
+        temperature: divides the logits.
+        sampling: in its place; see :class:`~torchrl_llm_kl.Sampling`.
+        keys: other entries, by column; see :data:`~torchrl_llm_kl.diagnostics.KEYS`.
+        scope: ``"full"``: all turns; ``"turn"``: the last response of each row.
+        options: how text is rendered where the data holds no tokens.
+        clip_low, clip_high: a token is clipped as in the objective ``ppo``: the ratio is beyond ``[1 - clip_low, 1 + clip_high]``
+            on the side where the gradient vanishes.
+
+    Returns:
+        An :class:`Inspection`: a notebook shows an excerpt of it, ``print()`` does in a terminal.
+
+    Raises:
+        KeyError: if the data holds no tokens.
+        ValueError: if the assistant's tokens cannot be told from the prompt, or the clip range is not one.
+        TypeError: if the tokenizer is none, or columns are given with arguments that say how a batch is read.
+
+    Example:
+        >>> from torchrl_llm_kl import Ragged
+        >>> from torchrl_llm_kl.diagnostics import TokenColumns
+        >>> class Letters:
+        ...     def convert_ids_to_tokens(self, ids): return [chr(96 + i) for i in ids]
+        ...     def decode(self, ids): return "".join(chr(96 + i) for i in ids)
+        >>> columns = TokenColumns(
+        ...     Ragged.from_list([torch.tensor([1, 2, 3])]),
+        ...     torch.tensor([False, True, True]),
+        ...     {"log_prob": torch.tensor([0.0, -1.0, -2.0]), "ref_log_prob": torch.tensor([0.0, -1.0, -1.0])},
+        ... )
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     inspection = inspect_tokens(columns, Letters(), f"{folder}/rollouts.html")
+        ...     inspection.path.read_text().count("<script>")
+        1
+        >>> inspection.worst("kl", 1)  # k3 of -2 against -1: e - 2
+        [(0, 2, 0.7182...)]
+    """
+    check_clip_range(clip_low, clip_high)
+    for method in ("convert_ids_to_tokens", "decode"):
+        if not callable(getattr(tokenizer, method, None)):
+            raise TypeError(f"expected a tokenizer with {method!r}, found {type(tokenizer).__name__}.")
+    given = {"policy": policy, "reference": reference, "sampling": sampling, "keys": keys, "options": options}
+    given = {name: value for name, value in given.items() if value is not None}
+    if temperature != 1.0:
+        given["temperature"] = temperature
+    if scope != "full":
+        given["scope"] = scope
+    sides = [_side(data, given, clip_low, clip_high) for data in (batch, other) if data is not None]
+    used = sorted({token for side in sides for token in side.ids.unique().tolist()})
+    texts = dict(zip(used, token_texts(tokenizer, used), strict=True))
+    view = View(tuple(sides), tuple(names[: len(sides)]), title, available(sides), texts)
+    inspection = Inspection(view)
+    if html is not None:
+        inspection.write(html)
+    return inspection
+
+
+def _side(data: TensorDictBase | TokenColumns, given: dict[str, Any], clip_low: float, clip_high: float) -> Side:
+    if isinstance(data, TokenColumns):
+        if given:
+            raise TypeError(
+                f"{sorted(given)} say how a batch is read, but columns were given: pass them to read_columns."
+            )
+        return Side(data, clip_low, clip_high)
+    return Side(read_columns(data, **given), clip_low, clip_high)

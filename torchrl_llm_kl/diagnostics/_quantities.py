@@ -1,0 +1,292 @@
+"""What the inspector shows: numbers per token to colour by, their summaries per rollout, position and turn, and the worst tokens.
+
+Shapes: ``S`` rollouts, ``N`` tokens of all rollouts together. Numbers are float32, and NaN where a token has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl.diagnostics._columns import TokenColumns
+from torchrl_llm_kl.estimators import k3
+
+#: Columns that are shown for a token, with label and unit.
+COLUMNS = {
+    "log_prob": ("log-prob, policy now", "nats"),
+    "old_log_prob": ("log-prob, trainer at sampling", "nats"),
+    "sampler_log_prob": ("log-prob, sampler", "nats"),
+    "ref_log_prob": ("log-prob, reference", "nats"),
+    "entropy": ("entropy", "nats"),
+    "kl": ("KL to the reference", "nats"),
+    "kl_penalty": ("KL penalty", "nats"),
+    "advantage": ("advantage", "reward"),
+}
+#: Steps of colour on each side of zero.
+STEPS = 6
+#: The share of numbers below the end of a colour scale.
+_QUANTILE = 0.99
+_BINS = 60
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What tokens are coloured by.
+
+    Args:
+        name: its name in arguments.
+        label: its name on the page.
+        unit: of its numbers.
+        kind: ``"size"``: mostly above zero; ``"signed"``: either way; ``"row"``: one number per rollout; ``"category"``.
+        of: the column it is, or two columns: the first minus the second.
+        note: what it means.
+        mean_of_sizes: summaries average absolute values: a mean of signed log-ratios would cancel.
+    """
+
+    name: str
+    label: str
+    unit: str
+    kind: Literal["size", "signed", "row", "category"]
+    of: tuple[str, ...] = ()
+    note: str = ""
+    mean_of_sizes: bool = False
+
+    @property
+    def numeric(self) -> bool:
+        """True if each token has a number of its own."""
+        return bool(self.of)
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One batch, on the CPU, as the inspector shows it.
+
+    Args:
+        source: the columns that were read.
+        clip_low, clip_high: the bounds of the ratio, as of the objective ``ppo``.
+    """
+
+    source: TokenColumns
+    clip_low: float
+    clip_high: float
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Token ids; int64 ``[N]``."""
+        return self.source.tokens.values.cpu().long()
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True at the assistant's tokens; ``[N]``."""
+        return self.source.mask.cpu()
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The rollout of each token; ``[N]``."""
+        return self.source.tokens.sequence_ids.cpu()
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Start of each rollout, then ``N``; ``S + 1``."""
+        return [int(i) for i in self.source.tokens.offsets.tolist()]
+
+    @property
+    def count(self) -> int:
+        """``S``."""
+        return len(self.offsets) - 1
+
+    @cached_property
+    def estimated(self) -> bool:
+        """True if the KL is estimated from the sampled tokens."""
+        return "kl" not in self.source.columns
+
+    @cached_property
+    def columns(self) -> dict[str, Tensor]:
+        """The columns as float32, NaN outside the mask, with k3's estimate where the exact KL is missing; ``[N]``."""
+        given = {name: self.source.columns[name] for name in COLUMNS if name in self.source.columns}
+        own = next((given[n] for n in ("log_prob", "old_log_prob", "sampler_log_prob") if n in given), None)
+        if self.estimated and own is not None and "ref_log_prob" in given:
+            given["kl"] = k3(own, given["ref_log_prob"])
+        return {name: given[name].cpu().float().masked_fill(~self.mask, math.nan) for name in COLUMNS if name in given}
+
+    @cached_property
+    def reward(self) -> Tensor | None:
+        """The outcome; float32 ``[S]``."""
+        found = self.source.rows.get("reward")
+        return None if found is None else found.cpu().float().reshape(self.count, -1).sum(-1)
+
+    @cached_property
+    def clipped(self) -> Tensor | None:
+        """2 where PPO's clipping removes the gradient, 1 at other ratios beyond the bounds, else 0; uint8 ``[N]``."""
+        now, old = self.columns.get("log_prob"), self.columns.get("old_log_prob", self.columns.get("sampler_log_prob"))
+        if now is None or old is None:
+            return None
+        ratio = (now - old).exp()
+        bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        out = ((ratio != bounded) & ~ratio.isnan()).to(torch.uint8)
+        advantage = self.columns.get("advantage")
+        if advantage is not None:
+            out[-advantage * bounded > -advantage * ratio] = 2
+        return out
+
+    def values(self, quantity: Quantity) -> Tensor | None:
+        """A quantity's number per token; ``[N]``, or None if a column is missing."""
+        parts = [self.columns.get(name) for name in quantity.of]
+        if not parts or parts[0] is None:
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        return None if parts[1] is None else parts[0] - parts[1]
+
+    def summary(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
+        """Mean and largest absolute number of each rollout; float32 ``[S]``, NaN without any."""
+        values = self.values(quantity)
+        if values is None:
+            return torch.full((2, self.count), math.nan).unbind()
+        known = ~values.isnan()
+        rows, numbers = self.rows[known], values[known].double()
+        largest = torch.full((self.count,), math.nan, dtype=torch.float64)
+        largest.scatter_reduce_(0, rows, numbers.abs(), "amax", include_self=False)
+        return _means(numbers, rows, self.count, quantity), largest.float()
+
+    def profile(self, quantity: Quantity, index: Tensor, count: int) -> Tensor:
+        """Mean over the tokens of each ``index [N]`` (a position or a turn); ``[count]``; -1 belongs to none."""
+        values = self.values(quantity)
+        if values is None:
+            return torch.full((count,), math.nan)
+        known = ~values.isnan() & (index >= 0)
+        return _means(values[known].double(), index[known], count, quantity)
+
+    def worst(self, quantity: Quantity, count: int) -> list[tuple[int, int, float]]:
+        """Rollout, position and number of the tokens of the largest absolute numbers, largest first."""
+        values = self.values(quantity)
+        if values is None:
+            return []
+        sizes = values.abs().nan_to_num(nan=-1.0, posinf=math.inf)
+        top = sizes.topk(min(count, int((sizes >= 0).sum()))).indices
+        return [(int(self.rows[i]), int(i) - self.offsets[int(self.rows[i])], float(values[i])) for i in top]
+
+
+def _means(numbers: Tensor, index: Tensor, count: int, quantity: Quantity) -> Tensor:
+    numbers = numbers.abs() if quantity.mean_of_sizes else numbers
+    sums = torch.zeros(count, dtype=torch.float64).index_add(0, index, numbers)
+    return (sums / torch.bincount(index, minlength=count)).float()  # 0 / 0 is NaN
+
+
+def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
+    """The quantities that at least one batch has, the most telling first."""
+    have = [set(side.columns) for side in sides]
+
+    def first(*choices: tuple[str, ...]) -> tuple[str, ...]:
+        return next((choice for choice in choices if any(set(choice) <= names for names in have)), ())
+
+    estimated = {side.estimated for side in sides if "kl" in side.columns}
+    how = {(True,): "k3 estimate", (False,): "exact"}.get(tuple(sorted(estimated)), "exact or k3")
+    before = first(("log_prob", "old_log_prob"), ("log_prob", "sampler_log_prob"))
+    choices = [
+        Quantity("kl", f"KL to the reference ({how})", "nats", "size", first(("kl",)), "KL(policy || reference)"),
+        Quantity(
+            "mismatch",
+            "Mismatch: log-ratio to the sampler",
+            "nats",
+            "signed",
+            first(("old_log_prob", "sampler_log_prob"), ("log_prob", "sampler_log_prob")),
+            "the trainer's log-prob minus the sampler's",
+            mean_of_sizes=True,
+        ),
+        Quantity(
+            "drift",
+            "Drift: log-ratio to the old policy",
+            "nats",
+            "signed",
+            before,
+            "the policy's log-prob now minus that at sampling",
+            mean_of_sizes=True,
+        ),
+        Quantity("entropy", "Entropy", "nats", "size", first(("entropy",)), "of the policy's distribution"),
+        Quantity("kl_penalty", "KL penalty", "nats", "signed", first(("kl_penalty",)), "as stored in the batch"),
+        Quantity("advantage", "Advantage", "reward", "signed", first(("advantage",)), "as stored in the batch"),
+        Quantity(
+            "log_prob",
+            "Log-prob",
+            "nats",
+            "signed",
+            first(("log_prob",), ("old_log_prob",), ("sampler_log_prob",)),
+            "of the sampled token",
+        ),
+    ]
+    found = [quantity for quantity in choices if quantity.of]
+    if any(side.reward is not None for side in sides):
+        found.append(Quantity("reward", "Reward", "reward", "row", note="the outcome of the rollout"))
+    if any(side.clipped is not None for side in sides):
+        low, high = 1 - sides[0].clip_low, 1 + sides[0].clip_high
+        note = f"ratio to the old policy beyond [{low:g}, {high:g}]"
+        found.append(Quantity("clipped", "Clipped", "", "category", note=note))
+    found.append(Quantity("mask", "Mask", "", "category", note="the assistant's tokens, which a loss trains"))
+    return tuple(found)
+
+
+def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
+    """The end of the colour scale: 99 % of the absolute numbers are below, rounded up to 1, 2 or 5 times a power of ten."""
+    if quantity.kind == "row":
+        parts = [side.reward for side in sides]
+    else:
+        parts = [side.values(quantity) for side in sides]
+    known = [part for part in parts if part is not None]
+    numbers = torch.cat(known).abs() if known else torch.zeros(0)
+    numbers = numbers[numbers.isfinite()].double().sort().values
+    if numbers.numel() == 0 or not (top := float(numbers[math.ceil(_QUANTILE * (numbers.numel() - 1))])):
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(top))
+    return next(round(f * power, 12) or f * power for f in (1, 2, 5, 10) if f * power >= top * (1 - 1e-9))
+
+
+def step_of(value: float, scale: float) -> int | None:
+    """The colour of a number: -6 to 6, 0 for less than a seventh of the scale; None for NaN."""
+    if math.isnan(value):
+        return None
+    size = abs(value) / scale * (STEPS + 1)
+    return int(math.copysign(STEPS if size >= STEPS else math.floor(size), value))
+
+
+def position_bins(sides: Sequence[Side]) -> tuple[int, int]:
+    """Width and number of the bins over positions in the answers of all batches: at most 60."""
+    longest = max((int(side.source.places.max()) + 1 for side in sides if side.ids.numel()), default=0)
+    width = max(1, math.ceil(longest / _BINS))
+    return width, math.ceil(longest / width)
+
+
+def match(side: Side, other: Side) -> list[int]:
+    """For each rollout its counterpart in the other batch, -1 for none.
+
+    Rollouts of the same tokens belong together, then those of the same prompt (what precedes the assistant's first token), in
+    order.
+    """
+    counterparts = [-1] * side.count
+    taken: set[int] = set()
+    for whole in (True, False):
+        waiting: dict[bytes, list[int]] = defaultdict(list)
+        for row, key in enumerate(_keys(other, whole=whole)):
+            if row not in taken:
+                waiting[key].append(row)
+        for row, key in enumerate(_keys(side, whole=whole)):
+            if counterparts[row] < 0 and waiting[key]:
+                counterparts[row] = waiting[key].pop(0)
+                taken.add(counterparts[row])
+    return counterparts
+
+
+def _keys(side: Side, *, whole: bool) -> list[bytes]:
+    keys = []
+    for start, end in zip(side.offsets, side.offsets[1:], strict=False):
+        first = side.mask[start:end].nonzero()
+        stop = start + int(first[0]) if len(first) and not whole else end
+        keys.append(side.ids[start:stop].numpy().tobytes())
+    return keys
