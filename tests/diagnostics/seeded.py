@@ -137,9 +137,7 @@ def sample(
     )
 
 
-def clean(
-    family: str, seed: int, prompts: int = PROMPTS, length: int = LENGTH, **config: Any
-) -> tuple[nn.Module, Rollout]:
+def clean(family: str, seed: int, prompts: int = PROMPTS, length: int = LENGTH, **config: Any) -> tuple[nn.Module, Rollout]:
     """A policy and its own samples."""
     model = make_model(family, seed, **config)
     return model, sample(model, make_prompts(prompts, seed), seed, length=length)

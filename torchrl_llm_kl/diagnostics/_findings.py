@@ -195,9 +195,7 @@ def unreadable(case: Case) -> list[Finding]:
         cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"
         out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, column=name, error=text))
     if not case.columns.sampled and case.table.recorded is not None:
-        out.append(
-            finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them")
-        )
+        out.append(finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them"))
     return out
 
 
@@ -211,11 +209,7 @@ def not_finite(case: Case) -> list[Finding]:
         bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
         if bool(bad.any()):
             share = float(bad.double().mean())
-            out.append(
-                finding(
-                    "nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())
-                )
-            )
+            out.append(finding("nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())))
     return out
 
 
@@ -363,12 +357,12 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
         return [], whole
     where = whole.where.clone()
     where[where.clone()] = ~zero
-    rest = Difference(whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero])
+    rest = Difference(
+        whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero]
+    )
     explained = 1 - float(rest.d.square().clamp(max=4.0).sum() / whole.d.square().clamp(max=4.0).sum())
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
-    certain = float(whole.trainer[zero].mean()) > 0.3 * float(
-        whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0
-    )
+    certain = float(whole.trainer[zero].mean()) > 0.3 * float(whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0)
     if certain or (int(zero.sum()) < 3 and explained < NAMED):
         return [], rest
     # zeros have no other explanation, so few of them are certain too
@@ -404,9 +398,7 @@ def _off_by_one(rest: Difference) -> list[Finding]:
         explained = 1 - float((there - recorded).square().clamp(max=4.0).sum() / before)
         if explained > NAMED:
             remedy = f"Move them by {-shift}: entry t must hold log p(token t | tokens before t)."
-            out.append(
-                finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained)
-            )
+            out.append(finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained))
     return out
 
 
@@ -418,11 +410,7 @@ def _rounded(rest: Difference) -> list[Finding]:
         within = float((rest.d.abs() <= limit).double().mean())
         if exact > 0.999 and within > 0.5:
             name = str(dtype).removeprefix("torch.")
-            return [
-                finding(
-                    "low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within
-                )
-            ]
+            return [finding("low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within)]
     return []
 
 
@@ -487,7 +475,9 @@ def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tens
 
 
 def _temperature_remedy(found: float, scored: float) -> str:
-    return f"Score at the sampler's temperature, temperature={found:.3g} instead of {scored:g}, or sample at temperature={scored:g}."
+    return (
+        f"Score at the sampler's temperature, temperature={found:.3g} instead of {scored:g}, or sample at temperature={scored:g}."
+    )
 
 
 def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
@@ -571,12 +561,7 @@ def _precision(case: Case, rest: Difference, explained: Any, here: Tensor, inner
         size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
         if correlation.z > LARGEST_Z and correlation.value > 0.15 and 0.2 < size < 5:
             confidence = min(0.98, 0.6 + 0.5 * correlation.value)
-            evidence = {
-                "correlation": correlation.value,
-                "z": correlation.z,
-                "size_of_rounding": size,
-                "precision": name,
-            }
+            evidence = {"correlation": correlation.value, "z": correlation.z, "size_of_rounding": size, "precision": name}
             out.append(finding("low_precision", confidence, **evidence))
     return [max(out, key=lambda each: each.confidence)] if out else []
 
@@ -625,10 +610,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
             return [finding("other_sampling", 0.7, remedy=text, **evidence)]
         return [finding("mismatch", 0.6 * (1 - best), **evidence)]
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
-    early, late = (
-        rest.d[part].square().clamp(max=4.0).mean() if bool(part.any()) else rest.d.new_zeros(())
-        for part in (first, ~first)
-    )
+    early, late = (rest.d[part].square().clamp(max=4.0).mean() if bool(part.any()) else rest.d.new_zeros(()) for part in (first, ~first))
     concentration = float(early / late) if float(late) > 0 else 1.0
     evidence["early_over_late"] = concentration
     kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
@@ -656,11 +638,7 @@ def explain_tokens(case: Case) -> list[Finding]:
     mean = clustered_mean(gap[known], case.table.sequences[known])
     if not significant(mean):
         return []
-    evidence: dict[str, float | str] = {
-        "surprisal/gap": mean.value,
-        "surprisal/error": mean.error,
-        "surprisal/z": mean.z,
-    }
+    evidence: dict[str, float | str] = {"surprisal/gap": mean.value, "surprisal/error": mean.error, "surprisal/z": mean.z}
     rescorer = case.rescorer
     if rescorer is None or rescorer.sampling.truncates:
         return [finding("other_sampling", 0.6, **evidence)]

@@ -53,16 +53,16 @@ def status_line(metrics: Mapping[str, float], *, kl_target: float | None = None)
 class RunMonitor:
     """Feeds loggers: metrics at each step, the doctor's findings and the inspector's page at each ``every``-th.
 
-    Call :meth:`add` with the output of each loss, and :meth:`step` at the end of a step. Numbers of several outputs are averaged;
-    they are read on the host once, in :meth:`step`.
+    Call :meth:`add` with the output of each loss, and :meth:`step` at the end of a step. Numbers of several outputs are
+    averaged; they are read on the host once, in :meth:`step`.
 
     Args:
-        loggers: torchrl's (``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``, ...), one or several, or none.
+        loggers: torchrl's (``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``, ...), one, several or none.
 
     Keyword Args:
         every: steps between two looks at a batch, the first of which is at step 0; 0 for none.
-        folder: where ``rollouts.html`` and ``diagnosis.txt`` are written, each look over the one before; None: not written, and the
-            page is not made.
+        folder: where ``rollouts.html`` and ``diagnosis.txt`` are written, each look over the one before; None: nowhere, and
+            there is no page.
         tokenizer: of the policy; the page needs it, and the doctor for causes in text.
         policy, reference, temperature, sampling: see :func:`~torchrl_llm_kl.diagnostics.diagnose`. Without a policy nothing is
             scored: the batch's own entries are shown.
