@@ -154,7 +154,7 @@ def test_torchrls_mlflow_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mlflow = pytest.importorskip("mlflow")
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
-    logger = MLFlowLogger("run", f"file:{tmp_path}/artifacts")
+    logger = MLFlowLogger("run", f"file:{tmp_path}/runs", artifact_location=f"file:{tmp_path}/artifacts")
     monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     try:
         monitor.step(4, batch(shift=1), kl=0.5)
