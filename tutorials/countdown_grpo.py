@@ -6,7 +6,8 @@ Run it with ``python tutorials/countdown_grpo.py``: two CPU cores, no network, a
 2. freezes a copy as the reference;
 3. samples answers, rewards right ones *minus a coefficient times the KL to the reference*, and trains the model on this
    reward, while the coefficient adapts to hold the KL at a target;
-4. prints the share of held-out problems that the model solves before and after.
+4. prints the share of held-out problems that the model solves before and after, and leaves a page with the tokens of a late
+   batch (``rollouts.html``), what the doctor found in it (``diagnosis.txt``) and the curves.
 
 Ctrl-C saves the model and the plot of the steps so far; files of an earlier run are moved aside, not overwritten. Algorithms
 without a reference (``--algorithm dapo``) have no penalty: the KL is then only measured. ``--model`` runs the same loop on any
@@ -29,6 +30,7 @@ import typer
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors.llm import LLMCollector
+from torchrl.record import CSVLogger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from countdown.algorithms import (
@@ -52,8 +54,9 @@ from countdown.model import (
 )
 from countdown.report import Metrics, MetricsFile, keep_earlier_run, plot_curves, print_table, progress, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
-from torchrl_llm_kl import RetrieveKL
+from torchrl_llm_kl import RetrieveKL, RunMonitor
 from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm
+from torchrl_llm_kl.diagnostics import status_line
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
@@ -92,6 +95,7 @@ def train(
     max_new_tokens: int,
     seed: int,
     metrics: MetricsFile,
+    monitor: RunMonitor | None = None,
     teacher: PreTrainedModel | None = None,
     sampling: Mapping[str, Any] | None = None,
     **placement: Any,
@@ -102,6 +106,7 @@ def train(
     ``placement`` to the algorithm; the demo has the defaults of both.
     """
     batch_size = num_prompts * group_size
+    monitor = RunMonitor(every=0) if monitor is None else monitor
     reference = copy.deepcopy(policy).requires_grad_(False)
 
     # An algorithm is a preset of advantage, objective and KL placement. Here the KL is part of the reward, times a
@@ -140,10 +145,13 @@ def train(
         start = time.perf_counter()
         for step, batch in enumerate(collector):
             batch = parts.prepare(label(batch, group_size))  # evaluates the critic, writes advantages
+            monitor.look(
+                step, batch
+            )  # now and then, before the update: what is wrong with the batch, and its tokens as a page
             answers = batch.select(*LOSS_KEYS, strict=False).contiguous()  # dense and without strings: faster to index
             if experts is not None:
                 answers = with_experts(answers, experts)
-            learn(policy, parts, answers, optimizer)
+            learn(policy, parts, answers, optimizer, monitor)
             schedule.step()
             row = summarise(
                 batch,
@@ -152,23 +160,31 @@ def train(
                 charged=kl.add_to_reward,
                 seconds=time.perf_counter() - start,
             )
-            metrics.append(row)
+            logged = monitor.step(**row)
+            metrics.append(row | {name: logged[name] for name in ("clip_fraction", "ESS") if name in logged})
             if coefficient is not None:
                 # The penalty grows if the KL is above its target, and shrinks if it is below.
                 coefficient.update(row["kl"], n=batch_size)
-            advance(status(row))
+            advance(status(logged, monitor.kl_target))
     collector.shutdown()
 
 
 def learn(
-    policy: PreTrainedModel, parts: AlgorithmParts, answers: TensorDictBase, optimizer: torch.optim.Optimizer
+    policy: PreTrainedModel,
+    parts: AlgorithmParts,
+    answers: TensorDictBase,
+    optimizer: torch.optim.Optimizer,
+    monitor: RunMonitor | None = None,
 ) -> None:
     """Update the policy on minibatches of one step's answers: each is a step with its own mean."""
     for _ in range(EPOCHS):
         for minibatch in parts.minibatches(answers, MINIBATCHES):
             optimizer.zero_grad()
             for loss in parts.losses:
-                loss(minibatch).total_loss.backward()
+                output = loss(minibatch)
+                output.total_loss.backward()
+                if monitor is not None:
+                    monitor.add(output)
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
 
@@ -198,10 +214,9 @@ def summarise(
     }
 
 
-def status(row: Metrics) -> str:
+def status(row: Metrics, kl_target: float | None = None) -> str:
     """One line about a step."""
-    line = f"right {row['success']:4.0%}  reward {row['reward']:.2f}  KL {row['kl']:5.2f}"
-    return line + (f"  coefficient {row['coefficient']:.3f}" if "coefficient" in row else "")
+    return f"right {row['success']:4.0%}  {status_line(row, kl_target=kl_target)}"
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -236,7 +251,10 @@ def main(
         Path | None, typer.Option(help="Save the trained model and its tokenizer in this folder.")
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for metrics.jsonl and curves.png; for the model too if the run is interrupted.")
+        Path,
+        typer.Option(
+            help="Folder for metrics, curves, rollouts.html and diagnosis.txt; for the model too if interrupted."
+        ),
     ] = Path("runs/demo"),
 ) -> None:
     """Teach a language model to play Countdown, with a KL penalty that keeps it near its initial weights."""
@@ -257,8 +275,15 @@ def main(
     policy, tokenizer = make_policy(problems) if model is None else open_policy(model)
     if warmup_steps is None:
         warmup_steps = WARMUP_STEPS if model is None else 0
-    keep_earlier_run(out, ("metrics.jsonl", "curves.png", "model"))
+    keep_earlier_run(out, ("metrics.jsonl", "curves.png", "rollouts.html", "diagnosis.txt", "csv", "model"))
     metrics = MetricsFile(out / "metrics.jsonl")
+    monitor = RunMonitor(
+        CSVLogger("csv", log_dir=str(out)),
+        every=max(1, steps // 7),
+        folder=out,
+        tokenizer=tokenizer,
+        kl_target=kl_target,
+    )
     found: list[float] = []  # accuracy on held-out problems, before and after
     interrupted = False
     try:
@@ -283,6 +308,7 @@ def main(
             max_new_tokens=max_new_tokens,
             seed=seed,
             metrics=metrics,
+            monitor=monitor,
             teacher=teacher,
         )
         found.append(accuracy(policy, tokenizer, held_out, max_new_tokens=max_new_tokens))
@@ -291,7 +317,7 @@ def main(
         save_model = save_model or out / "model"
         typer.echo(f"\ninterrupted after {len(metrics.rows)} of {steps} RL steps: saving the model")
 
-    written = [metrics.path]
+    written = [metrics.path, *(path for path in (out / "rollouts.html", out / "diagnosis.txt") if path.exists())]
     if save_model is not None:
         policy.save_pretrained(save_model)
         tokenizer.save_pretrained(save_model)

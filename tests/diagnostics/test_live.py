@@ -71,7 +71,11 @@ def test_the_line_of_a_progress_bar() -> None:
 def test_a_batch_is_looked_at_every_so_many_steps(tmp_path: Path) -> None:
     lines = Lines()
     monitor = RunMonitor(lines, every=3, folder=tmp_path, tokenizer=build_tokenizer())
-    looked = [step for step in range(7) if "doctor/mask/tokens" in monitor.step(step, batch())]
+    looked = []
+    for step in range(7):
+        found = monitor.look(step, batch())
+        assert ("doctor/mask/tokens" in monitor.step(step)) == (found is not None)
+        looked += [] if found is None else [step]
     assert looked == [0, 3, 6]
     assert lines.scalars[3]["doctor/mask/tokens"] == 48
     assert lines.texts == {}, "nothing is wrong"
@@ -82,7 +86,8 @@ def test_a_batch_is_looked_at_every_so_many_steps(tmp_path: Path) -> None:
 def test_a_fault_is_logged_with_its_confidence_and_its_report() -> None:
     lines = Lines()
     monitor = RunMonitor(lines, every=1)
-    monitor.step(0, batch(shift=1))
+    monitor.look(0, batch(shift=1))
+    monitor.step(0)
     assert monitor.diagnosis is not None
     assert monitor.diagnosis.worst is not None
     assert monitor.diagnosis.worst.cause == "off_by_one"
@@ -97,9 +102,10 @@ def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
         model.register_forward_pre_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
     td = batch().exclude(("next", "log_probs"), ("next", "sampler_log_probs"))
     monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=build_tokenizer(), policy=policy, reference=reference)
-    metrics = monitor.step(0, td)
+    monitor.look(0, td)
+    metrics = monitor.step(0)
     once = dict(calls)
-    RunMonitor(every=1, policy=policy, reference=reference).step(0, td)
+    RunMonitor(every=1, policy=policy, reference=reference).look(0, td)
     assert calls == {name: 2 * number for name, number in once.items()}, "the page needs no forward of its own"
     assert metrics["doctor/kl/exact"] > 0
 
@@ -108,7 +114,8 @@ def test_torchrls_csv_logger(tmp_path: Path) -> None:
     logger = CSVLogger("run", log_dir=str(tmp_path))
     monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     monitor.add({"ESS": torch.tensor(0.25)})
-    monitor.step(4, batch(shift=1))
+    monitor.look(4, batch(shift=1))
+    monitor.step(4)
     rows = list(csv.reader((tmp_path / "run" / "scalars" / "ESS.csv").open()))
     assert [[float(x) for x in row] for row in rows] == [[4.0, 0.25]]
     assert "off_by_one" in (tmp_path / "run" / "scalars" / "doctor" / "fault").iterdir().__next__().name
@@ -125,7 +132,8 @@ def test_torchrls_tensorboard_logger(tmp_path: Path) -> None:
 
     logger = TensorboardLogger("run", log_dir=str(tmp_path))
     monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
-    monitor.step(4, batch(shift=1), kl=0.5)
+    monitor.look(4, batch(shift=1))
+    monitor.step(4, kl=0.5)
     logger.experiment.flush()
     found = EventAccumulator(str(tmp_path / "run")).Reload()
     (event,) = found.Scalars("kl")
@@ -142,7 +150,8 @@ def test_torchrls_wandb_logger_offline(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger("run", offline=True, save_dir=str(tmp_path), project="test", log_env_packages=False)
     monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
-    monitor.step(4, batch(shift=1), kl=0.5)
+    monitor.look(4, batch(shift=1))
+    monitor.step(4, kl=0.5)
     assert logger.experiment.summary["kl"] == 0.5
     logger.experiment.finish()
     pages = [path.read_text() for path in tmp_path.rglob("media/html/*.html")]
@@ -157,7 +166,8 @@ def test_torchrls_mlflow_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     logger = MLFlowLogger("run", f"file:{tmp_path}/runs", artifact_location=f"file:{tmp_path}/artifacts")
     monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     try:
-        monitor.step(4, batch(shift=1), kl=0.5)
+        monitor.look(4, batch(shift=1))
+        monitor.step(4, kl=0.5)
         run = mlflow.get_run(logger.experiment.info.run_id)
     finally:
         mlflow.end_run()
@@ -186,5 +196,7 @@ def test_a_logger_without_texts_and_folders_gets_numbers_alone(tmp_path: Path) -
             self.seen.append((name, value, step))
 
     numbers = Numbers()
-    RunMonitor(numbers, every=1, folder=tmp_path, tokenizer=build_tokenizer()).step(0, batch(shift=1), kl=1.0)
+    monitor = RunMonitor(numbers, every=1, folder=tmp_path, tokenizer=build_tokenizer())
+    monitor.look(0, batch(shift=1))
+    monitor.step(0, kl=1.0)
     assert ("kl", 1.0, 0) in numbers.seen

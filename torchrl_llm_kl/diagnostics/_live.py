@@ -53,8 +53,8 @@ def status_line(metrics: Mapping[str, float], *, kl_target: float | None = None)
 class RunMonitor:
     """Feeds loggers: metrics at each step, the doctor's findings and the inspector's page at each ``every``-th.
 
-    Call :meth:`add` with the output of each loss, and :meth:`step` at the end of a step. Numbers of several outputs are
-    averaged; they are read on the host once, in :meth:`step`.
+    In each step call :meth:`look` with the batch before the first update, :meth:`add` with the output of each loss, and
+    :meth:`step` at the end. Numbers of several outputs are averaged; they are read on the host once, in :meth:`step`.
 
     Args:
         loggers: torchrl's (``CSVLogger``, ``TensorboardLogger``, ``WandbLogger``, ``MLFlowLogger``, ...), one, several or none.
@@ -115,6 +115,7 @@ class RunMonitor:
         self.diagnosis: Diagnosis | None = None
         self.last: dict[str, float] = {}
         self._sums: dict[str, list[Tensor]] = {}
+        self._found: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, Any] | TensorDictBase) -> None:
         """Take the numbers of a loss's output, or any others, without waiting for the device. Other entries are left out."""
@@ -129,25 +130,39 @@ class RunMonitor:
         """The last step in one line, for a progress bar."""
         return status_line(self.last, kl_target=self.kl_target)
 
-    def step(self, step: int, batch: TensorDictBase | None = None, **numbers: float) -> dict[str, float]:
-        """Log what was added since the last step, and ``numbers``; look at the batch if it is time.
+    def step(self, step: int, **numbers: float) -> dict[str, float]:
+        """Log what was added and found since the last step, and ``numbers``.
 
         Args:
             step: its number, from 0.
-            batch: rollouts of this step.
             numbers: further ones, as they are.
 
         Returns:
             What was logged.
         """
-        metrics = {**_means(self._sums), **{name: float(value) for name, value in numbers.items()}}
-        self._sums = {}
-        if batch is not None and self.every and step % self.every == 0 and batch.numel():
-            metrics |= self._look(step, batch)
+        metrics = {**_means(self._sums), **{name: float(value) for name, value in numbers.items()}, **self._found}
+        self._sums, self._found = {}, {}
         for logger in self.loggers:
             log_metrics(logger, metrics, step)
         self.last = metrics
         return metrics
+
+    def look(self, step: int, batch: TensorDictBase) -> Diagnosis | None:
+        """Diagnose a batch and write its page, if it is time; :meth:`step` logs the numbers.
+
+        Call it before the policy is updated on the batch: later, what the update changed looks like a fault of the sampler.
+
+        Args:
+            step: its number, from 0.
+            batch: rollouts of this step.
+
+        Returns:
+            The diagnosis; None if this step is not looked at.
+        """
+        if not self.every or step % self.every or not batch.numel():
+            return None
+        self._found = self._look(step, batch)
+        return self.diagnosis
 
     def _look(self, step: int, batch: TensorDictBase) -> dict[str, float]:
         """Diagnose a batch and write its page; returns the doctor's numbers, and the confidence of each fault."""

@@ -277,14 +277,23 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
 
 
 def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Tensor:
-    """True at the first token of a masked-in run whose log-prob is exactly 0, if others of its sequence are not; ``[N]``.
+    """True at the first token of a masked-in run whose log-prob is exactly 0 because it was never computed; ``[N]``.
 
-    torchrl's wrappers store 0 there: they never compute it.
+    torchrl's wrappers store 0 there. It is taken for that where other tokens of its sequence have scores; and in a sequence
+    without any, such as an answer of one token, if all sequences with scores have it.
+
+    Example:
+        >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([7, 8])])
+        >>> mask = torch.tensor([False, True, True, False, True])
+        >>> zeros_of_first_tokens(torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0]), mask, tokens).tolist()
+        [False, True, False, False, True]
     """
     before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
     first = mask & (~before | (tokens.positions == 0))
-    scored = tokens.like((mask & (log_prob != 0)).long()).sum() > 0
-    return first & (log_prob == 0) & scored[tokens.sequence_ids]
+    scored = (tokens.like((mask & (log_prob != 0)).long()).sum() > 0)[tokens.sequence_ids]
+    known = first & scored
+    always = known.any() & ~(known & (log_prob != 0)).any()
+    return first & (log_prob == 0) & (scored | always)
 
 
 # ------------------------------------------------------------------ the trained tokens of a loss
