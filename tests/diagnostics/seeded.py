@@ -24,7 +24,7 @@ from toy_tokenizer import CHATML
 #: Five families of models; each fault is seeded in one of them, by its seed.
 FAMILIES = ("qwen2", "llama", "gpt2", "gemma2", "qwen3")
 PROMPTS, ANSWERS, LENGTH = 12, 8, 24
-_MERGES = [(a, b) for a in "aeiou" for b in "nrstl"]
+_MERGES = [(a, b) for a in "aeiou" for b in "bcdfghjklmnpqrstvwxz"]
 ZEPHYR = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -33,7 +33,7 @@ ZEPHYR = (
 
 @lru_cache
 def make_tokenizer() -> Any:
-    """Printable characters, and 25 pairs of letters: two letters one after the other are often one token when encoded."""
+    """Printable characters, and 100 pairs of letters: some neighbours are one token when they are encoded again."""
     characters = [*string.printable[:95], "\n"]
     vocab = {token: i for i, token in enumerate([*characters, *("".join(pair) for pair in _MERGES)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_MERGES))

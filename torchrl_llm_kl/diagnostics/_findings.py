@@ -324,9 +324,9 @@ def explain_mismatch(case: Case) -> list[Finding]:
     seen = {"mismatch/rms": rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
     causes = _off_by_one(rest)
     causes += _rounded(rest)
-    if case.rescorer is not None and _best(causes) < 0.5 + 0.49 * 0.95:
-        causes += _rescored(case, rest, causes)
     causes += _retokenised(case, rest, _best(causes))
+    if case.rescorer is not None and _best(causes) < 0.9:
+        causes += _rescored(case, rest, causes)
     causes += _otherwise(case, rest, _best(causes))
     return found + [Finding(c.cause, c.confidence, {**seen, **c.evidence}, c.remedy, c.severity) for c in causes]
 
@@ -363,7 +363,7 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
     explained = 1 - float(rest.d.square().clamp(max=4.0).sum() / whole.d.square().clamp(max=4.0).sum())
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
     certain = float(whole.trainer[zero].mean()) > 0.3 * float(whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0)
-    if certain or (int(zero.sum()) < 3 and explained < NAMED):
+    if certain or (float(zero.double().mean()) < 0.01 and explained < 0.1):
         return [], rest
     # zeros have no other explanation, so few of them are certain too
     share, first = float(zero.double().mean()), float(whole.places[zero].double().mean())
@@ -547,23 +547,26 @@ def _temperature(case: Case, rest: Difference, explained: Any, here: Tensor, inn
 
 
 def _precision(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
-    """Differences that go along with those of the policy itself in bfloat16."""
+    """The sampler's log-probs are those of the policy in bfloat16, or go along with them."""
     assert case.rescorer is not None
-    d = -rest.d[here]
-    out: list[Finding] = []
-    for name, log_prob in case.rescorer.in_low_precision():
-        own = log_prob[inner] - rest.trainer[here]
-        spread = float(own.std(correction=0) * d.std(correction=0))
-        if spread == 0:
-            continue
-        product = (own - own.mean()) * (d - d.mean()) / spread
-        correlation = clustered_mean(product, rest.sequences[here])
-        size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
-        if correlation.z > LARGEST_Z and correlation.value > 0.15 and 0.2 < size < 5:
-            confidence = min(0.98, 0.6 + 0.5 * correlation.value)
-            evidence = {"correlation": correlation.value, "z": correlation.z, "size_of_rounding": size, "precision": name}
-            out.append(finding("low_precision", confidence, **evidence))
-    return [max(out, key=lambda each: each.confidence)] if out else []
+    rounded = case.rescorer.in_bfloat16()
+    if rounded is None:
+        return []
+    d, own = -rest.d[here], rounded[inner] - rest.trainer[here]
+    spread = float(own.std(correction=0) * d.std(correction=0))
+    if spread == 0:
+        return []
+    correlation = clustered_mean((own - own.mean()) * (d - d.mean()) / spread, rest.sequences[here])
+    size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
+    share = explained(rounded)
+    evidence: dict[str, float | str] = {
+        "explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size,
+    }  # fmt: skip
+    if share > NAMED:
+        return [finding("low_precision", _confidence(share), **evidence)]
+    if correlation.z > LARGEST_Z and correlation.value > 0.4 and 0.4 < size < 2.5:  # other kernels round otherwise
+        return [finding("low_precision", 0.5 + 0.3 * correlation.value, **evidence)]
+    return []
 
 
 def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
