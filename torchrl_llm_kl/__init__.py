@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import make_algorithm
+    from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, diagnose
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
         AdaptiveKLCoefficient,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         PIKLCoefficient,
         get_estimator,
     )
-    from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, diagnose
     from torchrl_llm_kl.losses import LossTerm, PolicyLoss, ValueLoss, get_objective
     from torchrl_llm_kl.ragged import Ragged
     from torchrl_llm_kl.scoring import (

@@ -85,7 +85,9 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *(_describe(i, each) for i, each in enumerate(self._ordered, 1)), *self._table()])
+        return "\n".join(
+            [self._headline(), *(_describe(i, each) for i, each in enumerate(self._ordered, 1)), *self._table()]
+        )
 
     @property
     def _ordered(self) -> tuple[Finding, ...]:
@@ -248,9 +250,7 @@ def _read(
         reference = None
     if policy is None and reference is None:
         return stored
-    return read_columns(
-        batch, policy=policy, reference=reference, temperature=temperature, sampling=sampling, **given
-    )
+    return read_columns(batch, policy=policy, reference=reference, temperature=temperature, sampling=sampling, **given)
 
 
 def _ends(tokenizer: Any) -> list[int] | None:

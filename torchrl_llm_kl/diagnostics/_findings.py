@@ -195,7 +195,9 @@ def unreadable(case: Case) -> list[Finding]:
         cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"
         out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, column=name, error=text))
     if not case.columns.sampled and case.table.recorded is not None:
-        out.append(finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them"))
+        out.append(
+            finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them")
+        )
     return out
 
 
@@ -209,7 +211,11 @@ def not_finite(case: Case) -> list[Finding]:
         bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
         if bool(bad.any()):
             share = float(bad.double().mean())
-            out.append(finding("nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())))
+            out.append(
+                finding(
+                    "nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())
+                )
+            )
     return out
 
 
@@ -357,12 +363,12 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
         return [], whole
     where = whole.where.clone()
     where[where.clone()] = ~zero
-    rest = Difference(
-        whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero]
-    )
+    rest = Difference(whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero])
     explained = 1 - float(rest.d.square().clamp(max=4.0).sum() / whole.d.square().clamp(max=4.0).sum())
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
-    certain = float(whole.trainer[zero].mean()) > 0.3 * float(whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0)
+    certain = float(whole.trainer[zero].mean()) > 0.3 * float(
+        whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0
+    )
     if certain or (float(zero.double().mean()) < 0.01 and explained < 0.1):
         return [], rest
     # zeros have no other explanation, so few of them are certain too
@@ -398,7 +404,9 @@ def _off_by_one(rest: Difference) -> list[Finding]:
         explained = 1 - float((there - recorded).square().clamp(max=4.0).sum() / before)
         if explained > NAMED:
             remedy = f"Move them by {-shift}: entry t must hold log p(token t | tokens before t)."
-            out.append(finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained))
+            out.append(
+                finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained)
+            )
     return out
 
 
@@ -410,7 +418,11 @@ def _rounded(rest: Difference) -> list[Finding]:
         within = float((rest.d.abs() <= limit).double().mean())
         if exact > 0.999 and within > 0.5:
             name = str(dtype).removeprefix("torch.")
-            return [finding("low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within)]
+            return [
+                finding(
+                    "low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within
+                )
+            ]
     return []
 
 
@@ -475,9 +487,7 @@ def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tens
 
 
 def _temperature_remedy(found: float, scored: float) -> str:
-    return (
-        f"Score at the sampler's temperature, temperature={found:.3g} instead of {scored:g}, or sample at temperature={scored:g}."
-    )
+    return f"Score at the sampler's temperature, temperature={found:.3g} instead of {scored:g}, or sample at temperature={scored:g}."
 
 
 def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
@@ -607,13 +617,16 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
     evidence: dict[str, float | str] = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     if case.rescorer is None:
-        below = float((rest.d > case.floor).double().mean())
-        if ratio.value < -SMALLEST_GAP and ratio.z < -LARGEST_Z and below < 0.01:
+        above = float((rest.d > case.floor).double().mean())
+        if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
             text = "Find the sampler's top-k, top-p or min-p and score it: sampling=Sampling(...); pass policy= to have it fitted."
             return [finding("other_sampling", 0.7, remedy=text, **evidence)]
         return [finding("mismatch", 0.6 * (1 - best), **evidence)]
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
-    early, late = (rest.d[part].square().clamp(max=4.0).mean() if bool(part.any()) else rest.d.new_zeros(()) for part in (first, ~first))
+    early, late = (
+        rest.d[part].square().clamp(max=4.0).mean() if bool(part.any()) else rest.d.new_zeros(())
+        for part in (first, ~first)
+    )
     concentration = float(early / late) if float(late) > 0 else 1.0
     evidence["early_over_late"] = concentration
     kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
@@ -641,7 +654,11 @@ def explain_tokens(case: Case) -> list[Finding]:
     mean = clustered_mean(gap[known], case.table.sequences[known])
     if not significant(mean):
         return []
-    evidence: dict[str, float | str] = {"surprisal/gap": mean.value, "surprisal/error": mean.error, "surprisal/z": mean.z}
+    evidence: dict[str, float | str] = {
+        "surprisal/gap": mean.value,
+        "surprisal/error": mean.error,
+        "surprisal/z": mean.z,
+    }
     rescorer = case.rescorer
     if rescorer is None or rescorer.sampling.truncates:
         return [finding("other_sampling", 0.6, **evidence)]

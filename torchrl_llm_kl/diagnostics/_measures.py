@@ -178,7 +178,9 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 # ------------------------------------------------------------------ families of measures
 
 
-def measure(columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Any = None) -> dict[str, float]:
+def measure(
+    columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Any = None
+) -> dict[str, float]:
     """All measures of a batch whose columns are there.
 
     Args:
@@ -283,7 +285,11 @@ def surprisal_measures(table: Table) -> dict[str, float]:
     known = gap.isfinite()
     mean = clustered_mean(gap[known], table.sequences[known])
     entropy = table.columns["entropy"]
-    out = {"surprisal/error": mean.error, "surprisal/z": mean.z, "surprisal/entropy": _mean(entropy[entropy.isfinite()])}
+    out = {
+        "surprisal/error": mean.error,
+        "surprisal/z": mean.z,
+        "surprisal/entropy": _mean(entropy[entropy.isfinite()]),
+    }
     return _split(table, gap, {"surprisal/gap": _mean}) | out
 
 
@@ -410,7 +416,9 @@ def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 256) -> di
         if not answer:
             continue
         again = list(tokenizer.encode(tokenizer.decode(answer, skip_special_tokens=False), add_special_tokens=False))
-        at = next((i for i, (a, b) in enumerate(zip(answer, again, strict=False)) if a != b), min(len(answer), len(again)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(answer, again, strict=False)) if a != b), min(len(answer), len(again))
+        )
         tried, total = tried + 1, total + len(answer)
         if again != answer:
             answers, changed = answers + 1, changed + len(answer) - min(at, len(answer))

@@ -21,6 +21,7 @@ MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
 #: Bytes of a copy in bfloat16.
 LARGEST_COPY = 4 * 2**30
 
+
 def _template(turn: str, answer: str, role: str = "m['role']") -> str:
     """A template whose turns are ``turn % (role, content)``, and the beginning of an answer.
 
@@ -80,7 +81,9 @@ class Rescorer:
         answered = tokens.like(columns.mask.long()).sum() > 0
         candidates = answered.nonzero().squeeze(-1).cpu()
         lengths = tokens.lengths.cpu()[candidates]
-        number = max(1, min(len(candidates), int(MOST_TOKENS / max(1.0, float(lengths.double().mean() if len(lengths) else 1)))))
+        number = max(
+            1, min(len(candidates), int(MOST_TOKENS / max(1.0, float(lengths.double().mean() if len(lengths) else 1))))
+        )
         at = torch.linspace(0, max(len(candidates) - 1, 0), number).round().long()
         self.rows: list[int] = candidates[at].unique().tolist()
         every, masks = tokens.to_list(), tokens.like(columns.mask).to_list()
@@ -253,7 +256,9 @@ class Rescorer:
             if key in seen or not all(prompts):
                 continue
             seen.add(key)
-            rows = [torch.cat([answer.new_tensor(p), answer]) for p, (_, _, answer, _) in zip(prompts, answers, strict=True)]
+            rows = [
+                torch.cat([answer.new_tensor(p), answer]) for p, (_, _, answer, _) in zip(prompts, answers, strict=True)
+            ]
             masks = [torch.arange(len(row), device=row.device) >= len(p) for row, p in zip(rows, prompts, strict=True)]
             try:
                 scores = scorer.score(rows, masks)
