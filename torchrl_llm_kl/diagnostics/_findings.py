@@ -1,9 +1,7 @@
 """What is wrong with a batch, by cause: hypotheses that are tested on the measures, and on a few sequences scored again.
 
 A difference of sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over what a
-truncation keeps, one position further, in another precision, without the adapter, after another prompt. ``explained`` is the share of
-the squared difference that a prediction removes, and decides which cause is named. Without the sampler's log-probs the tokens
-themselves decide, by the likelihood of each hypothesis. Nothing is scored again unless something was found.
+truncation keeps, XX Nothing is scored again unless something was found.
 """
 
 from __future__ import annotations
@@ -11,78 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl.diagnostics._causes import Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Mean, Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
-
-#: What the doctor names. Faults make numbers wrong; notes are worth knowing.
-Cause = Literal[
-    "raw_log_probs", "wrong_temperature", "top_p", "top_k", "min_p", "scored_truncation", "stale_weights", "chat_template",
-    "off_by_one", "low_precision", "retokenised", "zeros", "adapter_off", "reference_is_policy", "nan", "empty_mask", "unreadable",
-    "other_sampling", "mismatch", "truncated_answers", "duplicated_prompts", "no_spread", "clipped", "zero_kl",
-]  # fmt: skip
-
-TITLES: Mapping[str, str] = {
-    "raw_log_probs": "the sampler recorded raw log-probs, before its temperature",
-    "wrong_temperature": "tokens are sampled at another temperature than they are scored at",
-    "top_p": "the sampler truncates with top-p, the scorer does not",
-    "top_k": "the sampler truncates with top-k, the scorer does not",
-    "min_p": "the sampler truncates with min-p, the scorer does not",
-    "scored_truncation": "the scorer truncates, the sampler's log-probs do not",
-    "stale_weights": "the sampler's weights are not the trainer's",
-    "chat_template": "sampler and trainer see different prompts: another chat template",
-    "off_by_one": "the sampler's log-probs are shifted against the tokens",
-    "low_precision": "the sampler computes in low precision",
-    "retokenised": "tokens were decoded and encoded again",
-    "zeros": "log-probs are exactly 0 where nothing was computed",
-    "adapter_off": "the sampler runs without the adapter",
-    "reference_is_policy": "the reference is the policy",
-    "nan": "log-probs are NaN or infinite",
-    "empty_mask": "no token is masked in",
-    "unreadable": "log-probs do not fit the tokens",
-    "other_sampling": "tokens are not samples of the scored distribution",
-    "mismatch": "sampler and trainer disagree",
-    "truncated_answers": "most answers are cut off",
-    "duplicated_prompts": "some prompts have more answers than others",
-    "no_spread": "groups whose rewards are all equal",
-    "clipped": "most tokens are clipped",
-    "zero_kl": "the KL to the reference is exactly 0",
-}
-
-REMEDIES: Mapping[str, str] = {
-    "raw_log_probs": "Let the engine return log-probs after temperature and truncation (vLLM: logprobs_mode='processed_logprobs'), or "
-    "replace them with RetrieveLogProb(policy, temperature=...).",
-    "top_p": "Score what is sampled: sampling=Sampling(..., top_p=...), or sample with top_p=1.",
-    "top_k": "Score what is sampled: sampling=Sampling(..., top_k=...), or sample from all tokens (transformers: top_k=0).",
-    "min_p": "Score what is sampled: sampling=Sampling(..., min_p=...), or sample with min_p=0.",
-    "scored_truncation": "Sample with the same truncation, or score without: temperature= in place of sampling=.",
-    "stale_weights": "Push the weights to the sampler before it collects, or correct: PolicyLoss(corrections=ImportanceWeights()). A quantised "
-    "sampler, or another model, looks the same.",
-    "chat_template": "Give sampler and trainer the same chat template, system prompt and add_generation_prompt, or pass the sampler's "
-    "token ids on instead of text.",
-    "low_precision": "Run sampler and trainer in one precision (dtype= of LogProbScorer), or correct: importance_weights; the differences are "
-    "rounding.",
-    "retokenised": "Pass the sampler's token ids on (('tokens', 'full')) instead of its text.",
-    "zeros": "Have the engine return scores of every token (no prefix cache with prompt log-probs), or compute them: RetrieveLogProb.",
-    "adapter_off": "Send the adapter to the engine (a LoRA request), or merge it before the weights are pushed.",
-    "reference_is_policy": "Pass a frozen copy (prepare_reference), or ref_model='base' for a policy with adapters.",
-    "nan": "Look at the named column: a prompt that was truncated to nothing, or an overflow in half precision.",
-    "empty_mask": "Add ('masks', 'all_assistant_mask') or ('tokens', 'prompt'), or pass the tokenizer whose template rendered the tokens.",
-    "unreadable": "Store one log-prob per token of ('tokens', 'full'), or rows of the response alone.",
-    "other_sampling": "Compare the engine's sampling settings with temperature= and sampling= of the scorer; pass policy= to have them fitted.",
-    "mismatch": "Pass policy= (and tokenizer=) to have the cause named.",
-    "truncated_answers": "Raise max_new_tokens, or mask truncated answers out of the loss.",
-    "duplicated_prompts": "Check the data loader: groups are made by equal prompts, so a repeated prompt makes a larger group.",
-    "no_spread": "Group advantages are 0 there: choose prompts of other difficulty, or filter such groups (dapo does).",
-    "clipped": "Fewer updates per batch, a smaller learning rate, or fresher samples.",
-    "zero_kl": "Right before the first update; afterwards the reference follows the policy: pass a frozen copy.",
-}  # fmt: skip
 
 #: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -94,45 +29,6 @@ SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
 NAMED, CERTAIN = 0.6, 0.99
 #: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
 LEAST_GAIN = 6.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, or worth knowing.
-
-    Args:
-        cause: one of :data:`Cause`.
-        confidence: in [0, 1].
-        evidence: the numbers that it rests on.
-        remedy: what to change.
-        severity: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
-    """
-
-    cause: str
-    confidence: float
-    evidence: dict[str, float | str]
-    remedy: str
-    severity: str = "fault"
-
-    @property
-    def title(self) -> str:
-        """The cause in words."""
-        return TITLES[self.cause]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            "cause": self.cause, "title": self.title, "confidence": self.confidence, "severity": self.severity,
-            "evidence": dict(self.evidence), "remedy": self.remedy,
-        }  # fmt: skip
-
-
-def finding(
-    cause: str, confidence: float, severity: str = "fault", remedy: str | None = None, **evidence: float | str
-) -> Finding:
-    """A finding with the remedy of its cause."""
-    check_choice(get_args(Cause), cause=cause)
-    return Finding(cause, max(0.0, min(float(confidence), 0.99)), evidence, remedy or REMEDIES[cause], severity)
 
 
 @dataclass(eq=False)
@@ -487,7 +383,8 @@ def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tens
 
 
 def _temperature_remedy(found: float, scored: float) -> str:
-    return f"Score at the sampler's temperature, temperature={found:.3g} instead of {scored:g}, or sample at temperature={scored:g}."
+    change = f"temperature={found:.3g} instead of {scored:g}"
+    return f"Score at the sampler's temperature, {change}, or sample at temperature={scored:g}."
 
 
 def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
@@ -619,14 +516,12 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     if case.rescorer is None:
         above = float((rest.d > case.floor).double().mean())
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
-            text = "Find the sampler's top-k, top-p or min-p and score it: sampling=Sampling(...); pass policy= to have it fitted."
+            text = "Score the sampler's top-k, top-p or min-p: sampling=Sampling(...); pass policy= to have it fitted."
             return [finding("other_sampling", 0.7, remedy=text, **evidence)]
         return [finding("mismatch", 0.6 * (1 - best), **evidence)]
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
-    early, late = (
-        rest.d[part].square().clamp(max=4.0).mean() if bool(part.any()) else rest.d.new_zeros(())
-        for part in (first, ~first)
-    )
+    squares = rest.d.square().clamp(max=4.0)
+    early, late = (squares[part].mean() if bool(part.any()) else squares.new_zeros(()) for part in (first, ~first))
     concentration = float(early / late) if float(late) > 0 else 1.0
     evidence["early_over_late"] = concentration
     kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())

@@ -80,10 +80,9 @@ class Rescorer:
         tokens = columns.tokens
         answered = tokens.like(columns.mask.long()).sum() > 0
         candidates = answered.nonzero().squeeze(-1).cpu()
-        lengths = tokens.lengths.cpu()[candidates]
-        number = max(
-            1, min(len(candidates), int(MOST_TOKENS / max(1.0, float(lengths.double().mean() if len(lengths) else 1))))
-        )
+        lengths = tokens.lengths.cpu()[candidates].double()
+        mean = float(lengths.mean()) if len(lengths) else 1.0
+        number = max(1, min(len(candidates), int(MOST_TOKENS / max(mean, 1.0))))
         at = torch.linspace(0, max(len(candidates) - 1, 0), number).round().long()
         self.rows: list[int] = candidates[at].unique().tolist()
         every, masks = tokens.to_list(), tokens.like(columns.mask).to_list()
@@ -158,9 +157,9 @@ class Rescorer:
         return self._flat(self._run(scorer).log_prob)
 
     def in_bfloat16(self) -> Tensor | None:
-        """Log-probs ``[m]`` with weights in bfloat16: of a copy for the time of the call, or products in bfloat16 if it is large.
+        """Log-probs ``[m]`` with weights in bfloat16: of a copy for the time of the call.
 
-        None if the policy has no wider weights.
+        Of a large model, with its products in bfloat16 instead. None if the policy has no wider weights.
         """
         if self.dtype not in (torch.float32, torch.float64):
             return None
@@ -384,8 +383,8 @@ class Top:
     def settings(self, kept: Tensor) -> dict[str, float]:
         """The top-k, top-p and min-p that fit the mass that was kept at each position.
 
-        A kept mass is that of the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach ``p``
-        for top-p.
+        A kept mass is that of the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach
+        ``p`` for top-p.
 
         Args:
             kept: probabilities ``[m]``.
