@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import string
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,13 +18,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from torchrl_llm_kl import Sampling
 from toy_models import tiny_model
 from toy_tokenizer import CHATML
 
 #: Five families of models; each fault is seeded in one of them, by its seed.
 FAMILIES = ("qwen2", "llama", "gpt2", "gemma2", "qwen3")
 PROMPTS, ANSWERS, LENGTH = 12, 8, 24
-_MERGES = [(a, b) for a in "aeiou" for b in "nrstl"]
+_MERGES = [(a, b) for a in "aeiou" for b in "bcdfghjklmnpqrstvwxz"]
 ZEPHYR = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -33,7 +34,7 @@ ZEPHYR = (
 
 @lru_cache
 def make_tokenizer() -> Any:
-    """Printable characters, and 25 pairs of letters: two letters one after the other are often one token when encoded."""
+    """Printable characters, and 100 pairs of letters: some neighbours are one token when they are encoded again."""
     characters = [*string.printable[:95], "\n"]
     vocab = {token: i for i, token in enumerate([*characters, *("".join(pair) for pair in _MERGES)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=_MERGES))
@@ -137,10 +138,11 @@ def sample(
     )
 
 
-def clean(family: str, seed: int, prompts: int = PROMPTS, length: int = LENGTH, **config: Any) -> tuple[nn.Module, Rollout]:
-    """A policy and its own samples."""
-    model = make_model(family, seed, **config)
-    return model, sample(model, make_prompts(prompts, seed), seed, length=length)
+@lru_cache
+def clean(family: str, seed: int) -> tuple[nn.Module, Rollout]:
+    """A policy and its own samples; neither is changed."""
+    model = make_model(family, seed)
+    return model, sample(model, make_prompts(PROMPTS, seed), seed)
 
 
 def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int, lr: float = 1e-3) -> nn.Module:
@@ -226,15 +228,15 @@ def chat_template(family: str, seed: int) -> Seeded:
     """The engine renders with another template; the trainer's tokens are those of its own."""
     model = make_model(family, seed)
     rollout = sample(model, make_prompts(PROMPTS, seed, ZEPHYR), seed)
-    rollout.prompts = [p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)]
-    return rollout.batch(), {"policy": model}
+    prompts = [p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)]
+    return replace(rollout, prompts=prompts).batch(), {"policy": model}
 
 
 def off_by_one(family: str, seed: int) -> Seeded:
     """Log-probs are one position late."""
     model, rollout = clean(family, seed)
-    rollout.log_probs = [torch.cat([x[:1] * 0, x[:-1]]) for x in rollout.log_probs]
-    return rollout.batch(), {"policy": model}
+    log_probs = [torch.cat([x[:1] * 0, x[:-1]]) for x in rollout.log_probs]
+    return replace(rollout, log_probs=log_probs).batch(), {"policy": model}
 
 
 def bfloat16(family: str, seed: int) -> Seeded:
@@ -253,16 +255,14 @@ def retokenised(family: str, seed: int) -> Seeded:
         again = torch.tensor(tokenizer.encode(tokenizer.decode(answer), add_special_tokens=False))[: len(answer)]
         answers.append(again)
         log_probs.append(log_prob[: len(again)])
-    rollout.answers, rollout.log_probs = answers, log_probs
-    return rollout.batch(), {"policy": model}
+    return replace(rollout, answers=answers, log_probs=log_probs).batch(), {"policy": model}
 
 
 def zeros(family: str, seed: int) -> Seeded:
     """A cache of prefixes returns 0 for the first tokens of half the answers."""
     model, rollout = clean(family, seed)
-    for x in rollout.log_probs[::2]:
-        x[:6] = 0
-    return rollout.batch(), {"policy": model}
+    cached = [torch.cat([x[:6] * 0, x[6:]]) if i % 2 == 0 else x for i, x in enumerate(rollout.log_probs)]
+    return replace(rollout, log_probs=cached).batch(), {"policy": model}
 
 
 def adapter_off(family: str, seed: int) -> Seeded:
@@ -283,7 +283,7 @@ def reference_is_policy(family: str, seed: int) -> Seeded:
     return rollout.batch(), {"policy": model, "reference": model}
 
 
-#: number, fault, the causes that name it.
+#: Fault -> how it is seeded, and the causes that name it.
 FAULTS: dict[str, tuple[Callable[[str, int], Seeded], tuple[str, ...]]] = {
     "1 raw log-probs": (raw_log_probs, ("raw_log_probs",)),
     "2 wrong temperature": (wrong_temperature, ("wrong_temperature",)),
@@ -302,3 +302,23 @@ FAULTS: dict[str, tuple[Callable[[str, int], Seeded], tuple[str, ...]]] = {
     "12a adapter off": (adapter_off, ("adapter_off",)),
     "12b the reference is the policy": (reference_is_policy, ("reference_is_policy",)),
 }
+
+#: Settings of clean batches, one for each family.
+SETTINGS = (
+    Sampling(),
+    Sampling(0.7),
+    Sampling(top_p=0.9),
+    Sampling(1.2),
+    Sampling(0.8, top_k=20),
+)
+
+
+def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
+    """Batches of 4 prompts and 8 answers each, sampled as they are scored, with a reference of other weights."""
+    sampling = SETTINGS[FAMILIES.index(family)]
+    model, reference = make_model(family, seed), make_model(family, seed + 1000)
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    rollout = sample(model, make_prompts(4 * number, seed), seed, **settings)
+    for i in range(number):
+        given = {"policy": model, "reference": reference, "sampling": sampling}
+        yield rollout.batch(slice(4 * ANSWERS * i, 4 * ANSWERS * (i + 1))), given

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchrl_llm_kl.diagnostics._causes import Cause, Finding
 from torchrl_llm_kl.diagnostics._columns import KEYS as KEYS, TokenColumns, read_columns
 from torchrl_llm_kl.diagnostics._doctor import Diagnosis, DiagnosisWarning, Doctor, diagnose
-from torchrl_llm_kl.diagnostics._findings import Cause, Finding
 from torchrl_llm_kl.diagnostics._inspector import Inspection, inspect_tokens
 from torchrl_llm_kl.diagnostics._live import RunMonitor, log_metrics, log_page, log_text, status_line
 from torchrl_llm_kl.diagnostics._measures import measure

@@ -28,7 +28,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling, log_probs_only
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling, as_sampling, log_probs_only
 
 #: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
 KEYS: Mapping[str, NestedKey] = {
@@ -204,14 +204,12 @@ def _score(
     sampling: Sampling | None,
 ) -> dict[str, Tensor]:
     """Columns of the models, NaN outside the mask."""
+    scored = as_sampling(temperature, sampling)
 
-    def scorer(model: Any) -> Any:
-        if model is None or isinstance(model, LogProbScorer):
-            return model
-        given: dict[str, Any] = {"temperature": temperature} if sampling is None else {"sampling": sampling}
-        return LogProbScorer(model, **given)
+    def scorer(model: Any, sampling: Sampling) -> Any:
+        return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
 
-    own, other = scorer(policy), scorer(reference)
+    own, other = scorer(policy, scored), scorer(reference, scored.of_reference)
     out: dict[str, Ragged | None] = {}
     if any(log_probs_only(each.model) for each in (own, other) if each is not None):
         alone = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions

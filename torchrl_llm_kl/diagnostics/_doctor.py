@@ -15,8 +15,9 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl.diagnostics._causes import Finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
-from torchrl_llm_kl.diagnostics._findings import Case, Finding, find
+from torchrl_llm_kl.diagnostics._findings import Case, find
 from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.rollouts import ModelInterface, Scope, TokenisingOptions, read_conversations, sub_key
@@ -85,7 +86,9 @@ class Diagnosis:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *(_describe(i, each) for i, each in enumerate(self._ordered, 1)), *self._table()])
+        return "\n".join(
+            [self._headline(), *(_describe(i, each) for i, each in enumerate(self._ordered, 1)), *self._table()]
+        )
 
     @property
     def _ordered(self) -> tuple[Finding, ...]:
@@ -164,9 +167,11 @@ def diagnose(
     """Measure a batch of rollouts and name what is wrong with it.
 
     Call it right after sampling, before the policy's first step on the batch: later, its drift counts as stale weights, unless
-    the batch holds the trainer's log-probs of before (``("next", "log_probs", "full")`` beside the sampler's). With those
-    and their entropy in the batch (``RetrieveLogProb(entropy_key=("next", "entropy"))``) the policy is not run at all, nor is the
-    reference if the batch has its log-probs. Some sequences are scored again, some ten times at most, only if something was found.
+    the batch holds the trainer's log-probs of before (``("next", "log_probs", "full")`` beside the sampler's).
+
+    Models score only what the batch lacks: with the trainer's log-probs and ``("next", "entropy")``, as
+    ``RetrieveLogProb(entropy_key=("next", "entropy"))`` stores them, the policy is not run, and the reference is not if the
+    batch has its log-probs too. Only where something was found, up to 8192 tokens are scored again, some 20 times at most.
 
     Args:
         batch: rollouts, or their columns.
@@ -178,7 +183,8 @@ def diagnose(
         tokenizer: by default the policy wrapper's: for retokenisation, truncated answers and templates.
         temperature: at which tokens are scored; not for a scorer, which has its own.
         sampling: in its place.
-        clip_low, clip_high: the bounds of the objective's ratio, for the share of clipped tokens.
+        clip_low: the objective's lower bound of the ratio is ``1 - clip_low``, for the share of clipped tokens.
+        clip_high: its upper bound is ``1 + clip_high``.
         keys: other entries than those of the columns; see :func:`read_columns`.
         scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
 
@@ -248,9 +254,7 @@ def _read(
         reference = None
     if policy is None and reference is None:
         return stored
-    return read_columns(
-        batch, policy=policy, reference=reference, temperature=temperature, sampling=sampling, **given
-    )
+    return read_columns(batch, policy=policy, reference=reference, temperature=temperature, sampling=sampling, **given)
 
 
 def _ends(tokenizer: Any) -> list[int] | None:
@@ -268,14 +272,14 @@ def _ends(tokenizer: Any) -> list[int] | None:
 class Doctor(Transform):
     """Runs :func:`diagnose` on every ``every``-th batch that passes; the batch is not changed.
 
-    Append it to a replay buffer (on ``sample``; on ``extend`` with ``invert=True``) or a collector (``postproc=``), or call it on
-    a batch. Models are not copied and are no part of the transform's state.
+    Append it to a replay buffer (on ``sample``; on ``extend`` with ``invert=True``) or an env, pass it to a collector
+    (``postproc=``), or call it on a batch. Models are not copied and are no part of the transform's state.
 
     Args:
         every: batches between two diagnoses; the first batch is diagnosed.
 
     Keyword Args:
-        on_fault: ``"warn"``: a :class:`DiagnosisWarning` for each cause the first time it is found; ``"raise"``: a RuntimeError;
+        on_fault: ``"warn"``: a :class:`DiagnosisWarning` for each cause when it is first found; ``"raise"``: a RuntimeError;
             ``"log"``: to the logger of this module, every time.
         log: called with each :class:`Diagnosis`, for instance to log ``diagnosis.measures``.
         policy, reference, tokenizer, temperature, sampling, clip_low, clip_high, keys, scope: see :func:`diagnose`.

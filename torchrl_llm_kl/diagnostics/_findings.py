@@ -1,9 +1,7 @@
 """What is wrong with a batch, by cause: hypotheses that are tested on the measures, and on a few sequences scored again.
 
 A difference of sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over what a
-truncation keeps, one position further, in another precision, without the adapter, after another prompt. ``explained`` is the share of
-the squared difference that a prediction removes, and decides which cause is named. Without the sampler's log-probs the tokens
-themselves decide, by the likelihood of each hypothesis. Nothing is scored again unless something was found.
+truncation keeps, XX Nothing is scored again unless something was found.
 """
 
 from __future__ import annotations
@@ -11,78 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl.diagnostics._causes import Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Mean, Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
-
-#: What the doctor names. Faults make numbers wrong; notes are worth knowing.
-Cause = Literal[
-    "raw_log_probs", "wrong_temperature", "top_p", "top_k", "min_p", "scored_truncation", "stale_weights", "chat_template",
-    "off_by_one", "low_precision", "retokenised", "zeros", "adapter_off", "reference_is_policy", "nan", "empty_mask", "unreadable",
-    "other_sampling", "mismatch", "truncated_answers", "duplicated_prompts", "no_spread", "clipped", "zero_kl",
-]  # fmt: skip
-
-TITLES: Mapping[str, str] = {
-    "raw_log_probs": "the sampler recorded raw log-probs, before its temperature",
-    "wrong_temperature": "tokens are sampled at another temperature than they are scored at",
-    "top_p": "the sampler truncates with top-p, the scorer does not",
-    "top_k": "the sampler truncates with top-k, the scorer does not",
-    "min_p": "the sampler truncates with min-p, the scorer does not",
-    "scored_truncation": "the scorer truncates, the sampler's log-probs do not",
-    "stale_weights": "the sampler's weights are not the trainer's",
-    "chat_template": "sampler and trainer see different prompts: another chat template",
-    "off_by_one": "the sampler's log-probs are shifted against the tokens",
-    "low_precision": "the sampler computes in low precision",
-    "retokenised": "tokens were decoded and encoded again",
-    "zeros": "log-probs are exactly 0 where nothing was computed",
-    "adapter_off": "the sampler runs without the adapter",
-    "reference_is_policy": "the reference is the policy",
-    "nan": "log-probs are NaN or infinite",
-    "empty_mask": "no token is masked in",
-    "unreadable": "log-probs do not fit the tokens",
-    "other_sampling": "tokens are not samples of the scored distribution",
-    "mismatch": "sampler and trainer disagree",
-    "truncated_answers": "most answers are cut off",
-    "duplicated_prompts": "some prompts have more answers than others",
-    "no_spread": "groups whose rewards are all equal",
-    "clipped": "most tokens are clipped",
-    "zero_kl": "the KL to the reference is exactly 0",
-}
-
-REMEDIES: Mapping[str, str] = {
-    "raw_log_probs": "Let the engine return log-probs after temperature and truncation (vLLM: logprobs_mode='processed_logprobs'), or "
-    "replace them with RetrieveLogProb(policy, temperature=...).",
-    "top_p": "Score what is sampled: sampling=Sampling(..., top_p=...), or sample with top_p=1.",
-    "top_k": "Score what is sampled: sampling=Sampling(..., top_k=...), or sample from all tokens (transformers: top_k=0).",
-    "min_p": "Score what is sampled: sampling=Sampling(..., min_p=...), or sample with min_p=0.",
-    "scored_truncation": "Sample with the same truncation, or score without: temperature= in place of sampling=.",
-    "stale_weights": "Push the weights to the sampler before it collects, or correct: PolicyLoss(corrections=ImportanceWeights()). A quantised "
-    "sampler, or another model, looks the same.",
-    "chat_template": "Give sampler and trainer the same chat template, system prompt and add_generation_prompt, or pass the sampler's "
-    "token ids on instead of text.",
-    "low_precision": "Run sampler and trainer in one precision (dtype= of LogProbScorer), or correct: importance_weights; the differences are "
-    "rounding.",
-    "retokenised": "Pass the sampler's token ids on (('tokens', 'full')) instead of its text.",
-    "zeros": "Have the engine return scores of every token (no prefix cache with prompt log-probs), or compute them: RetrieveLogProb.",
-    "adapter_off": "Send the adapter to the engine (a LoRA request), or merge it before the weights are pushed.",
-    "reference_is_policy": "Pass a frozen copy (prepare_reference), or ref_model='base' for a policy with adapters.",
-    "nan": "Look at the named column: a prompt that was truncated to nothing, or an overflow in half precision.",
-    "empty_mask": "Add ('masks', 'all_assistant_mask') or ('tokens', 'prompt'), or pass the tokenizer whose template rendered the tokens.",
-    "unreadable": "Store one log-prob per token of ('tokens', 'full'), or rows of the response alone.",
-    "other_sampling": "Compare the engine's sampling settings with temperature= and sampling= of the scorer; pass policy= to have them fitted.",
-    "mismatch": "Pass policy= (and tokenizer=) to have the cause named.",
-    "truncated_answers": "Raise max_new_tokens, or mask truncated answers out of the loss.",
-    "duplicated_prompts": "Check the data loader: groups are made by equal prompts, so a repeated prompt makes a larger group.",
-    "no_spread": "Group advantages are 0 there: choose prompts of other difficulty, or filter such groups (dapo does).",
-    "clipped": "Fewer updates per batch, a smaller learning rate, or fresher samples.",
-    "zero_kl": "Right before the first update; afterwards the reference follows the policy: pass a frozen copy.",
-}  # fmt: skip
 
 #: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -94,45 +29,6 @@ SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
 NAMED, CERTAIN = 0.6, 0.99
 #: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
 LEAST_GAIN = 6.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, or worth knowing.
-
-    Args:
-        cause: one of :data:`Cause`.
-        confidence: in [0, 1].
-        evidence: the numbers that it rests on.
-        remedy: what to change.
-        severity: ``"fault"``: numbers are wrong; ``"note"``: worth knowing.
-    """
-
-    cause: str
-    confidence: float
-    evidence: dict[str, float | str]
-    remedy: str
-    severity: str = "fault"
-
-    @property
-    def title(self) -> str:
-        """The cause in words."""
-        return TITLES[self.cause]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            "cause": self.cause, "title": self.title, "confidence": self.confidence, "severity": self.severity,
-            "evidence": dict(self.evidence), "remedy": self.remedy,
-        }  # fmt: skip
-
-
-def finding(
-    cause: str, confidence: float, severity: str = "fault", remedy: str | None = None, **evidence: float | str
-) -> Finding:
-    """A finding with the remedy of its cause."""
-    check_choice(get_args(Cause), cause=cause)
-    return Finding(cause, max(0.0, min(float(confidence), 0.99)), evidence, remedy or REMEDIES[cause], severity)
 
 
 @dataclass(eq=False)
@@ -195,7 +91,9 @@ def unreadable(case: Case) -> list[Finding]:
         cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"
         out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, column=name, error=text))
     if not case.columns.sampled and case.table.recorded is not None:
-        out.append(finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them"))
+        out.append(
+            finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them")
+        )
     return out
 
 
@@ -209,7 +107,11 @@ def not_finite(case: Case) -> list[Finding]:
         bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
         if bool(bad.any()):
             share = float(bad.double().mean())
-            out.append(finding("nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())))
+            out.append(
+                finding(
+                    "nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())
+                )
+            )
     return out
 
 
@@ -324,9 +226,9 @@ def explain_mismatch(case: Case) -> list[Finding]:
     seen = {"mismatch/rms": rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
     causes = _off_by_one(rest)
     causes += _rounded(rest)
-    if case.rescorer is not None and _best(causes) < 0.5 + 0.49 * 0.95:
-        causes += _rescored(case, rest, causes)
     causes += _retokenised(case, rest, _best(causes))
+    if case.rescorer is not None and _best(causes) < 0.9:
+        causes += _rescored(case, rest, causes)
     causes += _otherwise(case, rest, _best(causes))
     return found + [Finding(c.cause, c.confidence, {**seen, **c.evidence}, c.remedy, c.severity) for c in causes]
 
@@ -357,13 +259,13 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
         return [], whole
     where = whole.where.clone()
     where[where.clone()] = ~zero
-    rest = Difference(
-        whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero]
-    )
+    rest = Difference(whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero])
     explained = 1 - float(rest.d.square().clamp(max=4.0).sum() / whole.d.square().clamp(max=4.0).sum())
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
-    certain = float(whole.trainer[zero].mean()) > 0.3 * float(whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0)
-    if certain or (int(zero.sum()) < 3 and explained < NAMED):
+    certain = float(whole.trainer[zero].mean()) > 0.3 * float(
+        whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0
+    )
+    if certain or (float(zero.double().mean()) < 0.01 and explained < 0.1):
         return [], rest
     # zeros have no other explanation, so few of them are certain too
     share, first = float(zero.double().mean()), float(whole.places[zero].double().mean())
@@ -398,7 +300,9 @@ def _off_by_one(rest: Difference) -> list[Finding]:
         explained = 1 - float((there - recorded).square().clamp(max=4.0).sum() / before)
         if explained > NAMED:
             remedy = f"Move them by {-shift}: entry t must hold log p(token t | tokens before t)."
-            out.append(finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained))
+            out.append(
+                finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained)
+            )
     return out
 
 
@@ -410,7 +314,11 @@ def _rounded(rest: Difference) -> list[Finding]:
         within = float((rest.d.abs() <= limit).double().mean())
         if exact > 0.999 and within > 0.5:
             name = str(dtype).removeprefix("torch.")
-            return [finding("low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within)]
+            return [
+                finding(
+                    "low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within
+                )
+            ]
     return []
 
 
@@ -475,9 +383,8 @@ def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tens
 
 
 def _temperature_remedy(found: float, scored: float) -> str:
-    return (
-        f"Score at the sampler's temperature, temperature={found:.3g} instead of {scored:g}, or sample at temperature={scored:g}."
-    )
+    change = f"temperature={found:.3g} instead of {scored:g}"
+    return f"Score at the sampler's temperature, {change}, or sample at temperature={scored:g}."
 
 
 def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
@@ -547,23 +454,26 @@ def _temperature(case: Case, rest: Difference, explained: Any, here: Tensor, inn
 
 
 def _precision(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
-    """Differences that go along with those of the policy itself in bfloat16."""
+    """The sampler's log-probs are those of the policy in bfloat16, or go along with them."""
     assert case.rescorer is not None
-    d = -rest.d[here]
-    out: list[Finding] = []
-    for name, log_prob in case.rescorer.in_low_precision():
-        own = log_prob[inner] - rest.trainer[here]
-        spread = float(own.std(correction=0) * d.std(correction=0))
-        if spread == 0:
-            continue
-        product = (own - own.mean()) * (d - d.mean()) / spread
-        correlation = clustered_mean(product, rest.sequences[here])
-        size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
-        if correlation.z > LARGEST_Z and correlation.value > 0.15 and 0.2 < size < 5:
-            confidence = min(0.98, 0.6 + 0.5 * correlation.value)
-            evidence = {"correlation": correlation.value, "z": correlation.z, "size_of_rounding": size, "precision": name}
-            out.append(finding("low_precision", confidence, **evidence))
-    return [max(out, key=lambda each: each.confidence)] if out else []
+    rounded = case.rescorer.in_bfloat16()
+    if rounded is None:
+        return []
+    d, own = -rest.d[here], rounded[inner] - rest.trainer[here]
+    spread = float(own.std(correction=0) * d.std(correction=0))
+    if spread == 0:
+        return []
+    correlation = clustered_mean((own - own.mean()) * (d - d.mean()) / spread, rest.sequences[here])
+    size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
+    share = explained(rounded)
+    evidence: dict[str, float | str] = {
+        "explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size,
+    }  # fmt: skip
+    if share > NAMED:
+        return [finding("low_precision", _confidence(share), **evidence)]
+    if correlation.z > LARGEST_Z and correlation.value > 0.4 and 0.4 < size < 2.5:  # other kernels round otherwise
+        return [finding("low_precision", 0.5 + 0.3 * correlation.value, **evidence)]
+    return []
 
 
 def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
@@ -604,13 +514,14 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
     evidence: dict[str, float | str] = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     if case.rescorer is None:
-        below = float((rest.d > case.floor).double().mean())
-        if ratio.value < -SMALLEST_GAP and ratio.z < -LARGEST_Z and below < 0.01:
-            text = "Find the sampler's top-k, top-p or min-p and score it: sampling=Sampling(...); pass policy= to have it fitted."
+        above = float((rest.d > case.floor).double().mean())
+        if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
+            text = "Score the sampler's top-k, top-p or min-p: sampling=Sampling(...); pass policy= to have it fitted."
             return [finding("other_sampling", 0.7, remedy=text, **evidence)]
         return [finding("mismatch", 0.6 * (1 - best), **evidence)]
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
-    early, late = (rest.d[part].square().clamp(max=4.0).mean() if bool(part.any()) else rest.d.new_zeros(()) for part in (first, ~first))
+    squares = rest.d.square().clamp(max=4.0)
+    early, late = (squares[part].mean() if bool(part.any()) else squares.new_zeros(()) for part in (first, ~first))
     concentration = float(early / late) if float(late) > 0 else 1.0
     evidence["early_over_late"] = concentration
     kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
@@ -638,7 +549,11 @@ def explain_tokens(case: Case) -> list[Finding]:
     mean = clustered_mean(gap[known], case.table.sequences[known])
     if not significant(mean):
         return []
-    evidence: dict[str, float | str] = {"surprisal/gap": mean.value, "surprisal/error": mean.error, "surprisal/z": mean.z}
+    evidence: dict[str, float | str] = {
+        "surprisal/gap": mean.value,
+        "surprisal/error": mean.error,
+        "surprisal/z": mean.z,
+    }
     rescorer = case.rescorer
     if rescorer is None or rescorer.sampling.truncates:
         return [finding("other_sampling", 0.6, **evidence)]

@@ -1,7 +1,7 @@
 """What the doctor measures: pure functions of a batch's columns, without a model.
 
-Every number is over the masked-in tokens. Names are ``family/quantity``; with ``@`` it is over a part of them: ``@0-3`` tokens at
-these places of their answers, ``@positive`` and ``@negative`` by sign of the advantage, ``@turn0`` the assistant's first turn.
+Every number is over the masked-in tokens. Names are ``family/quantity``; with ``@`` it is over a part of them: ``@1-3`` tokens
+at these places of their answers, ``@positive`` and ``@negative`` by sign of the advantage, ``@turn0`` the first turn.
 Shapes: ``S`` sequences, ``T`` the most masked-in tokens of one, ``N`` tokens of all sequences.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
-from torchrl_llm_kl.losses.corrections import importance_weights, mismatch_metrics
+from torchrl_llm_kl.losses import importance_weights, mismatch_metrics
 from torchrl_llm_kl.ragged import segment_sum
 from torchrl_llm_kl.rollouts import ResponseTokens
 
@@ -48,8 +48,8 @@ def clustered_mean(values: Tensor, sequences: Tensor) -> Mean:
     r"""Mean of ``values [n]`` and its standard error, clustered by sequence.
 
     With the deviations :math:`e_i` from the mean, the error is :math:`\sqrt{S/(S-1) \sum_s (\sum_{i \in s} e_i)^2} / n`, which
-    allows any dependence within a sequence. The error of independent tokens, :math:`\sqrt{\sum e_i^2} / n`, replaces it where it
-    is larger, since few sequences estimate the former badly.
+    allows any dependence within a sequence. The error of independent tokens, :math:`\sqrt{\sum e_i^2} / n`, replaces it where
+    it is larger, since few sequences estimate the former badly.
 
     Args:
         values: numbers of tokens; ``[n]``.
@@ -178,14 +178,17 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 # ------------------------------------------------------------------ families of measures
 
 
-def measure(columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Any = None) -> dict[str, float]:
+def measure(
+    columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Any = None
+) -> dict[str, float]:
     """All measures of a batch whose columns are there.
 
     Args:
         columns: the batch.
 
     Keyword Args:
-        clip_low, clip_high: the bounds of the objective's ratio, ``1 - clip_low`` and ``1 + clip_high``.
+        clip_low: the objective's lower bound of the ratio is ``1 - clip_low``.
+        clip_high: its upper bound is ``1 + clip_high``.
         end: ids of tokens that end an answer, for the share of truncated ones.
 
     Returns:
@@ -244,9 +247,9 @@ def _split(
 def mismatch_measures(table: Table) -> dict[str, float]:
     """Trainer against sampler on the same tokens: :func:`~torchrl_llm_kl.losses.mismatch_metrics`, ESS, and by part.
 
-    ``mismatch/ess_token`` and ``ess_seq`` are ``(mean w)**2 / mean w**2`` of ratios of tokens and of sequences, ``rms`` the root
-    mean square of the log-ratio, ``ratio`` the mean ratio of trainer to sampler: 1 up to noise if both are distributions over all
-    tokens and the tokens are the sampler's.
+    ``mismatch/ess_token`` and ``ess_seq`` are ``(mean w)**2 / mean w**2`` of ratios of tokens and of sequences, ``rms`` the
+    root mean square of the log-ratio, ``ratio`` the mean ratio of trainer to sampler: 1 up to noise if both are distributions
+    over all tokens and the tokens are the sampler's.
     """
     if table.trainer is None or table.recorded is None:
         return {}
@@ -283,7 +286,11 @@ def surprisal_measures(table: Table) -> dict[str, float]:
     known = gap.isfinite()
     mean = clustered_mean(gap[known], table.sequences[known])
     entropy = table.columns["entropy"]
-    out = {"surprisal/error": mean.error, "surprisal/z": mean.z, "surprisal/entropy": _mean(entropy[entropy.isfinite()])}
+    out = {
+        "surprisal/error": mean.error,
+        "surprisal/z": mean.z,
+        "surprisal/entropy": _mean(entropy[entropy.isfinite()]),
+    }
     return _split(table, gap, {"surprisal/gap": _mean}) | out
 
 
@@ -354,8 +361,8 @@ def kl_measures(table: Table) -> dict[str, float]:
 def answer_measures(columns: TokenColumns, end: Any = None) -> dict[str, float]:
     """Answers and groups: lengths, truncated answers, duplicated prompts, groups whose rewards are all equal.
 
-    An answer is truncated if its last token ends no turn (``end``), and ``answers/at_limit`` is the share as long as the longest.
-    A group is the answers to one prompt.
+    An answer is truncated if its last token ends no turn (``end``), and ``answers/at_limit`` is the share as long as the
+    longest. A group is the answers to one prompt.
     """
     tokens, mask = columns.tokens, columns.mask
     counts = segment_sum(mask.long(), tokens.lengths)
@@ -410,7 +417,9 @@ def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 256) -> di
         if not answer:
             continue
         again = list(tokenizer.encode(tokenizer.decode(answer, skip_special_tokens=False), add_special_tokens=False))
-        at = next((i for i, (a, b) in enumerate(zip(answer, again, strict=False)) if a != b), min(len(answer), len(again)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(answer, again, strict=False)) if a != b), min(len(answer), len(again))
+        )
         tried, total = tried + 1, total + len(answer)
         if again != answer:
             answers, changed = answers + 1, changed + len(answer) - min(at, len(answer))

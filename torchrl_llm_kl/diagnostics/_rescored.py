@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,30 +14,43 @@ from torch import Tensor, nn
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import LogProbScorer, Ranks, Sampling, is_wrapper, unwrap
 
 #: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
 MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
+#: Bytes of a copy in bfloat16.
+LARGEST_COPY = 4 * 2**30
 
-_TURN = "{% for m in messages %}"
+
+def _template(turn: str, answer: str, role: str = "m['role']") -> str:
+    """A template whose turns are ``turn % (role, content)``, and the beginning of an answer.
+
+    All text is inside of expressions: Jinja drops newlines after blocks and at the end.
+    """
+    parts = (turn % ("\0r\0", "\0c\0")).split("\0")
+    pieces = [role if part == "r" else "m['content']" if part == "c" else repr(part) for part in parts if part]
+    return f"{{% for m in messages %}}{{{{ {' ~ '.join(pieces)} }}}}{{% endfor %}}{{{{ {answer!r} }}}}"
+
+
 #: Templates that a sampler may have used in place of the tokenizer's; without their default system prompts.
 COMMON_TEMPLATES = {
-    "ChatML": _TURN + "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
-    "Llama 3": "<|begin_of_text|>"
-    + _TURN
-    + "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}<|eot_id|>{% endfor %}"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "Llama 2 and Mistral": _TURN
-    + "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
-    "Gemma": _TURN
-    + "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] }}<end_of_turn>\n{% endfor %}"
-    "<start_of_turn>model\n",
-    "Zephyr": _TURN + "<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}<|assistant|>\n",
-    "Phi": _TURN + "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}<|assistant|>\n",
-    "Vicuna": _TURN + "{{ m['role'] | upper }}: {{ m['content'] }} {% endfor %}ASSISTANT:",
-    "Alpaca": _TURN + "### {{ m['role'] | capitalize }}:\n{{ m['content'] }}\n\n{% endfor %}### Response:\n",
-    "role and colon": _TURN + "{{ m['role'] | capitalize }}: {{ m['content'] }}\n{% endfor %}Assistant:",
-    "the text alone": _TURN + "{{ m['content'] }}{% endfor %}",
+    "ChatML": _template("<|im_start|>%s\n%s<|im_end|>\n", "<|im_start|>assistant\n"),
+    "Llama 3": _template(
+        "<|start_header_id|>%s<|end_header_id|>\n\n%s<|eot_id|>", "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    "Llama 2 and Mistral": "{% for m in messages %}"
+    "{{ '[INST] ' ~ m['content'] ~ ' [/INST]' if m['role'] == 'user' else m['content'] }}{% endfor %}",
+    "Gemma": _template(
+        "<start_of_turn>%s\n%s<end_of_turn>\n",
+        "<start_of_turn>model\n",
+        "('model' if m['role'] == 'assistant' else m['role'])",
+    ),
+    "Zephyr": _template("<|%s|>\n%s</s>\n", "<|assistant|>\n"),
+    "Phi": _template("<|%s|>\n%s<|end|>\n", "<|assistant|>\n"),
+    "Vicuna": _template("%s: %s ", "ASSISTANT:", "m['role'] | upper"),
+    "Alpaca": _template("### %s:\n%s\n\n", "### Response:\n", "m['role'] | capitalize"),
+    "role and colon": _template("%s: %s\n", "Assistant:", "m['role'] | capitalize"),
+    "the text alone": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
 }
 _SYSTEM = "You are a helpful assistant."
 
@@ -66,8 +80,9 @@ class Rescorer:
         tokens = columns.tokens
         answered = tokens.like(columns.mask.long()).sum() > 0
         candidates = answered.nonzero().squeeze(-1).cpu()
-        lengths = tokens.lengths.cpu()[candidates]
-        number = max(1, min(len(candidates), int(MOST_TOKENS / max(1.0, float(lengths.double().mean() if len(lengths) else 1)))))
+        lengths = tokens.lengths.cpu()[candidates].double()
+        mean = float(lengths.mean()) if len(lengths) else 1.0
+        number = max(1, min(len(candidates), int(MOST_TOKENS / max(mean, 1.0))))
         at = torch.linspace(0, max(len(candidates) - 1, 0), number).round().long()
         self.rows: list[int] = candidates[at].unique().tolist()
         every, masks = tokens.to_list(), tokens.like(columns.mask).to_list()
@@ -91,10 +106,12 @@ class Rescorer:
 
     @staticmethod
     def can_score(policy: Any) -> bool:
-        """Whether a policy's distributions are in this process."""
+        """Whether a policy's distributions are in this process, and of this process alone."""
         model = policy.model if isinstance(policy, LogProbScorer) else policy
         if getattr(model, "log_probs_only", False):
             return False
+        if Ranks([model]).groups:
+            return False  # all ranks score together, and only some may have found something
         return unwrap(model) is not None if is_wrapper(model) else isinstance(model, nn.Module)
 
     def _make(self, **settings: Any) -> LogProbScorer:
@@ -139,11 +156,20 @@ class Rescorer:
             return None
         return self._flat(self._run(scorer).log_prob)
 
-    def in_low_precision(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of precisions below the policy's, and its log-probs ``[m]`` in them."""
-        if self.dtype in (torch.float32, torch.float64):
+    def in_bfloat16(self) -> Tensor | None:
+        """Log-probs ``[m]`` with weights in bfloat16: of a copy for the time of the call.
+
+        Of a large model, with its products in bfloat16 instead. None if the policy has no wider weights.
+        """
+        if self.dtype not in (torch.float32, torch.float64):
+            return None
+        model: Any = unwrap(self.policy) if is_wrapper(self.policy) else self.policy
+        if sum(p.numel() for p in model.parameters()) * 2 > LARGEST_COPY:
             scorer = self._make(dtype=torch.bfloat16, sampling=self.sampling)
-            yield "bfloat16", self._flat(self._run(scorer).log_prob)
+        else:
+            rounded = copy.deepcopy(model).to(torch.bfloat16)
+            scorer = LogProbScorer(rounded, adapters=self.adapters, sampling=self.sampling)
+        return self._flat(self._run(scorer).log_prob)
 
     # ------------------------------------------------------------------ temperatures
 
@@ -229,7 +255,9 @@ class Rescorer:
             if key in seen or not all(prompts):
                 continue
             seen.add(key)
-            rows = [torch.cat([answer.new_tensor(p), answer]) for p, (_, _, answer, _) in zip(prompts, answers, strict=True)]
+            rows = [
+                torch.cat([answer.new_tensor(p), answer]) for p, (_, _, answer, _) in zip(prompts, answers, strict=True)
+            ]
             masks = [torch.arange(len(row), device=row.device) >= len(p) for row, p in zip(rows, prompts, strict=True)]
             try:
                 scores = scorer.score(rows, masks)
@@ -355,8 +383,8 @@ class Top:
     def settings(self, kept: Tensor) -> dict[str, float]:
         """The top-k, top-p and min-p that fit the mass that was kept at each position.
 
-        A kept mass is that of the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach ``p``
-        for top-p.
+        A kept mass is that of the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach
+        ``p`` for top-p.
 
         Args:
             kept: probabilities ``[m]``.

@@ -28,7 +28,7 @@ from torchrl_llm_kl.scoring._wrapper import (
     log_probs_only as log_probs_only,
     unwrap as unwrap,
 )
-from torchrl_llm_kl.scoring._wrapping import is_zero3 as is_zero3
+from torchrl_llm_kl.scoring._wrapping import Ranks as Ranks, is_zero3 as is_zero3
 
 __all__ = [
     "DEFAULT_MEMORY",

@@ -1,0 +1,84 @@
+"""Seeded faults are named first, and clean batches raise no alarm.
+
+Thresholds were chosen on seeds from 100 on; these tests and the table of ``docs/doctor.md`` use seeds below.
+"""
+
+from __future__ import annotations
+
+import pytest
+from seeded import FAMILIES, FAULTS, clean_batches, make_tokenizer
+
+from torchrl_llm_kl import diagnose
+
+#: One way to seed each of the twelve faults.
+TWELVE = [name for name in FAULTS if "raw log-probs" not in name.partition(",")[2]]
+#: What the evidence says of the sampler's setting: its name, value and tolerance.
+ESTIMATES = {
+    "1 raw log-probs": ("temperature_of_log_probs", 1.0, 0.0),
+    "2 wrong temperature": ("temperature_of_log_probs", 0.8, 0.001),
+    "2 wrong temperature, raw log-probs": ("temperature_of_tokens", 0.8, 0.1),
+    "3 top-p": ("top_p", 0.9, 0.005),
+    "3 top-p, raw log-probs": ("top_p", 0.9, 0.02),
+    "4 top-k": ("top_k", 10, 0),
+    "4 top-k, raw log-probs": ("top_k", 10, 0),
+    "8 off by one": ("shift", 1, 0),
+}
+
+
+def named(fault: str, family: str, seed: int) -> None:
+    seed_it, causes = FAULTS[fault]
+    batch, given = seed_it(family, seed)
+    before = {key: str(value) for key, value in batch.items(True, True)}
+    diagnosis = diagnose(batch, tokenizer=make_tokenizer(), **given)
+    assert diagnosis.worst is not None, diagnosis
+    assert diagnosis.worst.cause in causes, diagnosis
+    assert diagnosis.worst.confidence >= 0.6
+    assert diagnosis.exit_code == 1
+    if fault in ESTIMATES:
+        name, value, tolerance = ESTIMATES[fault]
+        assert diagnosis.worst.evidence[name] == pytest.approx(value, abs=tolerance), diagnosis
+    assert {key: str(value) for key, value in batch.items(True, True)} == before
+
+
+def test_twelve_faults() -> None:
+    assert len({name.split()[0].rstrip("ab") for name in TWELVE}) == 12
+
+
+@pytest.mark.parametrize("fault", TWELVE)
+def test_a_seeded_fault_is_named_first(fault: str) -> None:
+    named(fault, FAMILIES[list(FAULTS).index(fault) % len(FAMILIES)], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_named_first_in_every_family(fault: str, seed: int) -> None:
+    named(fault, FAMILIES[seed], seed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_clean_batch_raises_no_alarm(family: str) -> None:
+    for batch, given in clean_batches(family, 0, 2):
+        assert diagnose(batch, tokenizer=make_tokenizer(), **given).faults == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_alarm_in_many_clean_batches(family: str) -> None:
+    """40 of each family: 200 in all."""
+    batches = list(clean_batches(family, 1, 40))
+    assert len(batches) == 40
+    for batch, given in batches:
+        diagnosis = diagnose(batch, tokenizer=make_tokenizer(), **given)
+        assert diagnosis.faults == (), diagnosis
+
+
+@pytest.mark.slow
+def test_older_weights_are_further_away() -> None:
+    sizes = []
+    for fault in ("5 weights of 1 step ago", "6 weights of 10 steps ago"):
+        batch, given = FAULTS[fault][0]("gpt2", 0)
+        worst = diagnose(batch, **given).worst
+        assert worst is not None
+        sizes.append(worst.evidence["kl_of_weights"])
+    assert sizes[1] > 4 * sizes[0] > 0  # type: ignore[operator]
