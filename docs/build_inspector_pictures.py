@@ -164,7 +164,7 @@ def take(one: Path, both: Path, worst_row: int) -> None:
             elif name == "worst":
                 page.select_option("#quantity", "mismatch")
                 page.click("#tab-worst")
-                page.click("#worst button >> nth=1")
+                page.click("#worst button >> nth=0")
             else:
                 page.evaluate(
                     f"document.querySelector('#list').scrollTop = {56 * (worst_row if name == 'dark' else 0)}"

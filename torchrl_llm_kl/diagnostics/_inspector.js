@@ -127,8 +127,13 @@ function short(value) {
   return size && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
 function stepOf(value, scale) {
-  const size = (Math.abs(value) / scale) * (meta.steps + 1);
+  const size = (Math.abs(value) / scale) * meta.steps;
   return Math.sign(value) * (size >= meta.steps ? meta.steps : Math.floor(size));
+}
+/** Rounded up to 1, 2 or 5 times a power of ten. */
+function nice(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return value && [1, 2, 5, 10].map((factor) => Number((factor * power).toPrecision(1))).find((rounded) => rounded >= value);
 }
 const stepClass = (step) => (step > 0 ? `w${step}` : step < 0 ? `c${-step}` : "");
 
@@ -152,7 +157,7 @@ function listColumns() {
   columns.push(["length", "Length", "tokens", (row) => scoredTokens(0, row)]);
   if (mismatch) columns.push(["mismatch", "Mismatch", "nats/token", (row) => meanOf(0, mismatch, row)]);
   if (own) columns.push(["worst", "Worst", own.unit, (row) => largestOf(0, own, row)]);
-  if (own && two) columns.push(["change", `${names[1]} − ${names[0]}`, "mean", (row) => (pairs[row] < 0 ? NaN : meanOf(1, own, pairs[row]) - meanOf(0, own, row))]);
+  if (own && two) columns.push(["change", "Change", "of mean", (row) => (pairs[row] < 0 ? NaN : meanOf(1, own, pairs[row]) - meanOf(0, own, row))]);
   return columns;
 }
 
@@ -232,7 +237,7 @@ function renderWorst() {
   const { name } = state.quantity, found = sides[0].worst[name] ?? [];
   const entries = found.map(([row, at], k) => {
     const id = sides[0].ids[sides[0].offsets[row] + at];
-    const button = el("button", { type: "button" }, el("span", {}, short(sides[0].worstValues[name][k])), el("span", {}, `#${row}`), el("span", {}, shownOf(id).slice(0, 60)));
+    const button = el("button", { type: "button" }, el("span", {}, short(sides[0].worstValues[name][k])), el("span", {}, `#${row}`), el("span", { className: stepClass(stepOf(sides[0].worstValues[name][k], state.quantity.scale)) }, shownOf(id).trimEnd().slice(0, 60) || "␣"));
     button.dataset.row = row;
     button.dataset.at = at;
     return el("li", {}, button);
@@ -258,12 +263,17 @@ async function open(row, token = null, focus = false) {
   $("panes").replaceChildren(...state.panes.map((pane) => pane.node));
   if (two && !b) $("panes").append(el("p", { className: "pane" }, `No rollout of ${names[1]} has this prompt.`));
   $("heading").textContent = `Rollout ${row}`;
-  $("facts").replaceChildren(...facts(0, row));
+  renderFacts();
   scrollToRow(row);
   renderList();
   paint();
   if (token === null) $("detail").scrollTop = 0;
   else focusToken(0, token, focus);
+}
+
+function renderFacts() {
+  $("facts").replaceChildren(...(two ? [] : facts(0, state.row)));
+  for (const { facts: box, rollout } of state.panes) box.replaceChildren(...facts(rollout.side, rollout.row));
 }
 
 function facts(side, row) {
@@ -278,27 +288,28 @@ function facts(side, row) {
 }
 
 function buildPane(rollout, same) {
-  const { side, row, n, ids, starts } = rollout;
+  const { side, row, n, ids, flags, starts } = rollout;
   const tokens = el("div", { className: "tokens", role: "listbox", "aria-label": `Tokens of rollout ${row}${two ? `, ${names[side]}` : ""}`, "aria-orientation": "horizontal" });
   const spans = new Array(n), all = document.createDocumentFragment();
   for (let i = 0; i < n; i++) {
+    const text = shownOf(ids[i]), broken = text.endsWith("\n"); // a line break outside the token keeps its outline on one line
     if (i && same === i) all.append(el("span", { className: "mark", "aria-hidden": "true" }, "differs from here"));
     if (starts.includes(i)) all.append(el("span", { className: "mark", "aria-hidden": "true" }, starts.length > 1 ? `turn ${starts.indexOf(i) + 1}` : "answer"));
-    const span = el("span", { role: "option", tabIndex: -1 }, shownOf(ids[i]));
+    const span = el("span", { role: "option", tabIndex: -1 }, broken ? text.slice(0, -1) : text);
     span.dataset.i = i;
-    all.append(span);
+    all.append(span, ...(broken ? [el("br", { className: flags[i] & 1 ? "" : "out" })] : []));
     spans[i] = span;
   }
   tokens.append(all);
   tokens.dataset.side = side;
   if (n) spans[rollout.scored[0] ?? 0].tabIndex = 0;
-  const node = el("article", { className: "pane" });
+  const node = el("article", { className: "pane" }), box = el("span", { className: "facts" });
   if (two) {
     const agree = same === n ? "the same tokens" : same ? `the first ${same} tokens agree` : "";
-    node.append(el("h3", {}, el("b", {}, `${names[side]} · rollout ${row}`), ...(side ? facts(side, row) : []), agree));
+    node.append(el("h3", {}, el("b", {}, `${names[side]} · rollout ${row}`), box, agree));
   }
   node.append(tokens);
-  return { node, tokens, spans, rollout };
+  return { node, tokens, spans, rollout, facts: box };
 }
 
 /** The number that colours a token: the quantity's, or its change from the first batch to the second. */
@@ -312,7 +323,7 @@ function colourScale() {
   if (!state.difference) return state.quantity.scale;
   let top = 0;
   for (let i = 0; i < state.same; i++) { const value = Math.abs(colourValue(state.panes[0].rollout, i)); if (value > top && value < Infinity) top = value; }
-  return top || 1;
+  return nice(top) || 1;
 }
 
 function paint() {
@@ -355,13 +366,13 @@ function renderLegend(scale) {
   else {
     const bar = el("span", { className: "scale" }), signed = quantity.kind !== "size" || state.difference;
     for (let step = signed ? -meta.steps : 0; step <= meta.steps; step++) {
-      const edge = short(((step - (step < 0 ? 0 : 0)) * scale) / (meta.steps + 1));
+      const edge = short((step * scale) / meta.steps);
       bar.append(el("span", { className: stepClass(step) }, step === meta.steps ? `≥ ${edge}` : step === -meta.steps ? `≤ ${edge}` : edge));
     }
     parts.push(bar, quantity.unit);
   }
   const change = state.difference ? `${names[1]} minus ${names[0]}: ` : "";
-  parts.push(el("span", {}, `${change}${quantity.label}${quantity.note ? ` (${quantity.note})` : ""}`), el("span", { className: "t out" }, "outside the mask"));
+  parts.push(el("span", {}, `${change}${quantity.label}${quantity.note && `, ${quantity.note}`}`), el("span", { className: "t out" }, "outside the mask"));
   $("legend").replaceChildren(...parts);
 }
 
@@ -535,7 +546,7 @@ function choose(quantity) {
   refilter();
   renderCharts();
   idsReady.then(renderWorst);
-  if (state.panes.length) { $("facts").replaceChildren(...facts(0, state.row)); paint(); }
+  if (state.panes.length) { renderFacts(); paint(); }
 }
 const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 function toggleDark() {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Inspection:
-    """What :func:`inspect_tokens` has read. In a notebook its last expression shows the worst rollouts; in a terminal use :meth:`print`.
+    """What :func:`inspect_tokens` has read. A notebook shows the worst rollouts of it; so does :meth:`print` in a terminal.
 
     Args:
         view: what is shown.
@@ -130,9 +130,9 @@ def inspect_tokens(
     """Write the tokens of a batch, with all that is known of each, to one HTML page.
 
     The page opens in a browser without a network: rollouts sorted by reward, KL, length or mismatch; tokens coloured by KL,
-    log-ratios, entropy, advantage, reward, mask or clipping; the worst tokens; KL by position and by turn. Its numbers equal the
-    tensors, as float32. Numbers are shown for the assistant's tokens; the exact KL needs both models, else it is k3's estimate
-    where a reference's log-probs are known.
+    log-ratios, entropy, advantage, reward, mask or clipping; the worst tokens; KL by position and by turn. Its numbers are
+    those of the tensors, as float32, at the assistant's tokens. The exact KL needs both models; else it is k3's estimate where
+    a reference's log-probs are known.
 
     Args:
         batch: rollouts, or their columns (:func:`~torchrl_llm_kl.diagnostics.read_columns`).
@@ -151,8 +151,8 @@ def inspect_tokens(
         keys: other entries, by column; see :data:`~torchrl_llm_kl.diagnostics.KEYS`.
         scope: ``"full"``: all turns; ``"turn"``: the last response of each row.
         options: how text is rendered where the data holds no tokens.
-        clip_low, clip_high: a token is clipped as in the objective ``ppo``: the ratio is beyond ``[1 - clip_low, 1 + clip_high]``
-            on the side where the gradient vanishes.
+        clip_low: a token is clipped as in the objective ``ppo``: its ratio is below ``1 - clip_low`` with a negative advantage,
+        clip_high: or above ``1 + clip_high`` with a positive one.
 
     Returns:
         An :class:`Inspection`: a notebook shows an excerpt of it, ``print()`` does in a terminal.

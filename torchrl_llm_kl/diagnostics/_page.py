@@ -180,8 +180,8 @@ def _ids(side: Side, index: dict[int, int]) -> bytes:
 def _rollouts(view: View) -> Iterator[dict[str, Any]]:
     """Each rollout of each batch, compressed by itself, so that a browser decodes the open one alone.
 
-    A byte per token (1: the assistant's, 2: ratio beyond the bounds, 4: no gradient), then the numbers of the assistant's tokens
-    as float32, column by column, byte planes one after the other.
+    A byte per token (1: the assistant's, 2: ratio beyond the bounds, 4: no gradient), then the numbers of the assistant's
+    tokens as float32, column by column, byte planes one after the other.
     """
     names = _stored(view)
     for at, side in enumerate(view.sides):

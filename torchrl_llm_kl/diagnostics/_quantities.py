@@ -1,4 +1,4 @@
-"""What the inspector shows: numbers per token to colour by, their summaries per rollout, position and turn, and the worst tokens.
+"""What the inspector shows: numbers per token to colour by; their means per rollout, position and turn; the worst tokens.
 
 Shapes: ``S`` rollouts, ``N`` tokens of all rollouts together. Numbers are float32, and NaN where a token has none.
 """
@@ -20,19 +20,19 @@ from torchrl_llm_kl.estimators import k3
 
 #: Columns that are shown for a token, with label and unit.
 COLUMNS = {
-    "log_prob": ("log-prob, policy now", "nats"),
-    "old_log_prob": ("log-prob, trainer at sampling", "nats"),
-    "sampler_log_prob": ("log-prob, sampler", "nats"),
-    "ref_log_prob": ("log-prob, reference", "nats"),
+    "log_prob": ("log-prob now", "nats"),
+    "old_log_prob": ("log-prob old", "nats"),
+    "sampler_log_prob": ("log-prob sampler", "nats"),
+    "ref_log_prob": ("log-prob reference", "nats"),
     "entropy": ("entropy", "nats"),
     "kl": ("KL to the reference", "nats"),
     "kl_penalty": ("KL penalty", "nats"),
     "advantage": ("advantage", "reward"),
 }
 #: Steps of colour on each side of zero.
-STEPS = 6
+STEPS = 5
 #: The share of numbers below the end of a colour scale.
-_QUANTILE = 0.99
+_QUANTILE = 0.98
 _BINS = 60
 
 
@@ -191,7 +191,7 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
     how = {(True,): "k3 estimate", (False,): "exact"}.get(tuple(sorted(estimated)), "exact or k3")
     before = first(("log_prob", "old_log_prob"), ("log_prob", "sampler_log_prob"))
     choices = [
-        Quantity("kl", f"KL to the reference ({how})", "nats", "size", first(("kl",)), "KL(policy || reference)"),
+        Quantity("kl", f"KL to the reference ({how})", "nats", "size", first(("kl",)), "KL(policy ‖ reference)"),
         Quantity(
             "mismatch",
             "Mismatch: log-ratio to the sampler",
@@ -234,11 +234,8 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
 
 
 def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
-    """The end of the colour scale: 99 % of the absolute numbers are below, rounded up to 1, 2 or 5 times a power of ten."""
-    if quantity.kind == "row":
-        parts = [side.reward for side in sides]
-    else:
-        parts = [side.values(quantity) for side in sides]
+    """Where the strongest colour starts: above 98 % of the absolute numbers, at 1, 2 or 5 times a power of ten."""
+    parts = [side.reward if quantity.kind == "row" else side.values(quantity) for side in sides]
     known = [part for part in parts if part is not None]
     numbers = torch.cat(known).abs() if known else torch.zeros(0)
     numbers = numbers[numbers.isfinite()].double().sort().values
@@ -249,10 +246,10 @@ def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
 
 
 def step_of(value: float, scale: float) -> int | None:
-    """The colour of a number: -6 to 6, 0 for less than a seventh of the scale; None for NaN."""
+    """The colour of a number: -5 to 5, 0 for less than a fifth of the scale; None for NaN."""
     if math.isnan(value):
         return None
-    size = abs(value) / scale * (STEPS + 1)
+    size = abs(value) / scale * STEPS
     return int(math.copysign(STEPS if size >= STEPS else math.floor(size), value))
 
 

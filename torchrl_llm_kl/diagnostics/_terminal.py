@@ -59,7 +59,7 @@ def _legend(view: View, quantity: Quantity, colours: dict[int, str], text: type[
         scale = scale_of(quantity, view.sides)
         steps = range(-STEPS if quantity.kind == "signed" else 1, STEPS + 1)
         for step in steps:
-            edge = step * scale / (STEPS + 1)
+            edge = step * scale / STEPS
             out.append(f" {edge:.2g} ", style=f"not bold {_INK} on {colours[step]}" if step else "not bold")
         out.append(f" {quantity.unit}", style="not bold dim")
     return out

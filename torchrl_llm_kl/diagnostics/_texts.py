@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-#: Control and format characters, other line separators, tags and lone surrogates: each changes what a reader sees of its neighbours.
+#: Control and format characters, other line separators, tags and lone surrogates: they change how their neighbours look.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
@@ -18,10 +18,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True)
 class TokenText:
-    """The text of a token.
+    r"""The text of a token.
 
     Args:
-        text: what the token adds to the text; for a part of a character, its bytes as ``\\xe2``.
+        text: what the token adds to the text; for a part of a character, its bytes as ``\xe2``.
         data: the bytes of a part of a character, else empty.
         special: True for a special token.
     """
@@ -32,7 +32,7 @@ class TokenText:
 
 
 def visible(text: str) -> str:
-    r"""Escape what cannot be seen: ``\u{202e}`` for a direction mark; ``↵`` and a newline for a newline, ``→`` and a tab for a tab."""
+    r"""Escape what cannot be seen: ``\u{202e}`` for a direction mark; a sign before each newline and tab."""
     shown = _INVISIBLE.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", text)
     return shown.replace("\n", "↵\n").replace("\t", "→\t")
 
