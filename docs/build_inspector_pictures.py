@@ -161,7 +161,7 @@ def take(one: Path, both: Path, worst_row: int) -> None:
             if name == "diff":
                 page.click("#list .row >> nth=0")
                 page.check("#difference")
-                page.hover(".tokens >> nth=0 >> .w2 >> nth=1")
+                page.hover(".tokens >> nth=0 >> .w1 >> nth=0")
             elif name == "worst":
                 page.select_option("#quantity", "mismatch")
                 page.click("#tab-worst")

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -379,9 +380,18 @@ def test_keys(tab: Tab, columns: TokenColumns) -> None:
     page.keyboard.press("Home")
     assert tab.focused() == 0
     page.keyboard.press("u")
-    page.keyboard.press("ArrowRight")  # over hidden tokens
-    assert tab.focused() == int(columns.mask[columns.tokens.offsets[1] :].nonzero()[0])
+    start, end = columns.tokens.offsets[1:3].tolist()
+    scored = columns.mask[start:end].nonzero().flatten().tolist()
     assert not tab.token(0).is_visible()
+    assert tab.focused() == scored[0]  # the focus is not lost with the hidden token
+    page.keyboard.press("End")
+    assert tab.focused() == scored[-1]
+    page.keyboard.press("Home")
+    assert tab.focused() == scored[0]
+    gap = next(i for i, after in pairwise(scored) if after > i + 1)
+    for _ in range(scored.index(gap) + 1):
+        page.keyboard.press("ArrowRight")
+    assert tab.focused() == scored[scored.index(gap) + 1]
     page.keyboard.press("u")
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.id") == "search"

@@ -130,10 +130,10 @@ function stepOf(value, scale) {
   const size = (Math.abs(value) / scale) * meta.steps;
   return Math.sign(value) * (size >= meta.steps ? meta.steps : Math.floor(size));
 }
-/** Rounded up to 1, 2 or 5 times a power of ten. */
+/** Rounded up: a fifth of it is a round number. */
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return value && [1, 2, 5, 10].map((factor) => Number((factor * power).toPrecision(1))).find((rounded) => rounded >= value);
+  return value && [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((factor) => Number((factor * power).toPrecision(3))).find((rounded) => rounded >= value);
 }
 const stepClass = (step) => (step > 0 ? `w${step}` : step < 0 ? `c${-step}` : "");
 
@@ -476,7 +476,7 @@ function showCard({ pane, i, span }) {
   const table = el("dl", { className: twin ? "two" : "" });
   const line = (name, label, values, unit = "") => {
     if (values.every(Number.isNaN)) return;
-    table.append(el("dt", { className: name === state.quantity.name ? "chosen" : "" }, `${label}${unit && ` (${unit})`}`));
+    table.append(el("dt", { className: name === state.quantity.name ? "chosen" : "" }, label, el("small", {}, unit && ` ${unit}`)));
     values.forEach((value, k) => {
       const cell = el("dd", {}, exact(value));
       cell.dataset.name = name;
@@ -492,6 +492,7 @@ function showCard({ pane, i, span }) {
   const text = shownOf(id);
   const data = el("p", { className: "where" }, `id ${meta.tokenIds[id]} · ${where.join(" · ")}`);
   card.replaceChildren(el("p", { className: "text" }, text.length > 160 ? `${text.slice(0, 160)}… (${text.length} characters)` : text === " " ? "␣" : text), data, table);
+  card.className = twin ? "wide" : "";
   card.hidden = false;
   const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), { width, height } = card.getBoundingClientRect();
   const below = box.bottom + 8 + height < innerHeight;
@@ -549,8 +550,16 @@ function toggleDark() {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   $("dark").setAttribute("aria-pressed", isDark());
 }
+/** The first token in a direction that is not hidden. */
+function shownFrom(spans, i, step) {
+  while (spans[i] && !spans[i].getClientRects().length) i += step;
+  return i;
+}
 function togglePlain() {
+  const token = tokenFrom(document.activeElement);
   $("plain").setAttribute("aria-pressed", document.body.classList.toggle("plain"));
+  const next = token && shownFrom(token.pane.spans, token.i, 1); // the focus would be lost with a hidden token
+  if (token && next !== token.i) focusToken(state.panes.indexOf(token.pane), next);
 }
 function showTab(name) {
   for (const tab of ["rollouts", "worst"]) {
@@ -582,9 +591,8 @@ document.addEventListener("keydown", (event) => {
   const token = tokenFrom(event.target), steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
   if (token && event.key in steps) {
     event.preventDefault();
-    const { spans } = token.pane, hidden = (i) => spans[i] && !spans[i].getClientRects().length;
-    let i = Math.max(0, Math.min(spans.length - 1, token.i + steps[event.key]));
-    while (hidden(i)) i += Math.sign(steps[event.key]);
+    const { spans } = token.pane, on = { Home: 1, End: -1 }[event.key] ?? steps[event.key];
+    const i = shownFrom(spans, Math.max(0, Math.min(spans.length - 1, token.i + steps[event.key])), on);
     if (spans[i]) focusToken(state.panes.indexOf(token.pane), i);
   } else if (event.target === $("list") && ["ArrowDown", "ArrowUp"].includes(event.key)) {
     event.preventDefault();
