@@ -217,7 +217,7 @@ function renderList() {
   open ? list.setAttribute("aria-activedescendant", `row-${state.row}`) : list.removeAttribute("aria-activedescendant");
 }
 
-/** The last words before the answer are the question's: the list shows them. */
+/** How a rollout begins, without special tokens and roles. */
 function preview(row) {
   const side = sides[0];
   if (!side.ids) return "";
@@ -444,6 +444,7 @@ function renderTrack(scale) {
   }
   const thick = Math.max(1, Math.min(6, (width / rollout.n) * 0.7));
   for (const [name, d] of [["stem", up], ["stem negative", below]]) draw(svg, "path", { class: name, d, "stroke-width": thick });
+  draw(svg, "text", { x: 2, y: 10 }, `${short(high || low)} ${state.quantity.unit}`);
   if (state.token) draw(svg, "line", { class: "here", x1: x(state.token.i), x2: x(state.token.i), y1: 0, y2: height });
 }
 
@@ -582,7 +583,7 @@ const KEYS = {
 };
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
-  if (event.target.closest("input, select")) {
+  if (event.target.closest("input:not([type=checkbox])")) {
     if (event.key === "Escape") event.target.blur();
     if (event.key === "Enter" && event.target === $("search")) goHit();
     return;
