@@ -15,6 +15,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_llm_kl import Ragged, inspect_tokens
+from torchrl_llm_kl import LogProbScorer, Ragged, inspect_tokens
 from torchrl_llm_kl.diagnostics import TokenColumns
 
 FOLDER = Path(__file__).parent
@@ -115,8 +117,6 @@ def batches(data: Path) -> tuple[TokenColumns, TokenColumns, Any]:
     rewards = torch.tensor([reward for _, _, reward in rollouts])
     groups = rewards.reshape(-1, 4)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).reshape(-1)
-    from torchrl_llm_kl import LogProbScorer
-
     with torch.no_grad():
         old = LogProbScorer(first).score(ids, mask).values
         sampled = LogProbScorer(sampler).score(ids, mask).values
@@ -141,15 +141,23 @@ def batches(data: Path) -> tuple[TokenColumns, TokenColumns, Any]:
     return out[0], out[1], tokenizer
 
 
-def take(one: Path, both: Path, worst_row: int) -> None:
-    """The four pictures."""
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Debian's Chromium without a window."""
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium")
-    if chromium is None:
+    executable = shutil.which("chromium")
+    if executable is None:
         raise SystemExit("chromium is not installed: `apt-get install chromium`.")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium)
+        browser = playwright.chromium.launch(executable_path=executable)
+        yield browser
+        browser.close()
+
+
+def take(one: Path, both: Path, worst_row: int) -> None:
+    """The four pictures."""
+    with chromium() as browser:
         for name in ("light", "dark", "worst", "diff"):
             page = browser.new_page(
                 viewport={"width": 1360, "height": 820}, color_scheme="dark" if name == "dark" else "light"
@@ -161,10 +169,11 @@ def take(one: Path, both: Path, worst_row: int) -> None:
             if name == "diff":
                 page.click("#list .row >> nth=0")
                 page.check("#difference")
+                page.hover(".tokens >> nth=0 >> .w1 >> nth=0")
             elif name == "worst":
                 page.select_option("#quantity", "mismatch")
                 page.click("#tab-worst")
-                page.click("#worst button >> nth=1")
+                page.click("#worst button >> nth=0")
             else:
                 page.evaluate(
                     f"document.querySelector('#list').scrollTop = {56 * (worst_row if name == 'dark' else 0)}"
@@ -176,21 +185,56 @@ def take(one: Path, both: Path, worst_row: int) -> None:
             page.wait_for_timeout(200)
             page.screenshot(path=FOLDER / f"inspector_{name}.png")
             page.close()
-        browser.close()
 
 
 def measure(path: Path) -> None:
     """Time and size of 1,000 rollouts of 1,000 tokens with eight random columns."""
     torch.manual_seed(0)
     names = ("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy", "kl", "kl_penalty", "advantage")
-    ids = Ragged.from_list(list(torch.randint(0, 4000, (1000, 1000))))
+    tokenizer = train_tokenizer([chr(0x4E00 + i) + chr(0x4E00 + j) for i in range(70) for j in range(70)])
+    ids = Ragged.from_list(list(torch.randint(0, len(tokenizer), (1000, 1000))))
     mask = ids.positions >= 200
     columns = {name: -torch.rand(1_000_000).log().masked_fill(~mask, torch.nan) for name in names}
-    tokenizer = train_tokenizer([chr(0x4E00 + i) + chr(0x4E00 + j) for i in range(70) for j in range(70)])
     start = time.perf_counter()
-    data = TokenColumns(ids, mask, columns, {"reward": torch.rand(1000)})
-    inspect_tokens(data, tokenizer, path)
+    inspect_tokens(TokenColumns(ids, mask, columns, {"reward": torch.rand(1000)}), tokenizer, path)
     print(f"written in {time.perf_counter() - start:.1f} s, {path.stat().st_size / 1e6:.1f} MB")
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1360, "height": 820})
+        start = time.perf_counter()
+        page.goto(path.as_uri(), wait_until="commit")
+        page.wait_for_selector("html[data-ready]")
+        print(f"list complete and first rollout open after {time.perf_counter() - start:.1f} s")
+        paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        print(f"first paint after {paint / 1000:.2f} s")
+        print("frames of the scrolling list: median {:.0f} ms, 95 % below {:.0f} ms".format(*page.evaluate(SCROLL)))
+        print(f"next rollout: {page.evaluate(NEXT):.0f} ms")
+        start = time.perf_counter()
+        page.fill("#search", tokenizer.decode([3000]))
+        page.wait_for_selector(".t.hit, #count:has-text('of')")
+        print(f"search in all texts: {time.perf_counter() - start:.1f} s")
+
+
+#: The time between frames while the list scrolls by 300 pixels a frame.
+SCROLL = """async () => {
+  const list = document.querySelector("#list"), times = [];
+  for (let i = 0, last = performance.now(); i < 120; i++) {
+    list.scrollTop += 300;
+    await new Promise(requestAnimationFrame);
+    times.push(performance.now() - last);
+    last = performance.now();
+  }
+  times.sort((a, b) => a - b);
+  return [times[60], times[114]];
+}"""
+#: The mean time from the button to the next rollout's heading and frame.
+NEXT = """async () => {
+  const start = performance.now();
+  for (let row = 1; row <= 10; row++) {
+    document.querySelector("#next").click();
+    while (document.querySelector("#heading").textContent !== `Rollout ${row}`) await new Promise(requestAnimationFrame);
+  }
+  return (performance.now() - start) / 10;
+}"""
 
 
 if __name__ == "__main__":

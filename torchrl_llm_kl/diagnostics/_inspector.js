@@ -130,10 +130,10 @@ function stepOf(value, scale) {
   const size = (Math.abs(value) / scale) * meta.steps;
   return Math.sign(value) * (size >= meta.steps ? meta.steps : Math.floor(size));
 }
-/** Rounded up to 1, 2 or 5 times a power of ten. */
+/** Rounded up: a fifth of it is a round number. */
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return value && [1, 2, 5, 10].map((factor) => Number((factor * power).toPrecision(1))).find((rounded) => rounded >= value);
+  return value && [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((factor) => Number((factor * power).toPrecision(3))).find((rounded) => rounded >= value);
 }
 const stepClass = (step) => (step > 0 ? `w${step}` : step < 0 ? `c${-step}` : "");
 
@@ -141,7 +141,7 @@ const stepClass = (step) => (step > 0 ? `w${step}` : step < 0 ? `c${-step}` : ""
 
 const state = {
   quantity: quantities[0], threshold: null, query: "", sort: "row", down: false,
-  order: [], row: -1, panes: [], worst: [], rank: -1, token: null, difference: false, same: 0, hit: -1,
+  order: [], row: -1, panes: [], worst: null, rank: -1, token: null, difference: false, same: 0, hit: -1,
 };
 let opening = 0;
 
@@ -217,7 +217,7 @@ function renderList() {
   open ? list.setAttribute("aria-activedescendant", `row-${state.row}`) : list.removeAttribute("aria-activedescendant");
 }
 
-/** The last words before the answer are the question's: the list shows them. */
+/** How a rollout begins, without special tokens and roles. */
 function preview(row) {
   const side = sides[0];
   if (!side.ids) return "";
@@ -252,7 +252,7 @@ async function open(row, token = null, focus = false) {
   const partner = two ? pairs[row] : -1;
   const rollouts = await Promise.all([load(0, row), ...(partner >= 0 ? [load(1, partner)] : [])]);
   if (ticket !== opening) return;
-  Object.assign(state, { row, token: null, rank: -1, worst: [], hit: -1 });
+  Object.assign(state, { row, token: null, rank: -1, worst: null, hit: -1 });
   hideCard();
   const [a, b] = rollouts;
   state.same = 0;
@@ -267,6 +267,7 @@ async function open(row, token = null, focus = false) {
   scrollToRow(row);
   renderList();
   paint();
+  state.rank = token === null ? -1 : worstTokens().indexOf(token); // n goes on from here
   if (token === null) $("detail").scrollTop = 0;
   else focusToken(0, token, focus);
 }
@@ -321,9 +322,8 @@ function colourValue(rollout, i) {
 }
 function colourScale() {
   if (!state.difference) return state.quantity.scale;
-  let top = 0;
-  for (let i = 0; i < state.same; i++) { const value = Math.abs(colourValue(state.panes[0].rollout, i)); if (value > top && value < Infinity) top = value; }
-  return nice(top) || 1;
+  const { rollout } = state.panes[0], sizes = rollout.scored.map((i) => Math.abs(colourValue(rollout, i))).filter(Number.isFinite).sort((a, b) => a - b);
+  return nice(sizes[Math.ceil(0.98 * (sizes.length - 1))] ?? 0) || 1;
 }
 
 function paint() {
@@ -351,8 +351,7 @@ function hitsOf(rollout) {
   if (!query) return hits;
   const { text, starts } = textOf(rollout.side, rollout.row);
   for (let at = text.indexOf(query), i = 0; at >= 0; at = text.indexOf(query, at + query.length)) {
-    while (i + 1 < starts.length && starts[i + 1] <= at) i++;
-    while (i > 0 && starts[i - 1] === starts[i] && starts[i] === at) i--;
+    while (i < starts.length && starts[i] < at && (starts[i + 1] ?? Infinity) <= at) i++;
     for (let j = i; j < starts.length && starts[j] < at + query.length; j++) hits.add(j);
   }
   return hits;
@@ -445,6 +444,7 @@ function renderTrack(scale) {
   }
   const thick = Math.max(1, Math.min(6, (width / rollout.n) * 0.7));
   for (const [name, d] of [["stem", up], ["stem negative", below]]) draw(svg, "path", { class: name, d, "stroke-width": thick });
+  draw(svg, "text", { x: 2, y: 10 }, `${short(high || low)} ${state.quantity.unit}`);
   if (state.token) draw(svg, "line", { class: "here", x1: x(state.token.i), x2: x(state.token.i), y1: 0, y2: height });
 }
 
@@ -472,12 +472,12 @@ function showCard({ pane, i, span }) {
   const where = [`token ${i + 1} of ${rollout.n}`];
   if (rollout.places[i] >= 0) where.push(`${rollout.places[i] + 1} of the answer`, ...(rollout.starts.length > 1 ? [`turn ${rollout.turns[i] + 1}`] : []));
   else where.push("outside the mask");
-  const rank = state.worst.indexOf(i);
-  if (rank >= 0 && pane === state.panes[0]) where.push(`worst ${rank + 1} of ${state.worst.length}`);
+  const rank = pane === state.panes[0] ? worstTokens().indexOf(i) : -1;
+  if (rank >= 0) where.push(`worst ${rank + 1} of ${state.worst.length}`);
   const table = el("dl", { className: twin ? "two" : "" });
   const line = (name, label, values, unit = "") => {
     if (values.every(Number.isNaN)) return;
-    table.append(el("dt", { className: name === state.quantity.name ? "chosen" : "" }, `${label}${unit && ` (${unit})`}`));
+    table.append(el("dt", { className: name === state.quantity.name ? "chosen" : "" }, label, el("small", {}, unit && ` ${unit}`)));
     values.forEach((value, k) => {
       const cell = el("dd", {}, exact(value));
       cell.dataset.name = name;
@@ -493,6 +493,7 @@ function showCard({ pane, i, span }) {
   const text = shownOf(id);
   const data = el("p", { className: "where" }, `id ${meta.tokenIds[id]} · ${where.join(" · ")}`);
   card.replaceChildren(el("p", { className: "text" }, text.length > 160 ? `${text.slice(0, 160)}… (${text.length} characters)` : text === " " ? "␣" : text), data, table);
+  card.className = twin ? "wide" : "";
   card.hidden = false;
   const box = span.getClientRects()[0] ?? span.getBoundingClientRect(), { width, height } = card.getBoundingClientRect();
   const below = box.bottom + 8 + height < innerHeight;
@@ -505,19 +506,16 @@ function hideCard() {
   for (const old of document.querySelectorAll(".twin")) old.classList.remove("twin");
 }
 
-/** The next worst token of the open rollout. */
+/** Positions in the open rollout, the largest absolute number first; of clipped tokens, in order. */
+function worstTokens() {
+  if (state.worst) return state.worst;
+  const { rollout } = state.panes[0], { quantity } = state;
+  if (quantity.name === "clipped") return (state.worst = rollout.scored.filter((i) => rollout.flags[i] & 4));
+  const sizes = new Map(rollout.scored.map((i) => [i, quantity.kind === "row" ? NaN : Math.abs(colourValue(rollout, i))]));
+  return (state.worst = rollout.scored.filter((i) => sizes.get(i) >= 0).sort((a, b) => (sizes.get(a) === sizes.get(b) ? a - b : sizes.get(b) - sizes.get(a))));
+}
 function goWorst(step) {
-  const pane = state.panes[0], { quantity } = state;
-  if (!pane) return;
-  if (!state.worst.length) {
-    const { rollout } = pane;
-    if (quantity.name === "clipped") state.worst = rollout.scored.filter((i) => rollout.flags[i] & 4);
-    else {
-      const sizes = new Map(rollout.scored.map((i) => [i, Math.abs(colourValue(rollout, i))]));
-      state.worst = quantity.kind === "row" ? [] : rollout.scored.filter((i) => sizes.get(i) >= 0).sort((a, b) => sizes.get(b) - sizes.get(a) || a - b);
-    }
-  }
-  if (!state.worst.length) return;
+  if (!state.panes.length || !worstTokens().length) return;
   state.rank = Math.max(0, Math.min(state.worst.length - 1, state.rank + step));
   focusToken(0, state.worst[state.rank]);
 }
@@ -537,7 +535,7 @@ function goHit() {
 
 function choose(quantity) {
   state.quantity = quantity;
-  Object.assign(state, { rank: -1, worst: [] });
+  Object.assign(state, { rank: -1, worst: null });
   $("quantity").value = quantity.name;
   $("threshold-unit").textContent = quantity.unit;
   $("threshold").disabled = quantity.kind === "category";
@@ -553,8 +551,16 @@ function toggleDark() {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   $("dark").setAttribute("aria-pressed", isDark());
 }
+/** The first token in a direction that is not hidden. */
+function shownFrom(spans, i, step) {
+  while (spans[i] && !spans[i].getClientRects().length) i += step;
+  return i;
+}
 function togglePlain() {
+  const token = tokenFrom(document.activeElement);
   $("plain").setAttribute("aria-pressed", document.body.classList.toggle("plain"));
+  const next = token && shownFrom(token.pane.spans, token.i, 1); // the focus would be lost with a hidden token
+  if (token && next !== token.i) focusToken(state.panes.indexOf(token.pane), next);
 }
 function showTab(name) {
   for (const tab of ["rollouts", "worst"]) {
@@ -577,7 +583,7 @@ const KEYS = {
 };
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
-  if (event.target.closest("input, select")) {
+  if (event.target.closest("input:not([type=checkbox])")) {
     if (event.key === "Escape") event.target.blur();
     if (event.key === "Enter" && event.target === $("search")) goHit();
     return;
@@ -586,9 +592,8 @@ document.addEventListener("keydown", (event) => {
   const token = tokenFrom(event.target), steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
   if (token && event.key in steps) {
     event.preventDefault();
-    const { spans } = token.pane, hidden = (i) => spans[i] && !spans[i].getClientRects().length;
-    let i = Math.max(0, Math.min(spans.length - 1, token.i + steps[event.key]));
-    while (hidden(i)) i += Math.sign(steps[event.key]);
+    const { spans } = token.pane, on = { Home: 1, End: -1 }[event.key] ?? steps[event.key];
+    const i = shownFrom(spans, Math.max(0, Math.min(spans.length - 1, token.i + steps[event.key])), on);
     if (spans[i]) focusToken(state.panes.indexOf(token.pane), i);
   } else if (event.target === $("list") && ["ArrowDown", "ArrowUp"].includes(event.key)) {
     event.preventDefault();
@@ -611,7 +616,7 @@ $("worst").addEventListener("click", (event) => { const entry = event.target.clo
 $("quantity").addEventListener("change", (event) => choose(quantities.find((quantity) => quantity.name === event.target.value)));
 $("threshold").addEventListener("input", (event) => { state.threshold = event.target.value === "" ? null : Number(event.target.value); refilter(); if (state.panes.length) paint(); });
 $("search").addEventListener("input", (event) => search(event.target.value));
-$("difference").addEventListener("change", (event) => { state.difference = event.target.checked; Object.assign(state, { rank: -1, worst: [] }); paint(); });
+$("difference").addEventListener("change", (event) => { state.difference = event.target.checked; Object.assign(state, { rank: -1, worst: null }); paint(); });
 $("track").addEventListener("click", (event) => {
   const box = $("track").getBoundingClientRect(), { rollout } = state.panes[0];
   focusToken(0, Math.min(rollout.n - 1, Math.floor(((event.clientX - box.left) / box.width) * rollout.n)));

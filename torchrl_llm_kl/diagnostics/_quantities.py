@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -34,6 +35,8 @@ STEPS = 5
 #: The share of numbers below the end of a colour scale.
 _QUANTILE = 0.98
 _BINS = 60
+#: Ends of a scale, times a power of ten: a fifth of each is a round number.
+_ROUND = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
 
 
 def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
-    """Where the strongest colour starts: above 98 % of the absolute numbers, at 1, 2 or 5 times a power of ten."""
+    """Where the strongest colour starts: above 98 % of the absolute numbers, at a round number."""
     parts = [side.reward if quantity.kind == "row" else side.values(quantity) for side in sides]
     known = [part for part in parts if part is not None]
     numbers = torch.cat(known).abs() if known else torch.zeros(0)
@@ -242,7 +245,7 @@ def scale_of(quantity: Quantity, sides: Sequence[Side]) -> float:
     if numbers.numel() == 0 or not (top := float(numbers[math.ceil(_QUANTILE * (numbers.numel() - 1))])):
         return 1.0
     power = 10.0 ** math.floor(math.log10(top))
-    return next(round(f * power, 12) or f * power for f in (1, 2, 5, 10) if f * power >= top * (1 - 1e-9))
+    return next(float(f"{factor * power:.3g}") for factor in _ROUND if factor * power >= top * (1 - 1e-6))
 
 
 def step_of(value: float, scale: float) -> int | None:
@@ -282,7 +285,7 @@ def match(side: Side, other: Side) -> list[int]:
 
 def _keys(side: Side, *, whole: bool) -> list[bytes]:
     keys = []
-    for start, end in zip(side.offsets, side.offsets[1:], strict=False):
+    for start, end in pairwise(side.offsets):
         first = side.mask[start:end].nonzero()
         stop = start + int(first[0]) if len(first) and not whole else end
         keys.append(side.ids[start:stop].numpy().tobytes())
