@@ -73,7 +73,7 @@ _PUBLIC = {
     ),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
-_LAYERS = (*_PUBLIC, "diagnostics", "masks", "rollouts", "service")
+_LAYERS = (*_PUBLIC, "cli", "diagnostics", "masks", "rollouts", "service")
 
 __all__ = [
     "AdaptiveEntropyCoefficient",
