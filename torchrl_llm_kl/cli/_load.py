@@ -29,14 +29,19 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None) -> 
 
     if dtype not in DTYPES:
         raise CommandError(f"--dtype {dtype} is unknown: choose one of {', '.join(DTYPES)}.")
-    _check_folder(name, "config.json", "adapter_config.json", what="model")
+    check_model(name)
     logging.disable_progress_bar()  # it would mix with this program's own
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
         return model.to(place).eval().requires_grad_(False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise CommandError(f"cannot load the model {name!r}: {_first_sentence(error)}") from error
+        raise CommandError(f"cannot load the model {name!r}{_where(name)}: {_first_sentence(error)}") from error
+
+
+def check_model(name: str) -> None:
+    """Raise for a path that holds no model; a name on the hub passes."""
+    _check_folder(name, "config.json", "adapter_config.json", what="model")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -51,7 +56,7 @@ def load_tokenizer(name: str) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(name)
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise CommandError(f"cannot load the tokenizer {name!r}: {_first_sentence(error)}") from error
+        raise CommandError(f"cannot load the tokenizer {name!r}{_where(name)}: {_first_sentence(error)}") from error
 
 
 def _check_folder(name: str, *files: str, what: str) -> None:
@@ -66,6 +71,10 @@ def _check_folder(name: str, *files: str, what: str) -> None:
             )
     elif name.startswith((".", "~", "/")) or name.count("/") > 1 or not name:
         raise CommandError(f"there is no folder {name}: pass the path of a {what}, or a name on the hub.")
+
+
+def _where(name: str) -> str:
+    return "" if Path(name).expanduser().is_dir() else ", which is no folder here, from the hub"
 
 
 def _first_sentence(error: Exception) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
 from torchrl_llm_kl.cli._data import Answer, Encoder, Skip, Source
-from torchrl_llm_kl.cli._load import load_model, load_tokenizer
+from torchrl_llm_kl.cli._load import check_model, load_model, load_tokenizer
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.ragged import Ragged, segment_sum
 from torchrl_llm_kl.scoring import LogProbScorer, fingerprint_of, position_limit, vocab_size
@@ -129,6 +129,9 @@ def _check(options: ScoreOptions) -> None:
     for path in (options.out, options.html):
         if path is not None and not path.parent.is_dir():
             raise CommandError(f"there is no folder {path.parent} for {path.name}: create it first.")
+    for name in (options.model, options.reference):
+        if name is not None:
+            check_model(name)
 
 
 def _inspector() -> Any:
@@ -493,7 +496,8 @@ def _print_summary(summary: Summary, options: ScoreOptions, run: Run) -> None:
         return
     found = summary.to_dict()
     for part, measures in found["answers"].items():
-        print(f"\n{part} answers: {measures['count']:,}" if len(found["answers"]) > 1 else "")
+        if len(found["answers"]) > 1:
+            print(f"{part} answers: {measures['count']:,}")
         rows = [
             [_LABELS.get(name, name), *(_number(mean[key]) for key in mean)]
             for name, mean in measures.items()
@@ -505,7 +509,8 @@ def _print_summary(summary: Summary, options: ScoreOptions, run: Run) -> None:
             if name in measures
         ]
         print_table(["nats", "per token", "s.e.", "per answer", "s.e."], rows, right=1)
-    print(f"\nscored {summary.scored:,} answers, {summary.scored_tokens:,} of their {summary.tokens:,} tokens")
+        print()
+    print(f"scored {summary.scored:,} answers, {summary.scored_tokens:,} of their {summary.tokens:,} tokens")
     for reason, places in summary.places.items():
         count = summary.skipped[reason]
         print(f"skipped {count:,}, {reason}: {'; '.join(places)}" + ("; ..." if count > len(places) else ""))
