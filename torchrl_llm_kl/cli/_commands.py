@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, WRONG_INPUT, CommandError, Group, print_json
+from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, print_json
 
 app = typer.Typer(
     name=PROGRAM,
@@ -46,8 +46,7 @@ def root(
 ) -> None:
     """KL-regularised post-training of language models: tables, scores of a file, a doctor for batches."""
     if context.invoked_subcommand is None:
-        print(context.get_help(), file=sys.stderr)
-        raise typer.Exit(WRONG_INPUT)
+        raise CommandError(f"name a command; {PROGRAM} --help lists them.")
 
 
 # ------------------------------------------------------------------ tables

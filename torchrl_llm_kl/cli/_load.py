@@ -133,20 +133,31 @@ def _as_tensordict(found: Any, path: Path) -> Any:
         return found
     if is_tensor_collection(found):
         return found.to_tensordict()
-    if isinstance(found, Mapping):
-        if "__batch_size" in found:  # of td.state_dict()
-            found = {key: value for key, value in found.items()}
-            return TensorDict({}, batch_size=found["__batch_size"]).load_state_dict(found)
-        if found and all(isinstance(key, str) for key in found):
-            try:
-                return TensorDict.from_dict(dict(found), auto_batch_size=True, batch_dims=1)
-            except (RuntimeError, ValueError, TypeError) as error:
-                raise CommandError(
-                    f"the dict in {path} is no batch: {_first_sentence(error)} Its entries need one first dimension."
-                ) from error
+    if isinstance(found, Mapping) and found and all(isinstance(key, str) for key in found):
+        return _of_dict({key: value for key, value in found.items() if not key.startswith("__")}, path)
     raise CommandError(
         f"{path} holds a {type(found).__name__}: expected a TensorDict, its dict (td.to_dict()) or its state_dict."
     )
+
+
+def _of_dict(found: dict[str, Any], path: Path) -> Any:
+    """A TensorDict from nested dicts, or from a flat one with dotted names. They do not say what its batch dimensions are."""
+    from tensordict import TensorDict
+
+    tokens = found["tokens"].get("full") if isinstance(found.get("tokens"), Mapping) else found.get("tokens.full")
+    dense = tokens is not None and not getattr(tokens, "is_nested", False)
+    dims = max(1, getattr(tokens, "ndim", 2) - 1) if dense else 1
+    try:
+        td = TensorDict.from_dict(found, auto_batch_size=True, batch_dims=dims)
+        td = td.unflatten_keys(".") if any("." in key for key in found) else td
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise CommandError(f"the dict in {path} is no batch: {_first_sentence(error)}") from error
+    if td.batch_dims < dims:
+        raise CommandError(
+            f"the entries of the dict in {path} have no first dimension in common, so it is no batch: save td.to_dict() of a "
+            "TensorDict."
+        )
+    return td
 
 
 def _of_memmap(path: Path, trust: bool) -> Any:
