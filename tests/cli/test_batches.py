@@ -186,6 +186,12 @@ def test_findings_are_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch: pytest.
     assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"][0]["confidence"] == 0.9
 
 
+def test_notes_alone_are_exit_code_0(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, Finding())
+    monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
+    assert "length bias" in cli("check", save("dict", tmp_path / "batch.pt", batch())).stdout
+
+
 def test_the_doctor_gets_models_and_tokenizer(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
 ) -> None:
@@ -230,15 +236,22 @@ def test_the_real_doctor(cli: Cli, tmp_path: Path, model: str, reference: str) -
 def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     seen: dict[str, Any] = {}
 
-    def inspect_tokens(td: TensorDictBase, tokenizer: Any, *, html: Path | None, other: Any) -> str:
-        seen.update(td=td, tokenizer=tokenizer, html=html, other=other)
-        return "the tokens"
+    class Inspection:
+        def print(self, *, console: Any) -> None:
+            console.print("the tokens")
+
+    def inspect_tokens(td: TensorDictBase, tokenizer: Any, **given: Any) -> Inspection:
+        seen.update(given, td=td, tokenizer=tokenizer)
+        return Inspection()
 
     monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
     one = save("dict", tmp_path / "one.pt", batch())
     two = save("memmap", tmp_path / "two", batch(advantage=torch.tensor([1.0, -1.0])))
     assert cli("inspect", one, "--tokenizer", model).stdout == "the tokens\n"
-    assert (seen["html"], seen["other"]) == (None, None)
+    assert (seen["html"], seen["other"], seen["temperature"]) == (None, None, 1.0)
+    assert not {"policy", "reference"} & set(seen)
+    cli("inspect", one, "--tokenizer", model, "--policy", model, "--reference", model, "--temperature", 0.5)
+    assert (seen["policy"].config.vocab_size, seen["temperature"]) == (seen["reference"].config.vocab_size, 0.5)
     page = tmp_path / "page.html"
     assert cli("inspect", one, "--tokenizer", model, "--html", page, "--other", two).stdout == f"wrote {page}\n"
     assert seen["html"] == page

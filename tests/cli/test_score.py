@@ -412,8 +412,8 @@ def test_the_page_gets_the_scores_of_the_first_answers(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def inspect_tokens(td: Any, tokenizer: Any, *, html: Path, other: Any = None) -> None:
-        seen.update(columns=diagnostics.read_columns(td), tokenizer=tokenizer)
+    def inspect_tokens(columns: Any, tokenizer: Any, *, html: Path, title: str) -> None:
+        seen.update(columns=columns, tokenizer=tokenizer, title=title)
         Path(html).write_text("page")
 
     monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
@@ -422,9 +422,10 @@ def test_the_page_gets_the_scores_of_the_first_answers(
     cli("score", model, data, "--reference", reference, "--html", page, "--per-token", "--out", out)
     assert page.read_text() == "page"
     columns, records = seen["columns"], read_jsonl(out)
-    for name, key in (("old_log_prob", "log_probs"), ("ref_log_prob", "ref_log_probs"), ("kl_penalty", "exact_kl")):
+    for name, key in (("log_prob", "log_probs"), ("ref_log_prob", "ref_log_probs"), ("kl", "exact_kl")):
         expected = torch.tensor([value for record in records for value in record[key]])
         torch.testing.assert_close(columns.columns[name][columns.mask], expected[columns.mask], atol=1e-5, rtol=0)
+        assert columns.columns[name][~columns.mask].isnan().all()
     assert columns.mask.int().tolist() == [value for record in records for value in record["mask"]]
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, print_json
+from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, console, print_json
 
 app = typer.Typer(
     name=PROGRAM,
@@ -162,7 +162,7 @@ def check(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Look for what is wrong with a batch of rollouts; exits with 1 if there is a finding."""
+    """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
     diagnose = _of_diagnostics("diagnose")
     from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
 
@@ -174,11 +174,14 @@ def check(
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         temperature=temperature,
     )
+    out = console()
     if as_json:
         print_json(found.to_dict())
+    elif out.is_terminal:
+        out.print(found)
     else:
         print(found)
-    if found.findings:
+    if getattr(found, "exit_code", bool(found.findings)):  # notes alone are no fault
         raise typer.Exit(FOUND)
 
 
@@ -188,21 +191,29 @@ def inspect(
     tokenizer: Annotated[str, typer.Option(help="The tokenizer of its tokens: a folder, or a name on the hub.")],
     html: Annotated[Path | None, typer.Option(help="Write a page instead of printing.")] = None,
     other: Annotated[Path | None, typer.Option(help="A second batch to show beside the first.")] = None,
+    policy: Annotated[str | None, typer.Option(help="A model: adds its log-probs and entropy.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The reference model: adds its log-probs, and the exact KL.")
+    ] = None,
+    temperature: Temperature = 1.0,
     trust: Trust = False,
 ) -> None:
     """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
     inspect_tokens = _of_diagnostics("inspect_tokens")
-    from torchrl_llm_kl.cli._load import load_batch, load_tokenizer
+    from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
         raise CommandError(f"there is no folder {html.parent} for {html.name}: create it first.")
     td = load_batch(batch, trust=trust)
     beside = None if other is None else load_batch(other, trust=trust)
-    found = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside)
+    models = {
+        name: load_model(path) for name, path in (("policy", policy), ("reference", reference)) if path is not None
+    }
+    found = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, temperature=temperature, **models)
     if html is not None:
         print(f"wrote {html}")
-    elif found is not None:
-        print(found)
+    else:
+        found.print(console=console())
 
 
 def _of_diagnostics(name: str) -> Any:

@@ -104,7 +104,9 @@ def _hush() -> None:
 
 def console(stream: TextIO | None = None) -> Console:
     """A console that follows ``NO_COLOR`` and ``FORCE_COLOR``; made anew, since tests replace the streams."""
-    return Console(file=stream or sys.stdout, highlight=False, emoji=False, markup=False, soft_wrap=True)
+    out = Console(file=stream or sys.stdout, highlight=False, emoji=False, markup=False)
+    out.soft_wrap = not out.is_terminal
+    return out
 
 
 def shows_colour() -> bool:
@@ -148,7 +150,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
             )
         for row in rows:
             table.add_row(*row)
-        out.print(table, soft_wrap=False)
+        out.print(table)
         return
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     for line in (header, *rows):

@@ -127,7 +127,7 @@ def _of_torch(path: Path, trust: bool) -> Any:
 
 
 def _as_tensordict(found: Any, path: Path) -> Any:
-    from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+    from tensordict import TensorDictBase, is_tensor_collection
 
     if isinstance(found, TensorDictBase):
         return found

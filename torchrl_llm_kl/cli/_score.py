@@ -25,6 +25,7 @@ from torch import Tensor
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
 from torchrl_llm_kl.cli._data import Answer, Encoder, Skip, Source
 from torchrl_llm_kl.cli._load import check_model, load_model, load_tokenizer
+from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.ragged import Ragged, segment_sum
 from torchrl_llm_kl.scoring import LogProbScorer, fingerprint_of, position_limit, vocab_size
@@ -289,27 +290,16 @@ class Run:
             if len(answers) >= HTML_ANSWERS:
                 break
         if answers:
-            inspect_tokens(self._tensordict(answers[:HTML_ANSWERS]), self.tokenizer, html=path)
-            say(f"wrote {path} with {min(len(answers), HTML_ANSWERS)} answers.")
+            shown = answers[:HTML_ANSWERS]
+            inspect_tokens(self._columns_to_show(shown), self.tokenizer, html=path, title=self.options.model)
+            say(f"wrote {path} with {len(shown)} answers.")
 
-    def _tensordict(self, answers: Sequence[Answer]) -> Any:
-        from tensordict import TensorDict
-
-        columns = self.columns(answers)
-        tokens = Ragged.from_list([answer.tokens for answer in answers])
-        mask = tokens.like(torch.cat([answer.mask for answer in answers]))
-        td = TensorDict({}, batch_size=[len(answers)])
-        td["tokens", "full"] = tokens.to_padded()
-        td["masks", "all_attention_mask"] = tokens.padding_mask()
-        td["masks", "all_assistant_mask"] = mask.to_padded()
-        entries = {"log_prob": ("log_probs", "full"), "ref_log_prob": ("ref_log_probs", "full")}
-        for name, key in entries.items():
-            if name in columns:
-                td[("next", *key)] = tokens.like(columns[name].float()).to_padded()
-        kl = "exact" if "exact" in columns else next(iter(self.estimators), "")
-        if kl:
-            td["next", "kl_penalty"] = tokens.like(columns[kl].float()).to_padded()
-        return td
+    def _columns_to_show(self, answers: Sequence[Answer]) -> TokenColumns:
+        mask = torch.cat([answer.mask for answer in answers])
+        names = {"log_prob": "log_prob", "ref_log_prob": "ref_log_prob", "exact": "kl"}
+        found = self.columns(answers)
+        columns = {name: found[own].float().masked_fill(~mask, math.nan) for own, name in names.items() if own in found}
+        return TokenColumns(Ragged.from_list([answer.tokens for answer in answers]), mask, columns)
 
 
 def _skip_record(skip: Skip) -> dict[str, Any]:

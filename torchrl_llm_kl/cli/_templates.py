@@ -136,6 +136,6 @@ def _print_text(text: str, spans: Sequence[tuple[int, ...]]) -> None:
         at = end
     out.append(text[at:], style="dim" if colour else "")
     if colour:
-        console().print(out)
+        console().print(out, soft_wrap=True)
     else:
         print(out.plain)
