@@ -53,8 +53,13 @@ def test_an_unknown_algorithm(cli: Cli) -> None:
 
 def test_estimators(cli: Cli) -> None:
     lines = cli("estimators").stdout.splitlines()
-    assert [line.split()[0] for line in lines[1 : len(CONTRACTS) + 1]] == [contract.name for contract in CONTRACTS]
-    k1 = lines[2]
+    names = [contract.name for contract in CONTRACTS]
+    assert [line.split()[0] for line in lines[3 : len(names) + 3]] == names
+    start = lines.index("Tokens that another policy, old, sampled:") + 3
+    assert [line.split()[0] for line in lines[start : start + len(names)]] == names
+    assert lines[start + names.index("corrected_k3")].split() == ["corrected_k3", "yes", "KL(p‖q)"]
+    assert "  for corrected_k3 while no clamp is active" in lines
+    k1 = lines[4]
     assert "KL(p‖q)" in k1
     assert "*" not in k1
     found = {row["name"]: row for row in json.loads(cli("estimators", "--json").stdout)}

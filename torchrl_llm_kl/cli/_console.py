@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import typer
 from rich.console import Console
@@ -144,10 +144,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        words = [[word for line in (header, *rows) for word in line[i].split()] for i in range(len(header))]
+        longest = [max(map(len, each), default=1) for each in words]
+        fits = sum(longest) + 3 * len(header) <= out.width  # then no word is cut for another column's sake
         for i, name in enumerate(header):
-            table.add_column(
-                name, justify="right" if right is not None and i >= right else "left", overflow="fold", no_wrap=i == 0
-            )
+            justify: Literal["left", "right"] = "right" if right is not None and i >= right else "left"
+            table.add_column(name, justify=justify, overflow="fold", min_width=longest[i] if fits else None)
         for row in rows:
             table.add_row(*row)
         out.print(table)

@@ -20,7 +20,9 @@ def show_algorithms(as_json: bool) -> None:
         print_json([_preset(preset) for preset in ALGORITHMS.values()])
         return
     header, rows = cells_of(algorithm_table())
-    print_table([*header, "models"], [[*row, _models(ALGORITHMS[row[0]])] for row in rows])
+    shown = [i for i, name in enumerate(header) if name != "sum over tokens"]  # that of the objective, mostly
+    table = [[*(row[i] for i in shown), _models(ALGORITHMS[row[0]])] for row in rows]
+    print_table([*(header[i] for i in shown), "models"], table)
 
 
 def show_algorithm(name: str, as_json: bool) -> None:
@@ -138,8 +140,23 @@ def show_estimators(as_json: bool) -> None:
             ]
         )
         return
-    print_table(*cells_of(estimator_table()))
-    print("\np: the policy, which sampled the tokens; q: the reference; old: the sampler where it is not p.")
+    header, rows = cells_of(estimator_table())
+    off_policy = [i for i, name in enumerate(header) if i == 0 or name.startswith("off-policy")]
+    on_policy = [i for i, name in enumerate(header) if i not in off_policy[1:] and name != "holds"]
+    for title, columns in (
+        ("Tokens that the policy p sampled; q is the reference:", on_policy),
+        ("\nTokens that another policy, old, sampled:", off_policy),
+    ):
+        print(f"{title}\n")
+        print_table(
+            [header[i].removeprefix("off-policy: ") for i in columns], [[row[i] for i in columns] for row in rows]
+        )
+    print("\nThis holds")
+    for row in rows:
+        if row[-1] != "always":
+            print(
+                f"  for {row[0]} {row[-1].removeprefix('value: ')}".replace(" unbiased: ", ", unbiased with direction ")
+            )
 
 
 def _plain(value: Any) -> Any:
