@@ -74,6 +74,20 @@ def test_the_help_lists_commands_and_exit_codes(cli: Cli) -> None:
     assert "--install-completion" in text
 
 
+def test_the_page_names_commands_and_options_that_exist(cli: Cli) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    helps = {name: cli(name, "--help", env={"COLUMNS": "300"}).stdout for name in COMMANDS}
+    known = "".join(helps.values()) + cli("--help", env={"COLUMNS": "300"}).stdout
+    # `--algorithm` is the tutorial's
+    assert {option for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", page)} - {"--algorithm"} <= set(
+        re.findall(r"--[a-z][\w-]*", known)
+    )
+    assert all(f"`{name} " in page or f"`{name}`" in page for name in COMMANDS)
+    documented = page[page.index("## score") : page.index("## check")]
+    options = set(re.findall(r"--[a-z][\w-]*", helps["score"])) - {"--help", "--json"}
+    assert {option for option in options if option not in documented} == {"--tokenizer"}
+
+
 def test_no_command_is_an_error(cli: Cli) -> None:
     assert error_of(cli(code=2)) == "name a command; torchrl-llm-kl --help lists them."
 

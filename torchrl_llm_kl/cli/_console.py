@@ -44,6 +44,8 @@ class Group(TyperGroup):
         extra["prog_name"] = extra.get("prog_name") or PROGRAM
         try:
             code = super().main(*args, standalone_mode=False, **extra)
+        except typer.Abort:
+            code = INTERRUPTED
         except Exception as error:
             if not hasattr(error, "format_message"):  # of typer: a wrong option or command
                 raise

@@ -109,6 +109,8 @@ def _settings(preset: Any) -> dict[str, dict[str, Any]]:
                 for key, setting in hyper.items():
                     where = preset.sources.get(part, "preset") if key in given else f"default of {value}"
                     out[f"{part}.{key}"] = {"value": setting, "source": where}
+    for row in out.values():
+        row["source"] = row["source"].replace("``", "")
     return out
 
 

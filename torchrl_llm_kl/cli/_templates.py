@@ -134,7 +134,7 @@ def _print_text(text: str, spans: Sequence[tuple[int, ...]]) -> None:
             text[start:end] if colour else f"{OPEN}{text[start:end]}{CLOSE}", style="bold green" if colour else ""
         )
         at = end
-    out.append(text[at:], style="dim" if colour else "")
+    out.append(text[at:].rstrip("\n"), style="dim" if colour else "")
     if colour:
         console().print(out, soft_wrap=True)
     else:
