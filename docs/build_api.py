@@ -26,6 +26,7 @@ ORDER = (
     "scoring",
     "service",
     "diagnostics",
+    "cli",
     "masks",
     "rollouts",
     "ragged",

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses"),
     ("algorithms", "service", "diagnostics"),
+    ("cli",),
 )
 
 HOLDS = {
@@ -42,12 +43,13 @@ HOLDS = {
     "algorithms": "typed presets, make_algorithm",
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
+    "cli": "the command line",
 }
 
 
 def layer_of(module: str) -> str:
-    """``"losses"`` for ``"torchrl_llm_kl.losses._policy_loss"``; empty for the package itself."""
-    return module.split(".")[1] if "." in module else ""
+    """``"losses"`` for ``"torchrl_llm_kl.losses._policy_loss"``; empty for the package itself and its ``__main__``."""
+    return module.split(".")[1] if "." in module and not module.endswith(".__main__") else ""
 
 
 @cache
@@ -135,9 +137,9 @@ def draw() -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import FancyBboxPatch
 
-    colours = ["#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4"]
+    colours = ["#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#f6d5d5"]
     step, half = 1.7, 0.42
-    figure, axes = plt.subplots(figsize=(11, 7.6))
+    figure, axes = plt.subplots(figsize=(11, 9.0))
     place: dict[str, tuple[float, float]] = {}
     for height, row in enumerate(LAYERS):
         for i, layer in enumerate(row):

@@ -2,7 +2,11 @@
 
 from torchrl_llm_kl.scoring._critic import TokenCritic
 from torchrl_llm_kl.scoring._fingerprint import fingerprint_of
-from torchrl_llm_kl.scoring._model import evaluating as evaluating
+from torchrl_llm_kl.scoring._model import (
+    evaluating as evaluating,
+    position_limit as position_limit,
+    vocab_size as vocab_size,
+)
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._reference import prepare_reference
 from torchrl_llm_kl.scoring._remembered import RememberedModel

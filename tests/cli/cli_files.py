@@ -1,0 +1,35 @@
+"""Data files for the command line, and its output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Cli = Callable[..., Any]
+
+CHATS = [
+    {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    for question, answer in (("hi", "hello"), ("why?", "because"), ("2 + 2", "4"), ("name a colour", "blue, or red"))
+]
+
+
+def error_of(result: Any) -> str:
+    """The one line of an error."""
+    lines = [line for line in result.stderr.splitlines() if line and "warning:" not in line]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("torchrl-llm-kl: ")
+    return lines[0].removeprefix("torchrl-llm-kl: ")
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Rows as JSON lines; text as it is."""
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
+    return path
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

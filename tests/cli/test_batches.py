@@ -1,0 +1,270 @@
+"""``check`` and ``inspect``: what they load, what they refuse to load, what they pass on, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_files import Cli, error_of
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_llm_kl import diagnostics
+from torchrl_llm_kl.cli._console import CommandError
+from torchrl_llm_kl.cli._load import load_batch
+
+FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 1]])
+
+
+def batch(**more: Any) -> TensorDict:
+    td = TensorDict(tokens=TensorDict(prompt=FULL[:, :2], full=FULL, batch_size=[2]), batch_size=[2])
+    td["next", "log_probs", "full"] = -FULL.float()
+    return td.update(more)
+
+
+def save(kind: str, path: Path, td: TensorDictBase) -> Path:
+    if kind == "memmap":
+        td.save(str(path))
+        return path
+    content = {"dict": td.to_dict, "state": td.state_dict, "tensordict": lambda: td}[kind]()
+    torch.save(content, path)
+    return path
+
+
+# ------------------------------------------------------------------ loading
+
+
+@pytest.mark.parametrize("kind", ["dict", "state", "memmap"])
+def test_files_of_tensors_are_loaded(kind: str, tmp_path: Path) -> None:
+    td = load_batch(save(kind, tmp_path / "batch.pt", batch()))
+    assert td.batch_size == torch.Size([2])
+    assert torch.equal(td["tokens", "full"], FULL)
+    assert torch.equal(td["next", "log_probs", "full"], -FULL.float())
+
+
+def test_a_batch_of_several_dimensions_keeps_them(tmp_path: Path) -> None:
+    td = batch().reshape(1, 2)
+    assert load_batch(save("dict", tmp_path / "dict.pt", td)).batch_size == torch.Size([1, 2])
+    assert load_batch(save("state", tmp_path / "state.pt", td)).batch_size == torch.Size([1, 2])
+    assert load_batch(save("memmap", tmp_path / "folder", td)).batch_size == torch.Size([1, 2])
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tokens_are_loaded(tmp_path: Path, layout: torch.layout) -> None:
+    rows = [FULL[0], FULL[1, :3]]
+    td = TensorDict(
+        tokens=TensorDict(full=torch.nested.nested_tensor(rows, layout=layout), batch_size=[2]), batch_size=[2]
+    )
+    found = load_batch(save("dict", tmp_path / "batch.pt", td))
+    assert found.batch_size == torch.Size([2])
+    assert all(torch.equal(a, b) for a, b in zip(found["tokens", "full"].unbind(), rows, strict=True))
+
+
+def test_a_pickled_tensordict_needs_trust(tmp_path: Path) -> None:
+    path = save("tensordict", tmp_path / "batch.pt", batch())
+    with pytest.raises(CommandError, match=r"pickled objects besides tensors.*--trust"):
+        load_batch(path)
+    assert torch.equal(load_batch(path, trust=True)["tokens", "full"], FULL)
+
+
+class Mischief:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_of_a_file_runs(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch)
+    torch.save({"tokens": Mischief(tmp_path / "hacked")}, tmp_path / "batch.pt")
+    assert "can run any code" in error_of(cli("check", tmp_path / "batch.pt", code=2))
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_no_code_of_a_folder_runs(tmp_path: Path) -> None:
+    import pickle
+
+    folder = save("memmap", tmp_path / "folder", batch())
+    (folder / "other.pickle").write_bytes(pickle.dumps(Mischief(tmp_path / "hacked")))
+    with pytest.raises(CommandError, match=r"other\.pickle.*--trust"):
+        load_batch(folder)
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([1, 2], "holds a list: expected a TensorDict"),
+        (FULL, "holds a Tensor: expected a TensorDict"),
+        ({}, "holds a dict: expected a TensorDict"),
+        ({1: FULL}, "holds a dict: expected a TensorDict"),
+    ],
+)
+def test_other_content_is_named(tmp_path: Path, content: Any, text: str) -> None:
+    torch.save(content, tmp_path / "batch.pt")
+    with pytest.raises(CommandError, match=text):
+        load_batch(tmp_path / "batch.pt")
+
+
+def test_files_that_are_no_batch(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.pt").write_text("hello, I am no batch")
+    (tmp_path / "data.jsonl").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bad.tdz").write_text("no archive")
+    torch.save({"a": FULL, "b": FULL[:1]}, tmp_path / "uneven.pt")
+    for name, text in (
+        ("absent.pt", "there is no"),
+        ("empty.pt", "cannot be read by torch.load"),
+        ("text.pt", "no file of torch.save|cannot be read"),
+        ("data.jsonl", "is a .jsonl file: .* are for `score`"),
+        ("folder", "holds no meta.json"),
+        ("bad.tdz", "is no archive"),
+        ("uneven.pt", "no first dimension in common"),
+    ):
+        with pytest.raises(CommandError, match=text):
+            load_batch(tmp_path / name)
+
+
+# ------------------------------------------------------------------ check
+
+
+@dataclass
+class Finding:
+    name: str = "length bias"
+    confidence: float = 0.9
+    evidence: str = "short answers"
+    remedy: str = "aggregate by sequence"
+
+
+@dataclass
+class Diagnosis:
+    findings: list[Finding] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{f.name}: {f.remedy}" for f in self.findings) or "nothing found"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"findings": [vars(f) for f in self.findings]}
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> dict[str, Any]:
+    """A doctor with these findings; returns what it is given."""
+    seen: dict[str, Any] = {}
+
+    def diagnose(td: TensorDictBase, **given: Any) -> Diagnosis:
+        seen.update(given, td=td)
+        return Diagnosis(list(findings))
+
+    monkeypatch.setattr(diagnostics, "diagnose", diagnose, raising=False)
+    return seen
+
+
+def test_a_clean_batch_is_exit_code_0(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stub(monkeypatch)
+    assert cli("check", save("dict", tmp_path / "batch.pt", batch())).stdout == "nothing found\n"
+    assert torch.equal(seen["td"]["tokens", "full"], FULL)
+    assert {key: seen[key] for key in ("policy", "reference", "tokenizer", "temperature")} == {
+        "policy": None,
+        "reference": None,
+        "tokenizer": None,
+        "temperature": 1.0,
+    }
+
+
+def test_findings_are_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, Finding())
+    path = save("dict", tmp_path / "batch.pt", batch())
+    assert cli("check", path, code=1).stdout == "length bias: aggregate by sequence\n"
+    assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"][0]["confidence"] == 0.9
+
+
+def test_notes_alone_are_exit_code_0(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, Finding())
+    monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
+    assert "length bias" in cli("check", save("dict", tmp_path / "batch.pt", batch())).stdout
+
+
+def test_the_doctor_gets_models_and_tokenizer(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
+) -> None:
+    seen = stub(monkeypatch)
+    path = save("dict", tmp_path / "batch.pt", batch())
+    cli("check", path, "--policy", model, "--reference", reference, "--tokenizer", model, "--temperature", 0.5)
+    assert not torch.equal(seen["policy"].lm_head.weight, seen["reference"].lm_head.weight)
+    assert seen["tokenizer"].chat_template
+    assert seen["temperature"] == 0.5
+
+
+def test_an_error_of_the_doctor_is_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diagnose(td: TensorDictBase, **_: Any) -> Any:
+        diagnostics.read_columns(td)
+
+    monkeypatch.setattr(diagnostics, "diagnose", diagnose, raising=False)
+    path = tmp_path / "batch.pt"
+    torch.save({"unrelated": FULL}, path)
+    assert "tokens" in error_of(cli("check", path, code=2))
+
+
+@pytest.mark.parametrize("name", ["diagnose", "inspect_tokens"])
+def test_a_version_without_the_doctor_says_so(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str
+) -> None:
+    monkeypatch.delattr(diagnostics, name, raising=False)
+    path = save("dict", tmp_path / "batch.pt", batch())
+    words = ["check", path] if name == "diagnose" else ["inspect", path, "--tokenizer", model]
+    assert f"has no diagnostics.{name}" in error_of(cli(*words, code=2))
+
+
+@pytest.mark.skipif(not hasattr(diagnostics, "diagnose"), reason="the doctor is not there yet")
+def test_the_real_doctor(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
+    path = save("dict", tmp_path / "batch.pt", batch())
+    result = cli("check", path, "--policy", model, "--reference", reference, "--json", code=1)
+    assert json.loads(result.stdout)["findings"]  # the log-probs in the batch are made up
+
+
+# ------------------------------------------------------------------ inspect
+
+
+def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    seen: dict[str, Any] = {}
+
+    class Inspection:
+        def print(self, *, console: Any) -> None:
+            console.print("the tokens")
+
+    def inspect_tokens(td: TensorDictBase, tokenizer: Any, **given: Any) -> Inspection:
+        seen.update(given, td=td, tokenizer=tokenizer)
+        return Inspection()
+
+    monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
+    one = save("dict", tmp_path / "one.pt", batch())
+    two = save("memmap", tmp_path / "two", batch(advantage=torch.tensor([1.0, -1.0])))
+    assert cli("inspect", one, "--tokenizer", model).stdout == "the tokens\n"
+    assert (seen["html"], seen["other"], seen["temperature"]) == (None, None, 1.0)
+    assert not {"policy", "reference"} & set(seen)
+    cli("inspect", one, "--tokenizer", model, "--policy", model, "--reference", model, "--temperature", 0.5)
+    assert (seen["policy"].config.vocab_size, seen["temperature"]) == (seen["reference"].config.vocab_size, 0.5)
+    page = tmp_path / "page.html"
+    assert cli("inspect", one, "--tokenizer", model, "--html", page, "--other", two).stdout == f"wrote {page}\n"
+    assert seen["html"] == page
+    assert torch.equal(seen["other"]["advantage"], torch.tensor([1.0, -1.0]))
+    assert "create it first" in error_of(
+        cli("inspect", one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html", code=2)
+    )
+    assert "Missing option" in error_of(cli("inspect", one, code=2))
+
+
+@pytest.mark.skipif(not hasattr(diagnostics, "inspect_tokens"), reason="the inspector is not there yet")
+def test_the_real_inspector(cli: Cli, tmp_path: Path, model: str) -> None:
+    path = save("dict", tmp_path / "batch.pt", batch())
+    assert cli("inspect", path, "--tokenizer", model).stdout.strip()
+    cli("inspect", path, "--tokenizer", model, "--html", tmp_path / "page.html")
+    assert "<html" in (tmp_path / "page.html").read_text(encoding="utf-8").lower()

@@ -1,0 +1,39 @@
+"""The command line ``torchrl-llm-kl``: tables, scores of a file, a doctor for batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+#: Packages of the extra ``cli`` without which no command runs.
+_NEEDED = ("typer", "rich")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, as ``torchrl-llm-kl`` and ``python -m torchrl_llm_kl`` do; ``docs/cli.md`` has its commands.
+
+    Args:
+        arguments: the words after the program's name; None for those of the process.
+
+    Returns:
+        The exit code: 0 success, 1 a check found something, 2 an option or an input is wrong, 3 an unexpected error, 130
+        interrupted, 141 the reader of the output is gone.
+
+    Example:
+        >>> main(["version"])
+        torchrl-llm-kl 0...
+        0
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"torchrl-llm-kl: the command line needs {' and '.join(missing)}: pip install 'torchrl-llm-kl[cli]'.",
+            file=sys.stderr,
+        )
+        return 2
+    from torchrl_llm_kl.cli._commands import run
+
+    return run(arguments)

@@ -1,0 +1,263 @@
+"""The commands and their options. What they do is in the other files, which load torch; this one loads in no time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, console, print_json
+
+app = typer.Typer(
+    name=PROGRAM,
+    cls=Group,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Temperature = Annotated[float, typer.Option(help="The sampler's temperature: divides the logits.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Load pickled objects, which can run any code: only your own files.")
+]
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        typer.main.get_command(app).main(args=None if arguments is None else list(arguments), prog_name=PROGRAM)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="TORCHRL_LLM_KL_DEBUG", help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """KL-regularised post-training of language models: tables, scores of a file, a doctor for batches."""
+    if context.invoked_subcommand is None:
+        raise CommandError(f"name a command; {PROGRAM} --help lists them.")
+
+
+# ------------------------------------------------------------------ tables
+
+
+@app.command()
+def algorithms(
+    name: Annotated[str | None, typer.Argument(help="A preset; all of them without.")] = None, as_json: Json = False
+) -> None:
+    """List the presets, or one with its settings, the source of each value, and what it needs."""
+    from torchrl_llm_kl.cli._tables import show_algorithm, show_algorithms
+
+    if name is None:
+        show_algorithms(as_json)
+    else:
+        show_algorithm(name, as_json)
+
+
+@app.command()
+def estimators(as_json: Json = False) -> None:
+    """List the KL estimators: bias, gradients, and where each may be used."""
+    from torchrl_llm_kl.cli._tables import show_estimators
+
+    show_estimators(as_json)
+
+
+@app.command()
+def version(
+    everything: Annotated[bool, typer.Option("--all", help="Also of what it runs on, for a bug report.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the version."""
+    from torchrl_llm_kl.cli._tables import show_version
+
+    show_version(everything, as_json)
+
+
+# ------------------------------------------------------------------ scores
+
+
+@app.command()
+def score(
+    model: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub.")],
+    data: Annotated[
+        Path,
+        typer.Argument(help="JSONL or Parquet: conversations, prompts and completions, preferences, or token ids."),
+    ],
+    reference: Annotated[str | None, typer.Option(help="The model to compare with.")] = None,
+    estimator: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KL estimators: k1, k2, k3, low_var_kl, abs, exact; several by commas or repeats. Default: k1, k3, and exact "
+            "where both vocabularies have one size."
+        ),
+    ] = None,
+    temperature: Temperature = 1.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a JSON line for each answer; an interrupted run continues this file.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin the output again.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Skip longer sequences, in tokens. Default: what the models allow.")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in one forward. Default: 1024 on a CPU, 16384 on a GPU.")
+    ] = None,
+    per_token: Annotated[
+        bool, typer.Option("--per-token", help="Write token ids and scores of each token too.")
+    ] = False,
+    tokenizer: Annotated[str | None, typer.Option(help="Another tokenizer than the model's.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: a GPU if there is one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Score the answers in a file: log-prob, perplexity, and KL to a reference with standard errors."""
+    from torchrl_llm_kl.cli._score import ScoreOptions, score as run_score
+
+    names = tuple(dict.fromkeys(name.strip() for item in estimator or [] for name in item.split(",") if name.strip()))
+    run_score(
+        ScoreOptions(
+            model=model,
+            data=data,
+            reference=reference,
+            tokenizer=tokenizer,
+            estimators=names,
+            temperature=temperature,
+            out=out,
+            overwrite=overwrite,
+            html=html,
+            limit=limit,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+            per_token=per_token,
+            dtype=dtype,
+            device=device,
+            as_json=as_json,
+        )
+    )
+
+
+# ------------------------------------------------------------------ batches
+
+
+@app.command()
+def check(
+    batch: Annotated[Path, typer.Argument(help="A batch of rollouts: a file of torch.save, or a folder of td.save.")],
+    policy: Annotated[str | None, typer.Option(help="The model that sampled; adds checks that score with it.")] = None,
+    reference: Annotated[str | None, typer.Option(help="The reference model.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="The tokenizer, for checks of text and masks.")] = None,
+    temperature: Temperature = 1.0,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
+    diagnose = _of_diagnostics("diagnose")
+    from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
+
+    td = load_batch(batch, trust=trust)
+    found = diagnose(
+        td,
+        policy=None if policy is None else load_model(policy),
+        reference=None if reference is None else load_model(reference),
+        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
+        temperature=temperature,
+    )
+    out = console()
+    if as_json:
+        print_json(found.to_dict())
+    elif out.is_terminal:
+        out.print(found)
+    else:
+        print(found)
+    if getattr(found, "exit_code", bool(found.findings)):  # notes alone are no fault
+        raise typer.Exit(FOUND)
+
+
+@app.command()
+def inspect(
+    batch: Annotated[Path, typer.Argument(help="A batch of rollouts: a file of torch.save, or a folder of td.save.")],
+    tokenizer: Annotated[str, typer.Option(help="The tokenizer of its tokens: a folder, or a name on the hub.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page instead of printing.")] = None,
+    other: Annotated[Path | None, typer.Option(help="A second batch to show beside the first.")] = None,
+    policy: Annotated[str | None, typer.Option(help="A model: adds its log-probs and entropy.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The reference model: adds its log-probs, and the exact KL.")
+    ] = None,
+    temperature: Temperature = 1.0,
+    trust: Trust = False,
+) -> None:
+    """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
+    inspect_tokens = _of_diagnostics("inspect_tokens")
+    from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
+
+    if html is not None and not html.parent.is_dir():
+        raise CommandError(f"there is no folder {html.parent} for {html.name}: create it first.")
+    td = load_batch(batch, trust=trust)
+    beside = None if other is None else load_batch(other, trust=trust)
+    models = {
+        name: load_model(path) for name, path in (("policy", policy), ("reference", reference)) if path is not None
+    }
+    found = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, temperature=temperature, **models)
+    if html is not None:
+        print(f"wrote {html}")
+    else:
+        found.print(console=console())
+
+
+def _of_diagnostics(name: str) -> Any:
+    from torchrl_llm_kl import diagnostics
+
+    found = getattr(diagnostics, name, None)
+    if found is None:
+        raise CommandError(f"this version has no diagnostics.{name}: install a later one.")
+    return found
+
+
+# ------------------------------------------------------------------ templates, demo
+
+
+@app.command()
+def templates(
+    name: Annotated[str, typer.Argument(metavar="MODEL_OR_TOKENIZER", help="A folder, or a name on the hub.")],
+    conversation: Annotated[
+        Path | None, typer.Option(help="A JSON file of messages. Default: a short conversation of two turns.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Render a conversation on a model's chat template and show which tokens are masked in."""
+    from torchrl_llm_kl.cli._templates import show_template
+
+    show_template(name, conversation, as_json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Train a small model with the KL held at a target, in a checkout of the project; options go to the tutorial."""
+    script = demo_script()
+    if script is None:
+        raise CommandError(
+            "the demo is a tutorial, which an installed package does not contain: run this command, or `make demo`, in a "
+            "checkout of the project's sources."
+        )
+    raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
+
+
+def demo_script() -> Path | None:
+    """The tutorial of the checkout that this package, or the current folder, is in."""
+    for root_folder in (Path(__file__).parents[2], Path(os.curdir)):
+        script = root_folder / "tutorials" / "countdown_grpo.py"
+        if script.is_file() and (root_folder / "torchrl_llm_kl").is_dir():
+            return script
+    return None

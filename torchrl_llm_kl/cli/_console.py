@@ -1,0 +1,211 @@
+"""What the user sees: errors in one sentence, tables, colours, progress; and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, TextIO
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+PROGRAM = "torchrl-llm-kl"
+
+FOUND, WRONG_INPUT, CRASHED, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
+EXIT_CODES = (
+    "Exit codes: 0 success, 1 a check found something (or nothing could be scored), 2 an option or an input is wrong, "
+    "3 an unexpected error, 130 interrupted, 141 the reader of the output is gone."
+)
+#: Errors of bad input; the library's messages say what was found, what was expected and what to change.
+_OF_INPUT = (ValueError, KeyError, OSError, ImportError)
+
+
+class CommandError(Exception):
+    """An error of the user's input: one sentence with the remedy."""
+
+
+def say(text: str) -> None:
+    """Write one line to stderr."""
+    print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+class Group(TyperGroup):
+    """Commands whose errors are one line on stderr, and a documented exit code."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run and exit; without ``standalone_mode`` return the exit code."""
+        extra["prog_name"] = extra.get("prog_name") or PROGRAM
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except typer.Abort:
+            code = INTERRUPTED
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # of typer: a wrong option or command
+                raise
+            say(f"{error.format_message().rstrip('.')} (see {_command_path(error)} --help).")
+            code = getattr(error, "exit_code", WRONG_INPUT)
+        code = code if isinstance(code, int) else 0
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command with its warnings and errors in one line each."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+            try:
+                found = super().invoke(ctx)
+                sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
+                return found
+            except BrokenPipeError:
+                _hush()
+                code = BROKEN_PIPE
+            except KeyboardInterrupt:
+                say("interrupted.")
+                code = INTERRUPTED
+            except (typer.Exit, typer.Abort):
+                raise
+            except Exception as error:
+                if hasattr(error, "format_message") or ctx.params.get("debug"):
+                    raise
+                code = _report(error)
+        raise typer.Exit(code)
+
+
+def _report(error: Exception) -> int:
+    """Say what went wrong; returns the exit code."""
+    text = str(error.args[0]) if type(error) is KeyError and error.args else str(error)
+    if isinstance(error, CommandError) or (isinstance(error, _OF_INPUT) and text):
+        say(text)
+        return WRONG_INPUT
+    say(f"{type(error).__name__}: {text or 'no message'} (unexpected; {PROGRAM} --debug ... shows the traceback).")
+    return CRASHED
+
+
+def _command_path(error: Exception) -> str:
+    return getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
+
+
+def _hush() -> None:
+    """Let Python flush its streams into nothing at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ------------------------------------------------------------------ output
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console that follows ``NO_COLOR`` and ``FORCE_COLOR``; made anew, since tests replace the streams."""
+    out = Console(file=stream or sys.stdout, highlight=False, emoji=False, markup=False)
+    out.soft_wrap = not out.is_terminal
+    return out
+
+
+def shows_colour() -> bool:
+    """Whether stdout shows colours."""
+    out = console()
+    return out.color_system is not None and not out.no_color
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON document; numbers that are not finite as null."""
+    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int | None = None) -> None:
+    """Write a table: fitted to a terminal; elsewhere one line for each row, never cut.
+
+    Args:
+        header: of the columns.
+        rows: of cells.
+        right: the first column that is aligned to the right, if any.
+    """
+    out = console()
+    if out.is_terminal:
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        words = [[word for line in (header, *rows) for word in line[i].split()] for i in range(len(header))]
+        longest = [max(map(len, each), default=1) for each in words]
+        fits = sum(longest) + 3 * len(header) <= out.width  # then no word is cut for another column's sake
+        for i, name in enumerate(header):
+            justify: Literal["left", "right"] = "right" if right is not None and i >= right else "left"
+            table.add_column(name, justify=justify, overflow="fold", min_width=longest[i] if fits else None)
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+        return
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    for line in (header, *rows):
+        cells = [
+            cell.rjust(width) if right is not None and i >= right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def cells_of(markdown: str) -> tuple[list[str], list[list[str]]]:
+    r"""Header and rows of a Markdown table, as plain text.
+
+    Example:
+        >>> cells_of("| name | use |\n|---|---|\n| `k1` | **yes** |\n")
+        (['name', 'use'], [['k1', 'yes']])
+    """
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    header, _, *rows = [[re.sub(r"`|\*\*", "", cell).strip() for cell in line.strip("|").split("|")] for line in lines]
+    return header, rows
+
+
+# ------------------------------------------------------------------ progress
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def progress(name: str, total: int, *, done: int = 0) -> Iterator[Callable[[int, str], None]]:
+    """Show the progress of ``total`` rows on stderr: a bar on a terminal, elsewhere a line every ten seconds.
+
+    Yields a function of the number of rows done so far and a status text.
+    """
+    err = console(sys.stderr)
+    if err.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+        with Progress(
+            *columns, TimeRemainingColumn(), TextColumn("{task.fields[status]}"), console=err, transient=True
+        ) as bar:
+            task = bar.add_task(name, total=total, completed=done, status="")
+            yield lambda at, status: bar.update(task, completed=at, status=status)
+        return
+    start = printed = time.monotonic()
+
+    def advance(at: int, status: str) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= _SECONDS_BETWEEN_LINES:
+            printed = now
+            say(f"{name}: {at:,} of {total:,} rows, {now - start:.0f} s, {status}")
+
+    yield advance
