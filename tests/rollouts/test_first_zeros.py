@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from torchrl_llm_kl import Ragged
 from torchrl_llm_kl.rollouts import zeros_of_first_tokens
 
@@ -14,8 +15,14 @@ MASK = torch.tensor([False, True, True, False, True])
 @pytest.mark.parametrize(
     ("log_prob", "expected"),
     [
-        ([0, 0, -1, 0, 0], [False, True, False, False, True]),  # an answer of one token, beside one that shows the habit
-        ([0, -2, -1, 0, 0], [False, False, False, False, False]),  # the engine scores first tokens: 0 is a probability of 1
+        (
+            [0, 0, -1, 0, 0],
+            [False, True, False, False, True],
+        ),  # an answer of one token, beside one that shows the habit
+        (
+            [0, -2, -1, 0, 0],
+            [False, False, False, False, False],
+        ),  # the engine scores first tokens: 0 is a probability of 1
         ([0, 0, 0, 0, 0], [False, False, False, False, False]),  # nothing is known
         ([0, 0, -1, 0, -1], [False, True, False, False, False]),
     ],
