@@ -53,6 +53,12 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert {name for name in names if name.startswith("torchrl_llm_kl/")} == expected
 
 
+def test_the_wheel_installs_the_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+    assert "torchrl-llm-kl = torchrl_llm_kl.cli:main" in archive.read(name).decode().splitlines()
+
+
 def test_the_readme_example_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     environment, elsewhere, checkpoint = tmp_path / "env", tmp_path / "elsewhere", tmp_path / "checkpoint"
     elsewhere.mkdir()

@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from cli_files import Cli
 from typer.testing import CliRunner, Result
 
@@ -44,7 +40,7 @@ def cli(monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run a command and compare its exit code; an error is one line on stderr and no traceback."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
-    def run(*words: Any, code: int = 0, env: Mapping[str, str] | None = None) -> Result:
+    def run(*words: Any, code: int = 0, env: Mapping[str, str | None] | None = None) -> Result:
         result = CliRunner().invoke(app, [str(word) for word in words], env=env)
         assert result.exit_code == code, f"{result.exit_code}: {result.output}"
         assert "Traceback" not in result.output

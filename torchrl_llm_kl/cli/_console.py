@@ -33,17 +33,25 @@ class CommandError(Exception):
 
 def say(text: str) -> None:
     """Write one line to stderr."""
-    print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    with suppress(BrokenPipeError):  # work goes on without a reader of its progress
+        print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 class Group(TyperGroup):
     """Commands whose errors are one line on stderr, and a documented exit code."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run and exit; without ``standalone_mode`` return the exit code."""
-        extra["prog_name"] = extra.get("prog_name") or PROGRAM
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(args, prog_name or PROGRAM, complete_var, False, windows_expand_args, **extra)
         except typer.Abort:
             code = INTERRUPTED
         except Exception as error:

@@ -33,7 +33,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None) -> 
     logging.disable_progress_bar()  # it would mix with this program's own
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+        )
         return model.to(place).eval().requires_grad_(False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CommandError(f"cannot load the model {name!r}{_where(name)}: {_first_sentence(error)}") from error

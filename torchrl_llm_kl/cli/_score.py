@@ -130,9 +130,9 @@ def _check(options: ScoreOptions) -> None:
     for path in (options.out, options.html):
         if path is not None and not path.parent.is_dir():
             raise CommandError(f"there is no folder {path.parent} for {path.name}: create it first.")
-    for name in (options.model, options.reference):
-        if name is not None:
-            check_model(name)
+    check_model(options.model)
+    if options.reference is not None:
+        check_model(options.reference)
 
 
 def _inspector() -> Any:

@@ -134,11 +134,11 @@ def show_estimators(as_json: bool) -> None:
 
     if as_json:
         gradients = ("loss_gradient", "reward_gradient", "loss_gradient_off_policy")
-        rows = [asdict(contract) for contract in CONTRACTS]
+        contracts = [asdict(contract) for contract in CONTRACTS]
         print_json(
             [
                 {key: QUANTITIES[value] if key in gradients else _plain(value) for key, value in row.items()}
-                for row in rows
+                for row in contracts
             ]
         )
         return

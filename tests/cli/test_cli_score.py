@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from torchrl_llm_kl import LogProbScorer, diagnostics
 from torchrl_llm_kl.cli._commands import app
-from torchrl_llm_kl.cli._score import Totals
+from torchrl_llm_kl.cli._console import CommandError
+from torchrl_llm_kl.cli._score import ScoreFile, Totals
 from toy_rollouts import make_model, make_tokenizer
 
 KEYS = {"index", "num_tokens", "num_scored", "log_prob", "ref_log_prob", "kl"}
@@ -291,6 +292,32 @@ def test_a_changed_output_is_not_continued(cli: Cli, tmp_path: Path, model: str)
     assert "is damaged" in error_of(cli("score", model, data, "--out", out, code=2))
 
 
+def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+    one = ScoreFile(tmp_path / "scores.jsonl")
+    assert list(one.begin({"--limit": None})) == []
+    other = ScoreFile(tmp_path / "scores.jsonl")
+    assert list(other.begin({"--limit": None})) == []
+    one.append([{"index": 0}], 1)
+    with pytest.raises(CommandError, match="another process writes"):
+        other.append([{"index": 0}], 1)
+    assert read_jsonl(one.path) == [{"index": 0}]
+
+
+def test_what_a_killed_process_left_is_cut_off(tmp_path: Path) -> None:
+    """Killed after the batch, before the record: the batch is written again, once."""
+    path = tmp_path / "scores.jsonl"
+    file = ScoreFile(path)
+    assert list(file.begin({})) == []
+    file.append([{"index": 0}], 1)
+    held = file.record.read_bytes()
+    file.append([{"index": 1}], 2)
+    file.record.write_bytes(held)
+    again = ScoreFile(path)
+    assert (list(again.begin({})), again.next_row) == ([{"index": 0}], 1)
+    again.append([{"index": 1}], 2)
+    assert read_jsonl(path) == [{"index": 0}, {"index": 1}]
+
+
 # ------------------------------------------------------------------ skips
 
 
@@ -401,7 +428,7 @@ def test_weights_that_are_not_finite_name_the_rows(cli: Cli, tmp_path: Path, che
     broken.save_pretrained(folder)
     data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     found = error_of(cli("score", folder, data, code=2))
-    assert "rows 0 to 3 (from 0) cannot be scored" in found or "nan" in found.lower()
+    assert found.startswith("rows 0 to 3 (from 0) cannot be scored: the model's log-prob is nan")
 
 
 # ------------------------------------------------------------------ the page

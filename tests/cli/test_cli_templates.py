@@ -40,7 +40,7 @@ def test_brackets_without_colour(cli: Cli, model: str) -> None:
 
 
 def test_colour_without_brackets(cli: Cli, model: str) -> None:
-    text = cli("templates", model, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": ""}).stdout
+    text = cli("templates", model, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}).stdout
     assert "\x1b[1;32mIt is 4.<|im_end|>\x1b[0m" in text
     assert "[[" not in text
     plain = cli("templates", model, env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).stdout

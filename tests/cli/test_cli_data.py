@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,13 @@ def test_parquet_scores_as_json_lines(cli: Cli, tmp_path: Path, model: str) -> N
         record.pop("place", None)
     assert found == expected
     assert [record.get("skipped", "") for record in found] == [""] * 4 + ["no assistant turn", "malformed"]
+
+
+def test_without_pyarrow_parquet_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "data.parquet").write_bytes(b"PAR1....")
+    with pytest.raises(CommandError, match=r"pip install 'torchrl-llm-kl\[cli\]'"):
+        Source(tmp_path / "data.parquet")
 
 
 def test_pairs_are_summed_apart(cli: Cli, tmp_path: Path, model: str) -> None:
