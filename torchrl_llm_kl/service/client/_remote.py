@@ -17,9 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Sampling, Scores, Sequences, TokenMask, VersionedScores, as_sampling, read_sequences
+from torchrl_llm_kl.scoring import (
+    Sampling,
+    Scores,
+    Sequences,
+    TokenMask,
+    VersionedScores,
+    as_sampling,
+    check_kept,
+    read_sequences,
+)
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
@@ -44,6 +54,7 @@ class RemoteModel:
     """
 
     log_probs_only = True  # no distributions: see check_distributions
+    replays = True  # scores over recorded tokens: see check_replays
 
     def __init__(self, spec: ServiceSpec, *, timeout: float = 120.0) -> None:
         if not timeout > 0:
@@ -136,12 +147,8 @@ class RemoteModel:
         sampling: Sampling | None = None,
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
-        temperature = as_sampling(temperature, sampling).temperature
-        sampling = sampling or Sampling(temperature)
-        if sampling.truncates and sampling.reference == "kept":
-            raise ValueError(
-                f"{sampling} with reference='kept' compares two models over the same tokens, which needs both in this process."
-            )
+        sampling = as_sampling(temperature, sampling)
+        temperature = sampling.temperature
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(
             temperature=float(temperature),
@@ -212,11 +219,13 @@ class RemoteScorer:
         mask: TokenMask | None = None,
         *,
         attention_mask: Tensor | None = None,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Ragged:
         """Log-probs, as :meth:`LogProbScorer.score` returns them, without gradient."""
-        return self.evaluate(sequences, mask, attention_mask=attention_mask, grad=grad, remember=remember).log_prob
+        options: dict[str, Any] = {"kept": kept, "grad": grad, "remember": remember}
+        return self.evaluate(sequences, mask, attention_mask=attention_mask, **options).log_prob
 
     def evaluate(
         self,
@@ -229,25 +238,24 @@ class RemoteScorer:
         moments: bool = False,
         reference: Any = None,
         direction: str = "reverse",
-        kept: Any = None,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
         """Log-probs, entropies and the top k, as :meth:`LogProbScorer.evaluate` returns them.
 
         Each of the ``top_k`` tokens takes 8 bytes of the reply, or 6 if :attr:`RemoteModel.top_k_dtype` is float16. Their
-        log-probs and the rest's are float32 for any model.
+        log-probs and the rest's are float32 for any model. Each of the recorded tokens that were ``kept`` takes 4 bytes of the
+        request.
 
         Raises:
-            ValueError: for gradients, an exact KL, moments and a replay (``kept``), which need the model in this process; for a
-                ``top_k`` of more than 1024; and as the scorer does.
+            ValueError: for gradients, an exact KL and moments, which need the model in this process; for a ``top_k`` of more
+                than 1024; and as the scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None:
             raise _local_only("an exact KL")
-        if kept is not None:
-            raise _local_only("a replay of kept tokens")
-        options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "grad": grad}
+        options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "kept": kept, "grad": grad}
         return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
 
     async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
@@ -292,6 +300,7 @@ class RemoteScorer:
         entropy: bool = False,
         top_k: int = 0,
         moments: bool = False,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Pending:
@@ -305,12 +314,16 @@ class RemoteScorer:
         if top_k:
             asked["top_k_dtype"] = str(self.model.top_k_dtype).removeprefix("torch.")
         settings = replace(self.settings, **asked).checked()
+        if top_k and kept is not None:
+            raise ValueError(
+                "top_k= returns the most probable of all tokens, and kept= leaves some out: score the two apart."
+            )
         tokens, mask = read_sequences(sequences, mask, attention_mask)
-        whole = self._whole(tokens, tokens.positions > 0 if mask is None else mask, settings)
+        whole = self._whole(tokens, tokens.positions > 0 if mask is None else mask, settings, kept)
         exchange = Exchange(self.model.replicas, self.model.router, whole, timeout=self.model.timeout)
         return Pending(tokens, settings, exchange)
 
-    def _whole(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Part:
+    def _whole(self, sequences: Ragged, mask: Tensor, settings: Settings, kept: Kept | None) -> Part:
         """A call as one request."""
         if mask.shape != sequences.values.shape:
             raise ValueError(
@@ -318,7 +331,9 @@ class RemoteScorer:
             )
         chosen, caller = mask.detach().cpu(), f"{client_name()}/{threading.get_ident()}"
         data = (sequences.values, sequences.lengths, chosen, settings)
-        return Part(Request.of(*data, version=self.model.version, caller=caller), chosen)
+        if kept is not None:  # here, where errors name the sequences of the caller
+            kept = check_kept(kept, sequences, chosen)
+        return Part(Request.of(*data, version=self.model.version, caller=caller, kept=kept), chosen)
 
     def forget(self) -> None:
         """Does nothing: the service clears its cache when its weights change."""
@@ -403,17 +418,25 @@ class Part:
         places = np.append(np.flatnonzero(scored), len(scored))
         first = np.minimum(places[places.searchsorted(starts)] - starts, lengths)
         chosen = router.assign(request.tokens, lengths, first, replicas, goes_on=request.settings.remember)
+        sizes, replay = lengths, request.replay
+        if replay is not None:  # kept tokens are sent too
+            sent = np.concatenate([[0], np.cumsum(replay.counts, dtype=np.int64)])
+            done = np.concatenate([[0], np.cumsum(scored)])
+            sizes = lengths + sent[done[starts + lengths]] - sent[done[starts]]
         parts = []
         for replica in np.unique(chosen).tolist():
-            own = np.where(chosen == replica, lengths, 0)
+            own = np.where(chosen == replica, sizes, 0)
             pieces = (own.cumsum() - own) // _MOST_TOKENS
             for piece in np.unique(pieces[chosen == replica]):
                 rows = (chosen == replica) & (pieces == piece)
                 if rows.all():
                     return [replace(self, replica=replica)]
-                where = np.flatnonzero(np.repeat(rows, lengths))
+                inside_rows = np.repeat(rows, lengths)
+                where = np.flatnonzero(inside_rows)
                 mask = scored[where]
-                mine = replace(request, tokens=request.tokens[where], lengths=lengths[rows], mask=np.packbits(mask))
+                some = None if replay is None else replay.take(inside_rows[scored])
+                given = {"tokens": request.tokens[where], "lengths": lengths[rows], "mask": np.packbits(mask)}
+                mine = replace(request, replay=some, **given)
                 inside = torch.from_numpy(where)
                 inside = inside if self.where is None else self.where[inside]
                 parts.append(Part(mine, torch.from_numpy(mask), inside, replica))
