@@ -42,6 +42,9 @@ class Replicas:
         self.newest, self.next, self.active = 0, 0, [0, 1]
         self.fate = ""
 
+    def saw(self, version: int, weights: str = "") -> None:
+        self.newest = max(self.newest, version)
+
     def usable(self) -> list[int]:
         self.next = 1 - self.next
         return [self.next]

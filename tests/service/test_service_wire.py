@@ -16,7 +16,8 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
     b'KLRL\x04\x00\x01\x00\xdc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
-    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0,"kept":null}    '
+    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0,'
+    b'"kept":null}    '
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
     b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00d"
 )
@@ -25,15 +26,18 @@ PACKED_WIDE_REQUEST = (
     b'"caller":"","newest":0,"deaths":0,"kept":null}\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
 )
 PACKED_REPLY = (
-    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4,"weights":""}      '
+    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4,'
+    b'"weights":""}      '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0,"weights":""}     '
+    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0,'
+    b'"weights":""}     '
     b"\x9a\x99\x99\x99\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1,"weights":""}     '
+    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1,'
+    b'"weights":""}     '
     b"\x00\x00\x00\xbf\x00\x00@\xc0\x07\x00\x00\x00,\x01\x00\x00\x00\xb8\x00\xbc"
 )
 # Two tokens kept at the second token of the first sequence, one at its third and two at the last token.

@@ -229,8 +229,8 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         if kept is None:
             raise MissingEntryError(
                 f'Sampling(reference="kept") compares over the tokens that the sampler kept: expected them below '
-                f"{self.kept_key!r}, found: {describe_entries(td)}. Record them (RecordKept), or take RetrieveKL, which runs the "
-                "policy."
+                f"{self.kept_key!r}, found: {describe_entries(td)}. Record them (RecordKept), or take RetrieveKL, which runs "
+                "the policy."
             )
         return {"kept": kept}
 

@@ -172,6 +172,7 @@ class RemoteModel:
         if isinstance(found, Exception):
             raise found
         version: int = found[0]
+        self.replicas.saw(version, found[2])
         old = version < self.replicas.newest or self._version not in (None, version)
         return None if old else (version, str(found[1]))
 
@@ -614,9 +615,13 @@ class Exchange:
         )
 
     def _drop_stale(self) -> bool:
-        """Whether some replies came from older weights than others; drops the older ones."""
+        """Whether some replies came from older weights than others; drops the older ones.
+
+        A :class:`WeightVersionError` if two of one version came from different weights.
+        """
         newest = max((reply.version for reply in self._replies.values()), default=0)
-        self._replicas.newest = max(self._replicas.newest, newest)
+        for reply in self._replies.values():
+            self._replicas.saw(reply.version, reply.weights)
         stale = [i for i, reply in self._replies.items() if reply.version < newest]
         for i in stale:
             del self._replies[i]

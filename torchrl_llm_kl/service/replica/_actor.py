@@ -26,7 +26,7 @@ from torchrl_llm_kl.service._errors import (
     WeightVersionError,
     portable,
 )
-from torchrl_llm_kl.service._weights import Pushes
+from torchrl_llm_kl.service._weights import Missing, Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.control._reporter import Reporter
 from torchrl_llm_kl.service.control._spec import ServiceSpec
@@ -180,9 +180,12 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str) -> Exception | None:
-        """Fetch and check a push, for a later :meth:`refresh_weights`; returns the error if the weights do not fit."""
-        return await self._reported(lambda: self._off_loop(lambda: self._pushes.stage(token)))
+    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> Exception | None:
+        """Fetch and check a push, for a later :meth:`refresh_weights`; returns the error if it must not be taken.
+
+        See :meth:`Pushes.stage`.
+        """
+        return await self._reported(lambda: self._off_loop(lambda: self._pushes.stage(token, version, seen)))
 
     async def drop_weights(self) -> None:
         """Free a staged push that was given up."""
@@ -216,22 +219,23 @@ class ScoringActor:
         found = await self._off_loop(self._pushes.missing)
         if found is None:
             return
-        version, token, weights = found
-        await self._batcher.in_thread(lambda: self._core.update_weights(weights, version, checked=True))
-        await self._off_loop(lambda: self._pushes.take(token))
+        await self._batcher.in_thread(lambda: self._copy(found))
+        await self._off_loop(lambda: self._pushes.take(found.token))
         self._lost = None
         self._wake()
-        _LOG.info("replica %s holds version %d of the weights", self._name, version)
+        _LOG.info("replica %s holds version %d of the weights", self._name, found.version)
+
+    def _copy(self, found: Missing) -> None:
+        self._core.update_weights(found.weights, found.version, checked=True, digest=found.digest)
 
     def _restore(self) -> None:
         """Load all pushes before the first request."""
         try:
             found = self._pushes.missing()
             if found is not None:
-                version, token, weights = found
-                self._core.update_weights(weights, version, checked=True)
-                self._pushes.take(token)
-                _LOG.info("replica %s took version %d of the weights again", self._name, version)
+                self._copy(found)
+                self._pushes.take(found.token)
+                _LOG.info("replica %s took version %d of the weights again", self._name, found.version)
         except EngineLost as error:
             self._end(error)
         except Exception as error:  # better an error than scores from wrong weights
@@ -275,8 +279,8 @@ class ScoringActor:
             if version <= self._core.version and not arrived.done():
                 arrived.set_result(None)
 
-    async def fingerprint(self) -> tuple[int, str] | Exception:
-        """Version and fingerprint of the weights, or the error; reads all weights once after each update."""
+    async def fingerprint(self) -> tuple[int, str, str] | Exception:
+        """See :attr:`ScoringCore.fingerprint`; or the error. Reads all weights once after each update."""
         try:
             self._check_model()
             if self._lost is not None:

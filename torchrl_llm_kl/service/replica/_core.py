@@ -23,17 +23,22 @@ class ScoringCore:
     """Answers requests with one engine, those with equal settings in one call. Not thread-safe.
 
     Attributes:
-        version: of the engine's weights; 0 before the first update.
-        weights: digest of the push that made this version; empty before the first one.
+        held: version of the engine's weights, 0 before the first update, and digest of the push that made it, if one did.
         updates: number of updates so far.
         running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.version, self.weights, self.updates = engine, 0, "", 0
+        self.engine, self.updates = engine, 0
+        self.held = (0, "")
         self.running: int | None = None
         self._calls = itertools.count()
         self._fingerprint = (-1, "")  # after how many updates
+
+    @property
+    def version(self) -> int:
+        """Of the engine's weights."""
+        return self.held[0]
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
@@ -88,7 +93,8 @@ class ScoringCore:
         for name in names:
             values = getattr(scores, name).values.detach()
             shares[_TOP.get(name, name)] = np.split(_array(name, values[mask.to(values.device)].cpu(), settings), ends)
-        rest: dict[str, Any] = {"entropy": None, "version": self.version, "weights": self.weights}
+        version, weights = self.held
+        rest: dict[str, Any] = {"entropy": None, "version": version, "weights": weights}
         return [
             Reply(**{**rest, **dict(zip(shares, share, strict=True))}) for share in zip(*shares.values(), strict=True)
         ]
@@ -120,7 +126,7 @@ class ScoringCore:
         self.updates += 1
         with self._call():
             self.engine.update_weights(weights, checked=checked)
-        self.version, self.weights = int(version), digest
+        self.held = (int(version), digest)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -131,10 +137,13 @@ class ScoringCore:
             self.running = None
 
     @property
-    def fingerprint(self) -> tuple[int, str] | None:
-        """Version and fingerprint of the weights; None until :meth:`read_fingerprint` after each update."""
-        updates, found = self._fingerprint
-        return (self.version, found) if updates == self.updates else None
+    def fingerprint(self) -> tuple[int, str, str] | None:
+        """Version and fingerprint of the weights, and the digest of their push.
+
+        None until :meth:`read_fingerprint` after each update.
+        """
+        (version, digest), (updates, found) = self.held, self._fingerprint
+        return (version, found, digest) if updates == self.updates else None
 
     def read_fingerprint(self) -> None:
         """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""
