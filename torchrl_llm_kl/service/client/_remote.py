@@ -393,8 +393,9 @@ def _withdraw(begun: Future[Pending]) -> None:
 # ------------------------------------------------------------------ requests out, replies in
 
 
-#: Replicas that may die of a request before it is refused.
-MAX_DEATHS = 3
+#: Replicas that may die of a request before it is refused: the first of them, which may have died of another one, and three
+#: while they tried it alone. So two processes that others kill during trials refuse nobody.
+MAX_DEATHS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -451,7 +452,9 @@ class Exchange:
     that do not hold the new weights yet. The timeout starts with the call of :meth:`replies`.
 
     A request whose replica died while it held it may be the cause: its next tries share no batch, and only deaths that come
-    while it is scored count from then on. After three it raises :class:`PoisonedRequest`.
+    while it is scored, each of another process, count from then on. After three of those it raises :class:`PoisonedRequest`.
+    A process that dies before it has settled, without a trial, was ended by something else, which may have ended the others
+    too: then none of the trials count.
 
     Attributes:
         parts: the requests so far; one of a replica that died is replaced by several.
@@ -465,7 +468,9 @@ class Exchange:
         self._sent: list[tuple[int, int, Any]] = []  # part, replica, reference to the answer
         self._arrived = self._withdrawn = False
         self._deaths: dict[int, list[str]] = {}  # names of the replicas that died while they held a part
-        self._trials: dict[int, Any] = {}  # of parts with deaths: a reference that is ready once the replica scores it
+        # Of parts with deaths: references that are ready once the replica has settled, and once it scores the part.
+        self._trials: dict[int, tuple[Any, Any]] = {}
+        self._lives: dict[int, set[str]] = {}  # marks of the processes that died while they scored a part alone
         self._start_clock()
         self._send()
 
@@ -494,7 +499,9 @@ class Exchange:
         for i in stranded:
             self.parts[i], *others = self.parts[i].divided(self._router, usable)
             if i in self._deaths:
-                self._deaths |= {len(self.parts) + j: list(self._deaths[i]) for j in range(len(others))}
+                places = range(len(self.parts), len(self.parts) + len(others))
+                self._deaths |= {j: list(self._deaths[i]) for j in places}
+                self._lives |= {j: set(self._lives.get(i, ())) for j in places}
             self.parts += others
         for i, part in enumerate(self.parts):
             replica = part.replica
@@ -509,7 +516,7 @@ class Exchange:
                 left = max(left - 0.5, 0.8 * left)
                 if deaths:
                     self._await_others(replica, deaths)
-                    self._trials[i] = handle.on_trial.remote(request.digest(), left)
+                    self._trials[i] = handle.settled.remote(), handle.on_trial.remote(request.digest(), left)
                 self._sent.append((i, replica, handle.score.remote(request.pack(), left)))
             except failures() as down:
                 self._lose(replica, down)
@@ -591,15 +598,15 @@ class Exchange:
         return True
 
     def _count_death(self, i: int, replica: int) -> None:
-        import ray
-
         deaths = self._deaths.setdefault(i, [])
         if deaths:
-            begun = False
-            with contextlib.suppress(Exception):
-                begun = ray.get(self._trials[i], timeout=1.0)
-            if not begun:  # it waited for its turn: another request is to blame
+            settled, life = (_found(reference) for reference in self._trials[i])
+            if not settled:  # no suspect had its trial: something else ends processes, and may have ended those before
+                del deaths[1:]
+            lives = self._lives.setdefault(i, set())
+            if not settled or not life or life in lives:  # it waited for its turn, or the process was only out of reach
                 return
+            lives.add(life)
         deaths.append(self._replicas.spec.replica_name(replica))
         if len(deaths) < MAX_DEATHS:
             return
@@ -626,6 +633,15 @@ class Exchange:
         for i in stale:
             del self._replies[i]
         return bool(stale)
+
+
+def _found(reference: Any) -> Any:
+    """The value of a reference that is ready, or nearly; None for an error."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        return ray.get(reference, timeout=1.0)
+    return None
 
 
 def _seen(answer: asyncio.Future[Any]) -> None:

@@ -39,6 +39,7 @@ from torchrl_llm_kl.service.replica._watchdog import Watchdog, stacks
 #: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
 MAX_CONCURRENCY = 1000
 _MAX_REQUESTS = 800
+_SETTLING = 1.0  # seconds that a process lives before it tries a request of which others died
 _QUARANTINED = 1024  # poisoned requests that a replica remembers
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
@@ -109,6 +110,8 @@ class ScoringActor:
             refused = self._quarantine.keys() | self._reporter.quarantined
             if refused and request.digest() in refused:
                 raise PoisonedRequest("replicas died of this request before: it is not tried again.")
+            if request.deaths:
+                await self.settled()
             await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
             return reply.pack()
@@ -145,15 +148,23 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ poison and hangs
 
-    async def on_trial(self, digest: str, timeout: float) -> bool:
-        """Return True just before a request with ``deaths`` is scored, by itself: a death after that is its own doing.
+    async def settled(self) -> bool:
+        """Return True once this process has lived for a second, before which no request with ``deaths`` is scored.
 
-        False if it was not its turn within ``timeout`` seconds.
+        If it dies before, it dies of something else.
+        """
+        await asyncio.sleep(max(self._stats.started + _SETTLING - time.time(), 0.0))
+        return True
+
+    async def on_trial(self, digest: str, timeout: float) -> str:
+        """Return the mark of this process just before it scores a request with ``deaths``, by itself.
+
+        A death after that may be the request's own doing. Empty if it was not its turn within ``timeout`` seconds.
         """
         future = self._trials.setdefault(digest, asyncio.get_running_loop().create_future())
         found, _ = await asyncio.wait([future], timeout=timeout)
         self._trials.pop(digest, None)
-        return bool(found)
+        return self._reporter.life if found else ""
 
     def _announce(self, request: Request) -> None:
         waiting = self._trials.get(request.digest())
