@@ -283,8 +283,8 @@ class LogProbScorer:
                 Ids of masked-out tokens are ignored. Not with ``kept`` or a :attr:`sampling` that leaves tokens out.
             kept: for each of the ``N`` tokens those that its sampler could have drawn, as it recorded them: scores are over
                 these instead of what :attr:`sampling` would leave now. Tokens outside the mask may have none.
-            return_kept: give the scores an attribute ``kept``, the tokens that :attr:`sampling` leaves at each scored token, for
-                a model in another process to be scored over.
+            return_kept: give the scores an attribute ``kept``, the tokens that :attr:`sampling` leaves at each scored token: a
+                model in another process can be scored over them.
 
         Returns:
             The requested scores, None for the others; nats, exactly 0 where the mask is False.
