@@ -72,7 +72,7 @@ def digests_of(chunk: Chunk) -> dict[str, bytes]:
 
     def digest(entry: tuple[str, tuple[int, ...], np.ndarray]) -> bytes:
         dtype, shape, data = entry
-        return blake2b(data, digest_size=16, key=f"{dtype} {shape}".encode()[:64]).digest()
+        return blake2b(data.data, digest_size=16, key=f"{dtype} {shape}".encode()[:64]).digest()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(chunk, pool.map(digest, chunk.values()), strict=True))
