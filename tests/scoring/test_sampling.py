@@ -248,6 +248,47 @@ def random_record(tokens, seed=0):
     return Kept(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
 
 
+@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
+    """Those of transformers' warpers, and the sampled token; none where nothing is scored; and a replay of them."""
+    model = tiny_model().double()
+    tokens = random_sequences(9, 4, 1, 7)
+    mask = random_mask(tokens, keep=0.7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "full":
+            scorer = LogProbScorer(FullLogits(model), sampling=sampling)
+        else:
+            scorer = LogProbScorer(model, sampling=sampling, share_prefixes=kind == "packed", tokens_per_batch=8)
+        for grad in (False, True):
+            found = scorer.evaluate(tokens, mask, return_kept=True, grad=grad)
+            kept = found.kept
+            assert_close(found.log_prob.values, scorer.score(tokens, mask).values, atol=1e-6, rtol=1e-6)
+    assert kept.offsets.shape == (len(tokens.values) + 1,)
+    assert not kept.offsets.diff()[~mask].any()
+    at = 0
+    for row in tokens.to_list():
+        logits = model(input_ids=row[None]).logits[0]
+        for i in range(len(row)):
+            if mask[at]:
+                keep = keep_of(logits[i - 1 : i], sampling, row[i : i + 1])[0]
+                some = kept.ids[kept.offsets[at] : kept.offsets[at + 1]]
+                assert sorted(some.tolist()) == keep.nonzero().squeeze(-1).tolist()
+            at += 1
+    again = scorer.evaluate(tokens, mask, kept=kept, return_kept=True)
+    assert again.kept is kept
+    assert_close(again.log_prob.values, found.log_prob.values, atol=1e-6, rtol=1e-6)
+
+
+def test_nothing_is_returned_where_nothing_is_left_out():
+    model, rows = tiny_model(), [ids(5, 0)]
+    with pytest.raises(ValueError, match="which leaves every token: there is nothing to return"):
+        LogProbScorer(model, temperature=0.7).evaluate(rows, return_kept=True)
+    with pytest.raises(ValueError, match="deterministic=True with return_kept=True"):
+        LogProbScorer(model, sampling=Sampling(top_k=3), deterministic=True).evaluate(rows, return_kept=True)
+
+
 @pytest.mark.parametrize("kind", ["packed", "padded", "full", "cached"])
 def test_replay(kind):
     model, ref = tiny_model().double(), tiny_model(seed=1).double()

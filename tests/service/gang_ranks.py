@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service._wire import Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
@@ -78,6 +79,32 @@ def difference(shard: str, dtype: str = "float64") -> list[float]:
         raise AssertionError("weights that do not fit were taken")
     compare()
     return found
+
+
+def replayed(shard: str) -> tuple[float, list[list[str]], dict[str, str]]:
+    """Difference from one process over recorded tokens; the names of the tensors, and of weights as a wrapper names them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = TransformersEngine(build())
+    made = shard_model(build(), shard, mesh)
+    engine = RankEngine(made)
+    rows = sequences(3, 8)
+    mask = rows.positions > 0
+    counts = rows.values % 5 + 1
+    ids = torch.cat([(token + torch.arange(int(n)) * 7) % 97 for token, n in zip(rows.values, counts, strict=True)])
+    kept = Kept(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    settings = Settings(temperature=1.3, entropy=True, keep_top_k=3)
+    want = whole.evaluate(rows, mask, settings, kept=kept)
+    split_rows = may_split(made, shard)
+    shares = split(rows, mask, dist.get_world_size() if split_rows else 1, kept)
+    share = shares[dist.get_rank() if split_rows else 0]
+    start = sum(x.mask.size for x in shares[: dist.get_rank()]) if split_rows else 0
+    mine = type(rows).from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
+    got = engine.evaluate(mine, torch.tensor(share.mask), settings, kept=Kept(*map(torch.tensor, share.kept)))
+    end = start + mine.values.shape[0]
+    pairs = [(got.log_prob, want.log_prob), (got.entropy, want.entropy)]
+    found = max(float((one.values - other.values[start:end]).abs().max()) for one, other in pairs)
+    wrapped = [f"model.{name}" for name in build().state_dict()]
+    return found, engine.tensors(), engine.own_names(wrapped)
 
 
 def refusal(shard: str, **config: Any) -> str:

@@ -50,7 +50,7 @@ def delayed(seconds: float, seed: int = 0) -> nn.Module:
     return made
 
 
-POISON, ENDLESS = [13] * 6, [17] * 6
+POISON, ENDLESS, SLOW = [13] * 6, [17] * 6, [19] * 6
 
 
 def _die_or_hang(module: nn.Module, args: Any) -> None:
@@ -70,6 +70,19 @@ def deadly(folder: str) -> nn.Module:
     made = delayed(0.01)
     (Path(folder) / str(os.getpid())).touch()
     made.model.embed_tokens.register_forward_pre_hook(_die_or_hang)
+    return made
+
+
+def _report(module: nn.Module, args: Any, *, folder: str, seconds: float) -> None:
+    if args[0].flatten().tolist()[:4] == SLOW[:4]:
+        (Path(folder) / f"scores-{os.getpid()}").touch()
+        time.sleep(seconds)
+
+
+def reporting(folder: str, seconds: float) -> nn.Module:
+    """:func:`model`, which leaves a file named after its process in ``folder`` and sleeps when it scores ``SLOW``."""
+    made = tiny_model(seed=0).double()
+    made.model.embed_tokens.register_forward_pre_hook(partial(_report, folder=folder, seconds=seconds))
     return made
 
 

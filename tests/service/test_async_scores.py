@@ -47,6 +47,9 @@ class Service:
         self.failing = 0  # number of requests that the replica dies of
         self._lock = threading.Lock()
 
+    def saw(self, version: int, weights: str = "") -> None:
+        self.newest = max(self.newest, version)
+
     def usable(self) -> list[int]:
         return [0]
 

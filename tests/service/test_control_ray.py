@@ -320,6 +320,46 @@ def test_a_model_by_value_outlives_the_process_that_passed_it(local: LogProbScor
     remote.replicas.end()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("restarted", [True, False], ids=["by Ray", "by clients"])
+def test_a_model_by_value_outlives_all_actors_at_once(local: LogProbScorer, restarted: bool) -> None:
+    """Control actor and replica are killed together: a process that passed the model hands it in again."""
+    with ScoringService(model(), name="handed", **CPUS) as service:
+        namespace, other = service.model.spec.namespace, clone(service.model)  # without the model
+        for remote in (other, service.model):
+            assert_same(remote.make_scorer().score(sequences()).values, local.score(sequences()).values)
+            actors = [ray.get_actor(name, namespace=namespace) for name in ("handed:control", "handed:0")]
+            ids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in actors])
+            for actor, pid in zip(actors, ids, strict=True):
+                if restarted:
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    ray.kill(actor, no_restart=True)
+            assert_same(remote.make_scorer().score(sequences(1)).values, local.score(sequences(1)).values)
+        assert pids(service)[0] not in ids
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_a_model_by_value_that_nobody_has_any_more_is_named() -> None:
+    made = driver(
+        """
+        service = ScoringService(model(), name="nobody", num_cpus=0.1, lifetime="detached")
+        total(service.model)
+        print(pickle.dumps(service.model).hex())
+        """
+    )
+    remote = pickle.loads(bytes.fromhex(output(made)))
+    remote.make_scorer().score(sequences())
+    for name in ("nobody:control", "nobody:0"):
+        ray.kill(ray.get_actor(name, namespace=remote.spec.namespace), no_restart=False)
+    with pytest.raises(ServiceError, match=r"given by value, and is lost: .* construct ScoringService with it again"):
+        remote.make_scorer().score(sequences())
+    with ScoringService(model(), name="nobody", lifetime="detached", **CPUS) as again:
+        assert again.model.make_scorer().score(sequences()).values.shape == sequences().values.shape
+        again.shutdown()
+
+
 # ------------------------------------------------------------------ clients that fork, stop or connect again
 
 

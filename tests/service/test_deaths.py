@@ -21,6 +21,8 @@ from torchrl_llm_kl.service.client._router import Router
 
 #: What becomes of a request: its replica dies while it runs, or before; says that it ends; or drops it after its timeout.
 RUNS, WAITS, ENDS, DROPS = "runs", "waits", "ends", "drops"
+#: Or the process dies before any trial; or seems to die while it runs and lives on.
+EARLY, SAME = "early", "same"
 
 
 class Method:
@@ -40,7 +42,10 @@ class Replicas:
         self.fates, self.deaths, self.refused = iter(fates), [], []  # type: ignore[var-annotated]
         self.spec = SimpleNamespace(name="x", num_replicas=2, replica_name=lambda i: f"x:{i}")
         self.newest, self.next, self.active = 0, 0, [0, 1]
-        self.fate = ""
+        self.fate, self.lives = "", 0
+
+    def saw(self, version: int, weights: str = "") -> None:
+        self.newest = max(self.newest, version)
 
     def usable(self) -> list[int]:
         self.next = 1 - self.next
@@ -49,6 +54,7 @@ class Replicas:
     def handle(self, replica: int, *, timeout: float) -> Any:
         return SimpleNamespace(
             score=Method(self.score),
+            settled=Method(self.settled),
             on_trial=Method(self.on_trial),
             quarantine=SimpleNamespace(remote=self.refused.append),
         )
@@ -70,10 +76,16 @@ class Replicas:
             raise ActorDiedError
         return LookupError("answered")  # stands for an answer
 
-    def on_trial(self, digest: str, timeout: float) -> bool:
-        if self.fate == WAITS:
+    def settled(self) -> bool:
+        if self.fate == EARLY:
             raise GetTimeoutError
         return True
+
+    def on_trial(self, digest: str, timeout: float) -> str:
+        if self.fate in (WAITS, EARLY):
+            raise GetTimeoutError
+        self.lives += self.fate != SAME
+        return f"process {self.lives}"
 
 
 def part() -> Part:
@@ -90,6 +102,14 @@ def part() -> Part:
         ([WAITS], [0, 1]),  # unknown the first time: it may be to blame
         ([WAITS, WAITS, WAITS, WAITS, WAITS], [0, 1, 1, 1, 1, 1]),
         ([WAITS, RUNS, WAITS, ENDS, WAITS], [0, 1, 2, 2, 2, 2]),
+        ([RUNS, RUNS, RUNS], [0, 1, 2, 3]),  # two trials ended by someone else, and an answer
+        ([RUNS, RUNS, RUNS, WAITS, ENDS], [0, 1, 2, 3, 3, 3]),
+        (
+            [RUNS, RUNS, RUNS, EARLY, RUNS, RUNS],
+            [0, 1, 2, 3, 1, 2, 3],
+        ),  # processes die without it: the count starts over
+        ([RUNS, EARLY, RUNS, RUNS], [0, 1, 1, 2, 3]),
+        ([RUNS, RUNS, SAME, SAME, RUNS, SAME], [0, 1, 2, 2, 2, 3, 3]),  # one process that was out of reach dies once
     ],
     ids=str,
 )
@@ -104,13 +124,13 @@ def test_only_deaths_on_trial_count_after_the_first(
     assert not replicas.refused
 
 
-def test_after_three_deaths_it_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_three_trials_it_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
-    replicas: Any = Replicas([RUNS, WAITS, RUNS, ENDS, RUNS, RUNS])
-    text = r"3 replicas died while they scored a request of 1 sequences and 4 tokens \(x:1, x:1, x:1\)"
+    replicas: Any = Replicas([RUNS, WAITS, RUNS, ENDS, RUNS, RUNS, RUNS])
+    text = r"4 replicas died while they scored a request of 1 sequences and 4 tokens \(x:1, x:1, x:1, x:0\)"
     with pytest.raises(PoisonedRequest, match=text):
         Exchange(replicas, Router(), part(), timeout=30.0).replies()
-    assert replicas.deaths == [0, 1, 1, 2, 2]
+    assert replicas.deaths == [0, 1, 1, 2, 2, 3]
     assert replicas.refused == [part().request.digest()] * 3, "the control actor and both replicas"
 
 

@@ -16,7 +16,8 @@ from load import assert_same, callers, sequences, until
 
 from distributed.pool import RankPool
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.service import EngineLost, GangEngine, ScoringService
+from torchrl_llm_kl.service import EngineLost, GangEngine, ScoringService, WeightVersionError
+from torchrl_llm_kl.service._weights import keeper_of
 from torchrl_llm_kl.service._wire import Request, Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
@@ -72,6 +73,16 @@ def test_single_precision(pool: RankPool) -> None:
     for shard in ("fsdp2", "tp"):
         for found in pool.run("gang_ranks:difference", shard=shard, dtype="float32"):
             assert max(found) < 1e-5
+
+
+@pytest.mark.parametrize("shard", ["fsdp2", "tp", "none"])
+def test_ranks_replay_and_name_their_tensors(pool: RankPool, shard: str) -> None:
+    """Shards have the names of the whole tensors, also after a score, and tied ones share a place."""
+    names = build().state_dict().keys()
+    for found, tensors, own in pool.run("gang_ranks:replayed", shard=shard):
+        assert found < 1e-12
+        assert sorted(name for tied in tensors for name in tied) == sorted(names)
+        assert own == {f"model.{name}": name for name in names}
 
 
 def test_models_that_have_no_plan_are_refused(pool: RankPool) -> None:
@@ -167,7 +178,7 @@ def test_weights_reach_every_rank(service: ScoringService, local: LogProbScorer)
 @pytest.mark.slow
 def test_a_rank_killed_mid_batch(service: ScoringService, local: LogProbScorer, folder: Path) -> None:
     """The gang is started again with all its ranks and takes the pushed weights; no answer is lost or wrong."""
-    service.update_weights(build().state_dict(), version=3)
+    version = service.update_weights(build().state_dict())
     before = [pids(folder, rank)[-1] for rank in (0, 1)]
     with callers(service.model, calls=10) as load:
         until(lambda: len(load.answers) >= 8)
@@ -177,8 +188,32 @@ def test_a_rank_killed_mid_batch(service: ScoringService, local: LogProbScorer, 
     after = [pids(folder, rank)[-1] for rank in (0, 1)]
     assert not set(after) & set(before)
     until(lambda: not any(alive(pid) for pid in before))
-    assert service.stats()[0]["version"] == 3
+    assert service.stats()[0]["version"] == version
     assert groups().count("CREATED") == 1
+
+
+@pytest.mark.slow
+def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(
+    service: ScoringService, local: LogProbScorer, folder: Path
+) -> None:
+    """The keeper of weights is killed, then the gang, which starts from its factory: a part would leave it half old."""
+    service.update_weights(build(1).state_dict())
+    scorer, rows, before = service.model.make_scorer(), sequences(5), len(pids(folder, 0))
+    keeper = keeper_of(service.model.spec)
+    os.kill(ray.get(keeper.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+    os.kill(service.stats()[0]["pid"], signal.SIGKILL)
+    until(lambda: len(pids(folder, 0)) > before)
+    some = {"lm_head.weight": build(2).state_dict()["lm_head.weight"]}
+    with pytest.raises(WeightVersionError, match="push all tensors of the model"):
+        service.update_weights(some)
+    wrapped = {f"model.{name}": value for name, value in build().state_dict().items()}  # as in a TorchRL wrapper
+    service.update_weights(wrapped)
+    assert_same(scorer.score(rows).values, local.score(rows).values)
+    service.update_weights(some)
+    mixed = build()
+    mixed.load_state_dict(some, strict=False)
+    assert_same(scorer.score(rows).values, LogProbScorer(mixed).score(rows).values)
+    service.update_weights(build().state_dict())
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from load import assert_same
 from remote_models import model
 
 from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._batcher import Batcher
@@ -24,12 +26,17 @@ from torchrl_llm_kl.service.replica._pieces import Pieces
 
 
 def request(
-    rows: list[list[int]], mask: list[list[bool]] | None = None, *, caller: str = "a", **settings: object
+    rows: list[list[int]],
+    mask: list[list[bool]] | None = None,
+    *,
+    caller: str = "a",
+    kept: Kept | None = None,
+    **settings: object,
 ) -> Request:
     tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
     flat = None if mask is None else torch.tensor([bit for row in mask for bit in row], dtype=torch.bool)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return Request.of(tokens, lengths, flat, Settings(**settings), version=None, caller=caller)  # type: ignore[arg-type]
+    return Request.of(tokens, lengths, flat, Settings(**settings), version=None, caller=caller, kept=kept)  # type: ignore[arg-type]
 
 
 def echo(part: Request) -> Reply:
@@ -63,6 +70,28 @@ def test_parts_join_to_the_whole(rows: list[list[int]], limit: int, data: st.Dat
     np.testing.assert_array_equal(joined.log_prob, expected.log_prob)
     assert joined.entropy is not None
     assert len(joined.entropy) == len(joined.log_prob)
+
+
+@given(ROWS, st.integers(1, 20), st.data())
+def test_kept_tokens_stay_with_their_tokens(rows: list[list[int]], limit: int, data: st.DataObject) -> None:
+    """Each token ``t`` keeps ``t % 3`` ids, ``100 t`` and so on: parts have those of their own scored tokens."""
+    flat = [token for row in rows for token in row]
+    mask = [[data.draw(st.booleans()) for _ in row] for row in rows]
+    ids = [[1000 + 100 * token + i for i in range(token % 3)] for token in flat]
+    kept = Kept(
+        torch.tensor([i for some in ids for i in some], dtype=torch.long),
+        torch.tensor([0, *itertools.accumulate(map(len, ids))]),
+    )
+    pieces = Pieces(request(rows, mask, kept=kept), limit)
+    units = data.draw(st.permutations(range(len(pieces.sizes))))
+    half = data.draw(st.integers(1, len(units)))
+    for group in filter(None, (units[:half], units[half:])):
+        part = pieces.part(group)
+        assert part.replay is not None
+        scored = part.tokens[part.flat_mask().numpy()].tolist()
+        assert part.replay.counts.tolist() == [token % 3 for token in scored]
+        assert part.replay.ids.tolist() == [1000 + 100 * token + i for token in scored for i in range(token % 3)]
+        assert Request.unpack(part.pack()).replay is not None, "it is well formed"
 
 
 def test_answers_to_one_prompt_stay_together() -> None:

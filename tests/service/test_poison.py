@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 import ray
 import torch
 from load import Load, clone, sequences, until
-from remote_models import ENDLESS, POISON, deadly, model
+from remote_models import ENDLESS, POISON, SLOW, deadly, model, reporting
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import PoisonedRequest, RemoteModel, ScoringService, ServiceTimeout
@@ -72,20 +74,20 @@ def all_up(service: ScoringService, folder: Path, lives: int) -> None:
         assert service.model.call(replica, "health")
 
 
-def test_a_request_that_kills_its_replica_is_refused_after_three_deaths(service: ScoringService, folder: Path) -> None:
+def test_a_request_that_kills_its_replica_is_refused_after_three_trials(service: ScoringService, folder: Path) -> None:
     scorer = clone(service.model).make_scorer()
     before = len(list(folder.iterdir()))
     with neighbours(service.model) as (load, waits):
         start = time.monotonic()
         with pytest.raises(
-            PoisonedRequest, match=r"3 replicas died while they scored a request of 1 sequences and 6 tokens"
+            PoisonedRequest, match=r"4 replicas died while they scored a request of 1 sequences and 6 tokens"
         ):
             scorer.score(Ragged.from_list([torch.tensor(POISON)]))
         print(f"refused after {time.monotonic() - start:.1f} s")
-        all_up(service, folder, before + 3)
+        all_up(service, folder, before + 4)
     print(f"neighbours: {len(waits)} calls, longest {max(waits):.1f} s")
     load.assert_all_right(LogProbScorer(model()))
-    assert len(list(folder.iterdir())) == before + 3
+    assert len(list(folder.iterdir())) == before + 4
     assert max(waits) < 120
 
     # A request that one replica was told to refuse.
@@ -95,6 +97,35 @@ def test_a_request_that_kills_its_replica_is_refused_after_three_deaths(service:
     found = ray.get(handle.score.remote(bad.pack(), 5.0))
     assert isinstance(found, PoisonedRequest)
     assert "replicas died of this request before" in str(found)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_outside_kills_do_not_condemn_a_request(tmp_path: Path, replicas: int) -> None:
+    """The process that scores it is killed three times: while it is first tried, and in two trials by itself."""
+    killed: list[int] = []
+    done = threading.Event()
+
+    def kill() -> None:
+        while len(killed) < 3 and not done.is_set():
+            for path in tmp_path.glob("scores-*"):
+                pid = int(path.name.removeprefix("scores-"))
+                if pid not in killed:
+                    killed.append(pid)
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    factory = partial(reporting, str(tmp_path), 1.0)
+    with ScoringService(factory=factory, num_replicas=replicas, num_cpus=0.1, timeout=240.0) as service:
+        killer.start()
+        try:
+            found = service.model.make_scorer().score([SLOW])
+        finally:
+            done.set()
+            killer.join()
+        service.shutdown()
+    assert len(killed) == 3
+    torch.testing.assert_close(found.values, LogProbScorer(model()).score([SLOW]).values, rtol=1e-6, atol=1e-6)
 
 
 def test_a_replica_that_hangs_is_replaced(service: ScoringService, folder: Path) -> None:

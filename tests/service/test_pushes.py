@@ -56,7 +56,7 @@ def commit(
 def held(keeper: WeightKeeper) -> dict[str, Tensor]:
     """What a replica loads that starts now."""
     pushes = keeper.get("model")[1]
-    chunks = [chunk for _, references in pushes for chunk in references]
+    chunks = [chunk for _, references, _ in pushes for chunk in references]
     return {name: value for chunk in chunks for name, value in tensors_of(chunk).items()}
 
 
@@ -111,11 +111,45 @@ def test_versions_are_never_given_twice() -> None:
     assert commit(one, weights(1.0)) == 3
     assert one.next_version(seen=9) == 10
     assert commit(one, weights(2.0), 10) == 10
-    assert commit(one, weights(3.0), 10) == 10, "again, as after a timeout"
+    assert commit(one, weights(2.0), 10) == 10, "again, as after a timeout"
     late = commit(one, weights(4.0), 2)
     assert isinstance(late, WeightVersionError)
     assert str(late) == "version 2 of the weights was pushed after version 10: versions must increase."
-    assert_equal(held(one), weights(3.0))
+    assert_equal(held(one), weights(2.0))
+
+
+@pytest.mark.parametrize(
+    ("again", "differs"),
+    [
+        ({"a": torch.full((3, 5), 1.0), "b": torch.full((3, 5), 1.5)}, "'b'"),
+        ({"a": torch.full((3, 5), 1.0)}, "'b'"),
+        ({**weights(1.0), "c": torch.zeros(1)}, "'c'"),
+        ({"a": torch.full((3, 5), 1.0).double(), "b": torch.full((3, 5), 1.0)}, "'a'"),
+        ({"a": torch.full((5, 3), 1.0), "b": torch.full((5, 3), 1.0)}, "'a' and 1 more"),
+    ],
+    ids=["values", "fewer", "more", "dtype", "shapes"],
+)
+def test_one_version_has_one_set_of_weights(again: dict[str, Tensor], differs: str) -> None:
+    """A replica that missed the second push would mix both."""
+    one = keeper()
+    assert commit(one, weights(1.0), 3, token="first") == 3
+    refused = commit(one, again, 3)
+    assert isinstance(refused, WeightVersionError)
+    assert f"version 3 of the weights was pushed before with others ({differs}" in str(refused)
+    assert not one._staged
+    assert_equal(held(one), weights(1.0))
+    reordered = dict(reversed(weights(1.0).items()))
+    assert commit(one, reordered, 3) == 3, "the same weights"
+    assert [push[0] for push in one.get("model")[1]] == ["first"], "nothing new to load"
+    assert commit(one, again, 4) == 4
+
+
+def test_a_version_in_a_file_has_one_set_of_weights(tmp_path: Path) -> None:
+    commit(keeper(tmp_path), weights(1.0), 5)
+    later = keeper(tmp_path)
+    assert isinstance(commit(later, weights(2.0), 5), WeightVersionError)
+    assert commit(later, weights(1.0), 5) == 5
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_push_that_was_committed_is_not_committed_twice() -> None:
@@ -241,6 +275,7 @@ class Replica:
         self.checks = 0
         self.pushes = Pushes(SimpleNamespace(source="model"), self.check, tensors)  # type: ignore[arg-type]
         self.model: dict[str, Tensor] = {}
+        self.held = 0, ""
 
     def check(self, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         self.checks += 1
@@ -252,10 +287,10 @@ class Replica:
         found = self.pushes.missing()
         if found is None:
             return None
-        version, token, new = found
-        self.model.update(new)
-        self.pushes.take(token)
-        return version
+        self.model.update(found.weights)
+        self.held = found.version, found.digest
+        self.pushes.take(found.token)
+        return found.version
 
 
 def stage(kept: WeightKeeper, token: str, push: Mapping[str, Tensor]) -> int:
@@ -291,8 +326,8 @@ def test_a_replica_that_missed_pushes_loads_all_of_them_in_order(kept: WeightKee
     assert later.load() == 3
     assert_equal(replica.model, {**weights(3.0, "a"), **weights(2.0, "b")})
     assert_equal(later.model, replica.model)
-    commit(kept, weights(4.0, "a", "b", "model.a"), 3)  # replaces the one that both took last
-    assert replica.load() == later.load() == 3
+    commit(kept, weights(4.0, "a", "b", "model.a"), 4)  # replaces the one that both took last
+    assert replica.load() == later.load() == 4
     assert_equal(replica.model, weights(4.0))
 
 
@@ -318,7 +353,7 @@ def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept: WeightKee
         commit(kept, weights(1.0, *names))
         found = pushes.missing()
         assert found is not None
-        pushes.take(found[1])
+        pushes.take(found.token)
         assert pushes.whole == whole, names
     again, unknown = Replica(kept, tensors=[["a", "tied"], ["b"]]), Replica(kept)
     assert again.load() == unknown.load() == 3
@@ -382,6 +417,44 @@ def test_a_keeper_that_was_created_again_knows_less_than_the_replicas(monkeypatc
         replica.pushes.stage("some")
     stage(keepers[1], "same", weights(2.0, "a", "b"))
     replica.pushes.stage("same")
+
+
+def test_a_new_keeper_asks_what_the_pusher_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It and a replica that started again know of no push: only a push of all tensors is taken."""
+    one = keeper()
+    remote = SimpleNamespace(get=SimpleNamespace(remote=one.get))
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+    replica = Replica(one, tensors=[["a"], ["b"]])
+    assert replica.load() is None
+    stage(one, "some", weights(2.0, "b"))
+    replica.pushes.stage("some", None, 0)
+    with pytest.raises(WeightVersionError, match=r"of some tensors only, .*: push all tensors of the model"):
+        replica.pushes.stage("some", None, 1)
+    stage(one, "all", weights(2.0))
+    replica.pushes.stage("all", None, 1)
+
+
+def test_a_replica_refuses_other_weights_under_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper was created again, and knows nothing: the replica does."""
+    keepers = [keeper(), keeper()]
+    asked = [SimpleNamespace(get=SimpleNamespace(remote=one.get)) for one in keepers]
+    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: asked[0])
+    replica = Replica(keepers[0], tensors=[["a"], ["b"]])
+    commit(keepers[0], weights(1.0), 3)
+    assert replica.load() == 3
+    del asked[0]
+    stage(keepers[1], "other", weights(2.0))
+    with pytest.raises(WeightVersionError, match=r"version 3 of the weights was pushed before with others"):
+        replica.pushes.stage("other", 3)
+    replica.pushes.stage("other", 4)
+    replica.pushes.stage("other")
+    chunks = stage(keepers[1], "same", weights(1.0))
+    replica.pushes.stage("same", 3)
+    before = replica.held
+    assert keepers[1].commit("same", chunks, 3) == 3
+    assert replica.load() == 3
+    assert replica.held == before, "the same digest"
+    assert before[1]
 
 
 def test_a_keeper_that_is_lost_before_the_first_push_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +524,7 @@ def test_without_any_answer_it_waits_for_every_timeout() -> None:
 class Service:
     """Replicas and a keeper in this process, with calls that fail as asked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 3, tensors: Sequence[Sequence[str]] = ()) -> None:
         self.keeper, self.newest, self.active = keeper(), 0, list(range(count))
         self.spec = SimpleNamespace(
             name="s", num_replicas=count, source="model", settings={}, replica_name=lambda i: f"s:{i}"
@@ -460,12 +533,15 @@ class Service:
         remote = SimpleNamespace(**{n: SimpleNamespace(remote=getattr(self.keeper, n)) for n in names})
         monkeypatch.setattr(_push, "keeper_of", lambda spec: remote)
         monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
-        self.replicas = [Replica(self.keeper) for _ in range(count)]
+        self.replicas = [Replica(self.keeper, tensors) for _ in range(count)]
         self.threads = [threading.Lock() for _ in range(count)]
         self.down: dict[int, Exception] = {}
         self.hung: dict[int, threading.Event] = {}
 
     def start(self) -> None: ...
+
+    def saw(self, version: int, weights: str = "") -> None:
+        self.newest = max(self.newest, version)
 
     def call(self, replica: int, method: str, *args: Any, timeout: float) -> Any:
         if replica in self.hung:
@@ -523,6 +599,32 @@ def test_a_push_that_fails_changes_nothing(
     for replica in service.replicas:
         assert replica.load() is None
         assert_equal(replica.model, weights(1.0))
+
+
+def test_a_push_is_refused_if_one_replica_cannot_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two replicas, one started again after the keeper was lost: it would be half the factory's, half the push's."""
+    service = Service(monkeypatch, 2, tensors=[["a"], ["b"]])
+    service.push(weights(1.0))
+    fresh = Replica(service.keeper, tensors=[["a"], ["b"]])
+    fresh.pushes._version, service.replicas[1] = 0, fresh
+    service.keeper._pushed, service.keeper._version = [], 0
+    with pytest.raises(WeightVersionError, match="push all tensors of the model"):
+        service.push(weights(2.0, "b"))
+    assert service.push(weights(2.0)) == 2
+    assert_equal(service.replicas[0].model, service.replicas[1].model)
+
+
+def test_one_version_pushed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(monkeypatch)
+    assert service.push(weights(1.0), 3) == service.push(weights(1.0), 3) == 3
+    with pytest.raises(WeightVersionError, match=r"version 3 .* with others"):
+        service.push(weights(2.0), 3)
+    assert not service.keeper._staged
+    for replica in service.replicas:
+        assert replica.load() is None
+        assert_equal(replica.model, weights(1.0))
+        assert replica.checks == 2
+    assert service.push(weights(2.0)) == 4
 
 
 @pytest.mark.parametrize("down", [ServiceTimeout("took more than 5 s"), ServiceClosedError("shut down")])

@@ -71,12 +71,12 @@ def test_weights_are_read_once_after_each_update() -> None:
     assert core.fingerprint is None
     for _ in range(2):
         core.read_fingerprint()
-    assert core.fingerprint == (0, fingerprint_of(model()))
+    assert core.fingerprint == (0, fingerprint_of(model()), "")
     assert engine.reads == 1
     core.update_weights(model(seed=1).state_dict(), 0)  # under the same number
     assert core.fingerprint is None
     core.read_fingerprint()
-    assert core.fingerprint == (0, fingerprint_of(model(seed=1)))
+    assert core.fingerprint == (0, fingerprint_of(model(seed=1)), "")
 
 
 def test_an_engine_that_reports_no_fingerprint_is_named() -> None:

@@ -30,6 +30,9 @@ class Fakes:
         self.versions = [0] * count
         self.lost: set[int] = set()
 
+    def saw(self, version: int, weights: str = "") -> None:
+        self.newest = max(self.newest, version)
+
     def usable(self) -> list[int]:
         return [i for i in range(self.count) if i not in self.lost] or list(range(self.count))
 

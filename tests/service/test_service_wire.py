@@ -9,31 +9,44 @@ import numpy as np
 import pytest
 import torch
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service._errors import ProtocolError, ServiceError, ServiceOverloaded, portable
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b'KLRL\x03\x00\x01\x00\xcc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
-    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0}'
+    b'KLRL\x04\x00\x01\x00\xdc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
+    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0,'
+    b'"kept":null}    '
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
     b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b'KLRL\x03\x00\x01\x00|\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
-    b'"caller":"","newest":0,"deaths":0}    \x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
+    b'KLRL\x04\x00\x01\x00\x84\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
+    b'"caller":"","newest":0,"deaths":0,"kept":null}\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
 )
 PACKED_REPLY = (
-    b'KLRL\x03\x00\x02\x00T\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4}   '
+    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4,'
+    b'"weights":""}      '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b'KLRL\x03\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0}  '
+    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0,'
+    b'"weights":""}     '
     b"\x9a\x99\x99\x99\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b'KLRL\x03\x00\x02\x00T\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1}  '
+    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1,'
+    b'"weights":""}     '
     b"\x00\x00\x00\xbf\x00\x00@\xc0\x07\x00\x00\x00,\x01\x00\x00\x00\xb8\x00\xbc"
+)
+# Two tokens kept at the second token of the first sequence, one at its third and two at the last token.
+PACKED_REPLAY = (
+    b'KLRL\x04\x00\x01\x00\x84\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{},"version":null,'
+    b'"caller":"","newest":0,"deaths":0,"kept":[3,5]}'
+    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
+    b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
+    b"\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00\x00\x03\x00\x00\x00d"
 )
 # Before there were versions.
 UNVERSIONED = b"\x10\x00\x00\x00[[4, 4], [8, 8]]\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
@@ -55,6 +68,10 @@ def test_bytes_on_the_wire() -> None:
     assert request.pack() == PACKED_REQUEST
     wide = Request.of(torch.tensor([2**40]), torch.tensor([1]), None, Settings(), version=None, caller="")
     assert wide.pack() == PACKED_WIDE_REQUEST
+    # The first token has a record too, which is not sent: it is not scored.
+    kept = Kept(torch.tensor([8, 0, 9, 96, 2, 3]), torch.tensor([0, 1, 3, 4, 4, 4, 6]))
+    replay = Request.of(tokens, lengths, mask, Settings(), version=None, caller="", kept=kept)
+    assert replay.pack() == PACKED_REPLAY
     reply = Reply(np.array([-0.5, -2.25], np.float32), np.array([1.5, 0.0], np.float32), 4)
     assert reply.pack() == PACKED_REPLY
     assert Reply(np.array([-0.1]), None, 0).pack() == PACKED_WIDE_REPLY
@@ -68,7 +85,13 @@ def test_bytes_from_the_wire() -> None:
     assert found.flat_mask().tolist() == [False, True, True, False, False, True]
     assert found.settings == Settings(0.5, False, "bfloat16", True, True)
     assert (found.version, found.caller, found.newest) == (3, "me/7", 2)
+    assert found.replay is None
     assert Request.unpack(PACKED_WIDE_REQUEST).tokens.tolist() == [2**40]
+    found = Request.unpack(PACKED_REPLAY)
+    assert found.replay is not None
+    assert (found.replay.counts.tolist(), found.replay.ids.tolist()) == ([2, 1, 2], [0, 9, 96, 2, 3])
+    kept = found.replay.kept(found.flat_mask())
+    assert (kept.ids.tolist(), kept.offsets.tolist()) == ([0, 9, 96, 2, 3], [0, 0, 2, 3, 3, 3, 5])
     reply = Reply.unpack(PACKED_REPLY)
     assert reply.entropy is not None
     assert (reply.log_prob.tolist(), reply.entropy.tolist(), reply.version) == ([-0.5, -2.25], [1.5, 0.0], 4)
@@ -91,15 +114,20 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (
             Request,
             with_protocol(PACKED_REQUEST, 1),
-            "client speaks version 1 .* replica version 3: .* side of the client",
+            "client speaks version 1 .* replica version 4: .* side of the client",
         ),
         (
             Request,
-            with_protocol(PACKED_REQUEST, 4),
-            "client speaks version 4 .* replica version 3: .* side of the replica",
+            with_protocol(PACKED_REQUEST, 5),
+            "client speaks version 5 .* replica version 4: .* side of the replica",
         ),
-        (Reply, with_protocol(PACKED_REPLY, 1), "replica speaks version 1 .* client version 3: .* side of the replica"),
-        (Reply, with_protocol(PACKED_REPLY, 4), "replica speaks version 4 .* client version 3: .* side of the client"),
+        (
+            Request,
+            with_protocol(PACKED_REQUEST, 3),
+            "client speaks version 3 .* replica version 4: .* side of the client",
+        ),
+        (Reply, with_protocol(PACKED_REPLY, 1), "replica speaks version 1 .* client version 4: .* side of the replica"),
+        (Reply, with_protocol(PACKED_REPLY, 5), "replica speaks version 5 .* client version 4: .* side of the client"),
         (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
         (Request, b"", "a request of 0 bytes"),
         (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
@@ -107,10 +135,10 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (Request, PACKED_REQUEST[:-1], "a request has 56 bytes for 4 sequences and 6 tokens, expected 57"),
         (Request, PACKED_REQUEST + b"x", "a request has 58 bytes for 4 sequences and 6 tokens, expected 57"),
         (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes for 2 scores and their top 0, expected 16"),
-        (Request, PACKED_REQUEST[:40], "declares a head of 204"),
+        (Request, PACKED_REQUEST[:40], "declares a head of 220"),
         (
             Request,
-            PACKED_REQUEST.replace(b"\xcc\x00\x00\x00{", b"\xff\xff\xff\xff{"),
+            PACKED_REQUEST.replace(b"\xdc\x00\x00\x00{", b"\xff\xff\xff\xff{"),
             "head of 4294967295, expected at most",
         ),
         (Request, PACKED_REQUEST.replace(b'{"seq', b'["seq'), "no valid JSON"),
@@ -135,11 +163,36 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (Request, PACKED_REQUEST.replace(b'"me/7"', b"123456"), "caller of a request is 123456, expected a string"),
         (
             Request,
-            PACKED_REQUEST.replace(b"}\x03\x00", b"}\x07\x00"),
+            PACKED_REQUEST.replace(b"    \x03\x00", b"    \x07\x00"),
             "sequence of length 7, expected 0 to its 6 tokens",
         ),
-        (Request, PACKED_REQUEST.replace(b"}\x03\x00", b"}\x04\x00"), "add up to 7, expected its 6 tokens"),
+        (Request, PACKED_REQUEST.replace(b"    \x03\x00", b"    \x04\x00"), "add up to 7, expected its 6 tokens"),
         (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
+        (
+            Request,
+            PACKED_REPLAY.replace(b"[3,5]", b"[4,4]"),
+            "kept tokens for 4 tokens, expected its 3 scored ones",
+        ),
+        (Request, PACKED_REPLAY.replace(b"[3,5]", b"[3,6]"), r"6 tokens with \[3, 6\] kept ones, expected 93"),
+        (
+            Request,
+            PACKED_REPLAY.replace(b"[3,5]", b"[3.5]"),
+            r"kept of a request is \[3\.5\], expected two whole numbers",
+        ),
+        (Request, PACKED_REPLAY.replace(b"[3,5]", b'"3,5"'), "kept of a request is '3,5', expected two whole numbers"),
+        (Request, PACKED_REPLAY.replace(b"[3,5]", b"[-3]5"), "no valid JSON"),
+        (Request, PACKED_REPLAY.replace(b"[3,5]", b"[-3] "), r"kept of a request is \[-3\], expected two whole"),
+        (
+            Request,
+            PACKED_REPLAY.replace(b"\x01\x00\x00\x00\x02\x00\x00\x00\x00", b"\x02\x00\x00\x00\x02\x00\x00\x00\x00"),
+            "numbers of kept tokens of a request add up to 6, expected its 5",
+        ),
+        (
+            Request,
+            PACKED_REPLAY.replace(b"\x01\x00\x00\x00\x02\x00\x00\x00\x00", b"\xff\xff\xff\xff\x02\x00\x00\x00\x00"),
+            "a request has -1 kept tokens for one token, expected at least 0",
+        ),
+        (Request, PACKED_REPLAY.replace(b"\t\x00\x00\x00", b"\t\x00\x00\xff"), "token id -16777207 among the kept"),
         (Reply, PACKED_TOP_K.replace(b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top 2"),
     ],
 )

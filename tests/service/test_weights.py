@@ -68,6 +68,16 @@ def test_weights_reach_every_replica_under_their_version(service: ScoringService
     assert_holds(service, mixed, start + 6)
 
 
+def test_one_version_has_one_set_of_weights(service: ScoringService) -> None:
+    version = service.update_weights(model(seed=1))
+    assert service.update_weights(model(seed=1).state_dict(), version) == version
+    with pytest.raises(WeightVersionError, match=rf"version {version} of the weights was pushed before with others"):
+        service.update_weights(model(seed=2), version)
+    assert_holds(service, model(seed=1), version)
+    assert service.update_weights(model(seed=2)) == version + 1
+    assert_holds(service, model(seed=2), version + 1)
+
+
 def test_a_past_version_and_one_that_is_never_pushed(service: ScoringService) -> None:
     service.update_weights(model(), service.version + 1)
     remote = clone(service.model, timeout=1.0)

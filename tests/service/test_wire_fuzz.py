@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
 import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from remote_models import model
 from torch import Tensor, nn
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service._errors import ProtocolError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
@@ -64,7 +67,13 @@ def request(rng: random.Random) -> Request:
     first = torch.cat([torch.arange(n) == 0 for n in lengths])
     mask = (torch.tensor([rng.random() < 0.5 for _ in tokens]) & ~first) if rng.random() < 0.5 else None
     settings = rng.choice([Settings(), Settings(entropy=True), Settings(0.5), Settings(top_k=3, top_k_dtype="float16")])
-    return Request.of(tokens, torch.tensor(lengths), mask, settings, version=rng.choice([None, 0]), caller="me/1")
+    kept = None
+    if not settings.top_k and rng.random() < 0.4:
+        rows = [[*rng.sample(range(97), rng.randrange(4)), int(token)] for token in tokens]
+        offsets = torch.tensor([0, *itertools.accumulate(map(len, rows))])
+        kept = Kept(torch.tensor([token for row in rows for token in row]), offsets)
+    given: dict[str, Any] = {"version": rng.choice([None, 0]), "caller": "me/1", "kept": kept}
+    return Request.of(tokens, torch.tensor(lengths), mask, settings, **given)
 
 
 def reply(rng: random.Random) -> Reply:
@@ -196,6 +205,12 @@ def test_damaged_messages_are_read_or_refused(kind: str) -> None:
                 assert hash(found.settings) == hash(again.settings)
                 assert (found.settings, found.version, found.caller) == (again.settings, again.version, again.caller)
                 assert found.tokens.tolist() == again.tokens.tolist()
+                assert (found.replay is None) == (again.replay is None)
+                assert found.digest() == again.digest()
+                if found.replay is not None:
+                    kept = found.replay.kept(found.flat_mask())
+                    assert len(kept.offsets) == found.num_tokens + 1
+                    assert int(kept.offsets[-1]) == len(kept.ids)
             else:
                 assert isinstance(again, Reply)
                 assert found.log_prob.tobytes() == again.log_prob.tobytes()

@@ -30,7 +30,8 @@ ADDED = {
     "RetrieveKL": {"estimator", "old_log_probs_key", "reward_key", "reward_placement", "entropy_key"}
     | {"moments_key", "temperature", "scope", "adapters", "ref_adapters", "dtype", "memory", "deterministic"}
     | {"context", "gen_context", "sampler_log_probs_key", "sampling", "kept_key"},
-    "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope", "dtype", "memory", "deterministic"},
+    "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope", "dtype", "memory", "deterministic"}
+    | {"sampling", "kept_key"},
 }
 
 

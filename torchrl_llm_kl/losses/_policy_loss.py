@@ -64,6 +64,7 @@ from torchrl_llm_kl.scoring import (
     ScorerSlot,
     as_sampling,
     check_distributions,
+    log_probs_only,
     warn_of_mismatch,
 )
 
@@ -602,8 +603,12 @@ class PolicyLoss(TokenLoss):
         replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
         ref_here = "ref_log_prob" in needs and "ref_log_prob" not in inputs
         exact = self._exact()
-        if ref_here and sampling.truncates and sampling.reference == "kept":
+        over_kept = ref_here and sampling.truncates and sampling.reference == "kept"
+        apart = over_kept and log_probs_only(self.reference)  # a model in another process is sent the kept tokens
+        if over_kept and not apart:
             exact = {"reference": reference}
+        if apart and kept is None:
+            exact = {"return_kept": True}
         if "sharp_log_prob" in needs and sampling.truncates and kept is None:
             raise ValueError(
                 f"{name_of(self.objective.function)} scores at half the temperature, where {sampling} leaves other "
@@ -622,7 +627,9 @@ class PolicyLoss(TokenLoss):
             )
             ref = scores.ref_log_prob
             if ref is None and reference is not None and ref_here:
-                ref = reference.score(response.tokens, response.flat_mask)
+                shared = kept if kept is not None else getattr(scores, "kept", None)
+                options: dict[str, Any] = {"kept": shared} if apart else {}
+                ref = reference.score(response.tokens, response.flat_mask, **options)
             sharp = None
             if "sharp_log_prob" in needs:
                 sharp = self._sharp_scorer.score(response.tokens, response.flat_mask, **replayed)

@@ -13,6 +13,7 @@ from torchrl_llm_kl.scoring._remembered import RememberedModel
 from torchrl_llm_kl.scoring._request import (
     Sequences as Sequences,
     TokenMask as TokenMask,
+    check_kept as check_kept,
     read_sequences as read_sequences,
 )
 from torchrl_llm_kl.scoring._sampling import (
@@ -23,11 +24,12 @@ from torchrl_llm_kl.scoring._sampling import (
     warn_of_mismatch as warn_of_mismatch,
 )
 from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
-from torchrl_llm_kl.scoring._scores import Scores, VersionedScores as VersionedScores
+from torchrl_llm_kl.scoring._scores import SampledScores as SampledScores, Scores, VersionedScores as VersionedScores
 from torchrl_llm_kl.scoring._store import ScoreStore
 from torchrl_llm_kl.scoring._updater import ReferenceUpdater
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,
+    check_replays as check_replays,
     is_wrapper as is_wrapper,
     log_probs_only as log_probs_only,
     unwrap as unwrap,

@@ -24,6 +24,7 @@ from torchrl_llm_kl.scoring._sampling import as_sampling
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
 from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
+from torchrl_llm_kl.scoring._wrapper import log_probs_only
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Counts up when scores change by more than rounding.
@@ -85,6 +86,11 @@ class RememberedModel(nn.Module):
         self.model = model
         if fingerprint is None and not hasattr(model, "make_scorer"):
             module_of(model)
+
+    @property
+    def replays(self) -> bool:
+        """Whether it can be scored over recorded tokens; such scores are not remembered."""
+        return not log_probs_only(self.model) or getattr(self.model, "replays", False) is True
 
     def __getattr__(self, name: str) -> Any:
         of_wrapper = name in _INTERFACE or name.endswith(("_key", "_keys"))

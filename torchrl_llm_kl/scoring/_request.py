@@ -156,31 +156,7 @@ class Request:
 
     def with_kept(self, kept: Kept | None) -> Request:
         """This request scored over recorded tokens; a ValueError if they are not those of its tokens."""
-        if kept is None:
-            return self
-        kept = Kept(kept.ids.detach().cpu().long(), kept.offsets.cpu().long())
-        count = self.tokens.values.shape[0]
-        if kept.offsets.shape != (count + 1,) or int(kept.offsets[0]) != 0 or int(kept.offsets[-1]) > len(kept.ids):
-            raise ValueError(
-                f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, one more than tokens, got "
-                f"shape {tuple(kept.offsets.shape)}."
-            )
-        counts = kept.offsets.diff()
-        if bool((counts < 0).any()):
-            raise ValueError("kept.offsets must not descend.")
-        kept = kept._replace(ids=kept.ids[: int(kept.offsets[-1])])
-        rows = kept.rows
-        found = torch.zeros(count, dtype=torch.bool)
-        found[rows[kept.ids == self.tokens.values[rows]]] = True
-        lost = (self.mask & ~found).nonzero()
-        if len(lost):
-            element = int(lost[0])
-            raise ValueError(
-                f"token {int(self.tokens.values[element])} at {self.locate(element)} is not among the {int(counts[element])} "
-                "that were recorded as kept there, so the record belongs to other tokens: check that its rows and positions "
-                "are those of the token ids, or mask out tokens that were not sampled."
-            )
-        return replace(self, kept=kept)
+        return self if kept is None else replace(self, kept=check_kept(kept, self.tokens, self.mask))
 
     @property
     def longest(self) -> int:
@@ -255,7 +231,44 @@ class Request:
 
     def locate(self, element: int) -> str:
         """Sequence and position of a flat element, for errors."""
-        return f"sequence {int(self.tokens.sequence_ids[element])}, position {int(self.tokens.positions[element])}"
+        return _place(self.tokens, element)
+
+
+def _place(tokens: Ragged, element: int) -> str:
+    return f"sequence {int(tokens.sequence_ids[element])}, position {int(tokens.positions[element])}"
+
+
+def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
+    """Recorded tokens on the CPU; a ValueError unless they are those of ``tokens`` where the boolean ``mask [N]`` is True.
+
+    Example:
+        >>> tokens, mask = Ragged.from_list([torch.tensor([3, 6])]), torch.tensor([False, True])
+        >>> check_kept(Kept(torch.tensor([5, 6]), torch.tensor([0, 0, 2])), tokens, mask).ids.tolist()
+        [5, 6]
+    """
+    kept = Kept(kept.ids.detach().cpu().long(), kept.offsets.cpu().long())
+    values, count = tokens.values.detach().cpu(), tokens.values.shape[0]
+    if kept.offsets.shape != (count + 1,) or int(kept.offsets[0]) != 0 or int(kept.offsets[-1]) > len(kept.ids):
+        raise ValueError(
+            f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, one more than tokens, got "
+            f"shape {tuple(kept.offsets.shape)}."
+        )
+    counts = kept.offsets.diff()
+    if bool((counts < 0).any()):
+        raise ValueError("kept.offsets must not descend.")
+    kept = kept._replace(ids=kept.ids[: int(kept.offsets[-1])])
+    rows = kept.rows
+    found = torch.zeros(count, dtype=torch.bool)
+    found[rows[kept.ids == values[rows]]] = True
+    lost = (mask.cpu() & ~found).nonzero()
+    if len(lost):
+        element = int(lost[0])
+        raise ValueError(
+            f"token {int(values[element])} at {_place(tokens, element)} is not among the {int(counts[element])} that were "
+            "recorded as kept there, so the record belongs to other tokens: check that its rows and positions are those of the "
+            "token ids, or mask out tokens that were not sampled."
+        )
+    return kept
 
 
 def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:

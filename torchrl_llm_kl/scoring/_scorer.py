@@ -38,7 +38,7 @@ from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batche
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._sampling import SamplerMismatchWarning, Sampling, as_sampling
-from torchrl_llm_kl.scoring._scores import Columns, Scores, States, Wanted, join_columns, read
+from torchrl_llm_kl.scoring._scores import Columns, SampledScores, Scores, States, Wanted, join_columns, kept_of, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside
@@ -253,6 +253,7 @@ class LogProbScorer:
         top_ids: Tensor | None = None,
         temperature: float | None = None,
         kept: Kept | None = None,
+        return_kept: bool = False,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -282,6 +283,8 @@ class LogProbScorer:
                 Ids of masked-out tokens are ignored. Not with ``kept`` or a :attr:`sampling` that leaves tokens out.
             kept: for each of the ``N`` tokens those that its sampler could have drawn, as it recorded them: scores are over
                 these instead of what :attr:`sampling` would leave now. Tokens outside the mask may have none.
+            return_kept: give the scores an attribute ``kept``, the tokens that :attr:`sampling` leaves at each scored token: a
+                model in another process can be scored over them.
 
         Returns:
             The requested scores, None for the others; nats, exactly 0 where the mask is False.
@@ -300,7 +303,12 @@ class LogProbScorer:
             kl = {"kl": direction, "ref_kept": self.sampling.reference == "kept"}
             kl |= {"beta": beta} if direction == "jensen_shannon" else {}
         outcomes = () if top_ids is None else (*top_ids.shape[1:-1], top_ids.shape[-1] + 1)
-        wanted = Wanted(entropy, top_k=top_k, moments=moments, outcomes=outcomes, **kl)
+        if return_kept and kept is None and not self.sampling.truncates:
+            raise ValueError(
+                f"return_kept=True with {self.sampling}, which leaves every token: there is nothing to return."
+            )
+        keeps = return_kept and kept is None
+        wanted = Wanted(entropy, top_k=top_k, moments=moments, outcomes=outcomes, kept=keeps, **kl)
         with ranks.together():
             check_range(0, top_k=top_k)
             check_choice(get_args(Direction), direction=direction)
@@ -325,7 +333,12 @@ class LogProbScorer:
             with ranks.together():
                 request.check_finite(elements, columns["log_prob"])
             self._warn_outside(columns.pop("added", None), sampling)
-        return Scores.spread(tokens, elements, **columns)
+        if not return_kept:
+            return Scores.spread(tokens, elements, **columns)
+        kept = kept_of(columns, elements, tokens.values.shape[0]) if keeps else kept
+        scores = cast(SampledScores, SampledScores.spread(tokens, elements, **columns))
+        scores.kept = kept
+        return scores
 
     def forget(self) -> None:
         """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
@@ -387,6 +400,11 @@ class LogProbScorer:
             raise ValueError(
                 "deterministic=True with kept=: sums over recorded tokens are not proved to be the same in every call. Score "
                 "with sampling= alone, or without deterministic=True."
+            )
+        if wanted.kept and self.deterministic:
+            raise ValueError(
+                "deterministic=True with return_kept=True: the tokens that are left are not collected in packs of equal size. "
+                "Score without deterministic=True."
             )
         if grad and self.deterministic and drops(self.model):
             raise ValueError(

@@ -90,6 +90,16 @@ class VersionedScores(Scores):
     version: int | None = None
 
 
+class SampledScores(Scores):
+    """Scores with the tokens that they are over.
+
+    Attributes:
+        kept: at each of the ``N`` tokens, on the CPU; none where the mask is False.
+    """
+
+    kept: Kept | None = None
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The scores to compute besides the log-prob."""
@@ -101,6 +111,7 @@ class Wanted:
     outcomes: tuple[int, ...] = ()  # (*M, k + 1), with the ids of a request
     beta: float = 0.5  # the reference's share of the mixture, for "jensen_shannon"
     ref_kept: bool = False  # the reference is restricted to what the model's sampler keeps
+    kept: bool = False  # the tokens that the truncation leaves
 
     def nowhere(self, device: torch.device) -> Columns:
         """The columns of no token."""
@@ -110,6 +121,9 @@ class Wanted:
         if self.top_k:
             top = torch.zeros(0, self.top_k, device=device)
             columns |= _top_columns(top.long(), top, torch.zeros(0, device=device))
+        if self.kept:
+            none = torch.zeros(0, dtype=torch.long, device=device)
+            columns |= {"kept_ids": none, "kept_counts": none}
         if self.outcomes:
             columns["outcomes"] = torch.zeros(0, *self.outcomes, device=device)
         return columns
@@ -172,6 +186,14 @@ def _is_plain(head: nn.Module) -> bool:
         known.add("torch.distributed.tensor")
     kind = type(head).__mro__[2] if is_fsdp2(head) else type(head)
     return kind is nn.Linear and all(any(name in hook.__module__ for name in known) for hook in hooks)
+
+
+def kept_of(columns: Columns, elements: Tensor, count: int) -> Kept:
+    """The kept tokens of ``count`` tokens, from the columns of those at ``elements [K]``, which are removed."""
+    ids, counts = columns.pop("kept_ids").cpu(), columns.pop("kept_counts").cpu()
+    ordered = Kept(ids, F.pad(counts.cumsum(0), (1, 0))).take(elements.argsort())
+    every = torch.zeros(count, dtype=torch.long).index_copy(0, elements, counts)
+    return Kept(ordered.ids, F.pad(every.cumsum(0), (1, 0)))
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
@@ -255,7 +277,8 @@ def _read_linear(
     kept, truncation = states.kept, states.truncation
     sampled = kept is not None or truncation.active
     if kept is None and truncation.active and tile is None and not torch.compiler.is_compiling():
-        kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, **own)
+        most = head.weight.shape[0] if wanted.kept else None
+        kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, most=most, **own)
     limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
     if kept is None and truncation.active:
         limits = {"truncation": truncation, "keep_targets": True}
@@ -301,6 +324,8 @@ def _read_linear(
     if states.kept is None and truncation.active:
         added = None if kept is None else kept.added
         columns["added"] = torch.zeros_like(targets, dtype=torch.bool) if added is None else added
+    if wanted.kept and kept is not None:
+        columns |= {"kept_ids": kept.ids.long(), "kept_counts": kept.offsets.diff()}
     return columns
 
 
@@ -357,6 +382,8 @@ def _read_chunk(
         columns["outcomes"] = _outcomes(log_probs, ids[rows].to(logits.device))
     if added is not None and states.kept is None:
         columns["added"] = added
+    if wanted.kept and out is not None:
+        columns |= {"kept_ids": (~out).nonzero()[:, 1], "kept_counts": (~out).sum(-1)}
     if wanted.moments:
         with torch.no_grad():
             square, finite = log_probs.exp().square(), log_probs.masked_fill(log_probs.isneginf(), 0.0)

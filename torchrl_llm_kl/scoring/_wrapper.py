@@ -51,6 +51,11 @@ def check_distributions(*models: Any, what: str = "an exact KL") -> None:
         )
 
 
+def check_replays(*models: Any, what: str) -> None:
+    """Raise a ValueError that begins with ``what`` if a model cannot be scored over given tokens; None and names pass."""
+    check_distributions(*(model for model in models if getattr(model, "replays", False) is not True), what=what)
+
+
 def scoring_version(wrapper: Any) -> Any:
     """A version of ``wrapper`` that returns log-probs of token ids; ``wrapper`` itself is not changed.
 

@@ -20,11 +20,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import Sampling
 from torchrl_llm_kl.service._errors import ProtocolError
 
 #: Version of the format below. A change that the other side would misread gets the next number.
-PROTOCOL = 3
+PROTOCOL = 4
 #: The most tokens of ``top_k``.
 MAX_TOP_K = 1024
 
@@ -120,6 +121,37 @@ _NAMES = tuple(field.name for field in fields(Settings))
 
 
 @dataclass(frozen=True, eq=False)
+class Replay:
+    """The tokens that a sampler kept at each of the ``K`` scored tokens of a request."""
+
+    counts: np.ndarray  # int32 [K]
+    ids: np.ndarray  # theirs, one token after another: int32 [M]
+
+    @classmethod
+    def of(cls, kept: Kept, mask: Tensor) -> Replay:
+        """From those of all tokens; ``mask [N]`` is True at the scored ones. A ValueError for ids that are none."""
+        chosen = kept.take(mask.nonzero().squeeze(-1))
+        if len(chosen.ids) and not (int(chosen.ids.min()) >= 0 and int(chosen.ids.max()) < 2**31):
+            raise ValueError(
+                f"kept.ids holds token ids from {int(chosen.ids.min())} to {int(chosen.ids.max())}: expected 0 to 2^31 - 1."
+            )
+        return cls(chosen.offsets.diff().int().numpy(), chosen.ids.int().numpy())
+
+    def take(self, chosen: np.ndarray) -> Replay:
+        """Those of some scored tokens, given by a boolean ``[K]`` or by their numbers, in that order."""
+        where = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        counts, ends = self.counts[where].astype(np.int64), np.cumsum(self.counts, dtype=np.int64)
+        return Replay(self.counts[where], self.ids[spans(ends[where] - counts, counts)])
+
+    def kept(self, mask: Tensor) -> Kept:
+        """Those of all tokens, none where the ``mask [N]`` is False."""
+        counts = torch.zeros(mask.shape[0], dtype=torch.long)
+        counts[mask] = torch.from_numpy(self.counts.astype(np.int64))
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return Kept(torch.from_numpy(self.ids.astype(np.int64)), offsets)
+
+
+@dataclass(frozen=True, eq=False)
 class Request:
     """Sequences to score, concatenated."""
 
@@ -131,6 +163,7 @@ class Request:
     caller: str = ""  # the sender; batches are fair between callers
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
     deaths: int = 0  # replicas that died while they held it: it shares no batch with others
+    replay: Replay | None = None  # what the sampler kept at the scored tokens, to score over these alone
 
     @classmethod
     def of(
@@ -142,8 +175,12 @@ class Request:
         *,
         version: int | None,
         caller: str,
+        kept: Kept | None = None,
     ) -> Request:
-        """From flat integer tokens ``[N]``, lengths ``[S]`` and a boolean mask ``[N]``; a TypeError for other dtypes."""
+        """From flat integer tokens ``[N]``, lengths ``[S]``, a boolean mask ``[N]`` and what was kept at each token.
+
+        A TypeError for other dtypes.
+        """
         values = tokens.detach().cpu()
         if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"token ids must be whole numbers (int64), got {values.dtype}.")
@@ -152,7 +189,8 @@ class Request:
         narrow = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
         ids = (values.int() if narrow else values.long()).numpy()
         bits = None if mask is None else np.packbits(mask.detach().cpu().numpy())
-        return cls(ids, lengths.cpu().numpy(), bits, settings, version, caller)
+        found = cls(ids, lengths.cpu().numpy(), bits, settings, version, caller)
+        return found if kept is None else replace(found, replay=Replay.of(kept, found.flat_mask()))
 
     @property
     def num_tokens(self) -> int:
@@ -172,14 +210,19 @@ class Request:
         return mask
 
     def digest(self) -> str:
-        """Equal for requests of the same tokens, masks and settings."""
+        """Equal for requests of the same tokens, masks, settings and kept tokens."""
         found = hashlib.blake2b(json.dumps(astuple(self.settings)).encode(), digest_size=16)
-        for array in (self.lengths.astype(np.int64), self.tokens.astype(np.int64), self.mask):
+        kept = () if self.replay is None else (self.replay.counts, self.replay.ids)
+        for array in (self.lengths.astype(np.int64), self.tokens.astype(np.int64), self.mask, *kept):
             found.update(b"" if array is None else array.tobytes())
         return found.hexdigest()
 
     def pack(self) -> bytes:
-        """The request as bytes: 4 or 8 for a token, 8 for a sequence, a bit for a token if there is a mask."""
+        """The request as bytes: 4 or 8 for a token, 8 for a sequence, a bit for a token if there is a mask.
+
+        A replay takes 4 for each scored token and for each one that was kept.
+        """
+        counts, ids = (None, None) if self.replay is None else (self.replay.counts, self.replay.ids)
         head = {
             "sequences": int(self.lengths.shape[0]),
             "tokens": self.num_tokens,
@@ -192,8 +235,9 @@ class Request:
             "caller": self.caller,
             "newest": self.newest,
             "deaths": self.deaths,
+            "kept": None if counts is None or ids is None else [int(counts.shape[0]), int(ids.shape[0])],
         }
-        return _join(_REQUEST, head, self.lengths.astype(np.int64), self.tokens, self.mask)
+        return _join(_REQUEST, head, self.lengths.astype(np.int64), self.tokens, counts, ids, self.mask)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Request:
@@ -203,7 +247,9 @@ class Request:
         width, masked = head.one_of("token_bytes", (4, 8)), head.flag("masked")
         given = head.take("settings")
         version, caller, newest = head.take("version"), head.text("caller"), head.whole("newest")
-        deaths = head.whole("deaths")
+        deaths, kept = head.whole("deaths"), head.take("kept")
+        if kept is not None and not (isinstance(kept, list) and len(kept) == 2 and all(map(_is_whole, kept))):
+            raise head.wrong("kept", kept, "two whole numbers, of scored and of kept tokens, or null")
         if not isinstance(given, dict) or not given.keys() <= set(_NAMES):
             raise head.wrong("settings", given, f"an object with some of the names {', '.join(_NAMES)}")
         if version is not None and not _is_whole(version):
@@ -214,8 +260,10 @@ class Request:
         except ValueError as error:
             raise ProtocolError(f"a request holds invalid settings: {error}") from None
         bits = (tokens + 7) // 8 if masked else 0
-        arrays.expect(sequences * 8 + tokens * width + bits, f"{sequences} sequences and {tokens} tokens")
+        content = f"{sequences} sequences and {tokens} tokens" + (f" with {kept} kept ones" if kept else "")
+        arrays.expect(sequences * 8 + tokens * width + 4 * sum(kept or ()) + bits, content)
         lengths, ids = arrays.next("<i8", sequences), arrays.next(f"<i{width}", tokens)
+        replay = None if kept is None else Replay(*(arrays.next("<i4", count) for count in kept))
         mask = arrays.next("u1", bits) if masked else None
         if sequences and not (int(lengths.min()) >= 0 and int(lengths.max()) <= tokens):
             wrong = lengths[(lengths < 0) | (lengths > tokens)][0]
@@ -226,7 +274,28 @@ class Request:
             )
         if mask is not None and tokens % 8 and int(mask[-1]) & (0xFF >> tokens % 8):
             raise ProtocolError(f"the mask of a request has bits after its {tokens} tokens, expected zeros there.")
-        return cls(ids, lengths, mask, settings, version, caller, newest, deaths)
+        found = cls(ids, lengths, mask, settings, version, caller, newest, deaths, replay)
+        if replay is not None:
+            found._check_replay(replay)
+        return found
+
+    def _check_replay(self, replay: Replay) -> None:
+        """Raise a :class:`ProtocolError` unless the kept tokens belong to the scored ones."""
+        counts, ids = replay.counts, replay.ids
+        scored = int(self.flat_mask().sum())
+        if counts.shape[0] != scored:
+            raise ProtocolError(
+                f"a request has kept tokens for {counts.shape[0]} tokens, expected its {scored} scored ones."
+            )
+        if scored and int(counts.min()) < 0:
+            raise ProtocolError(f"a request has {int(counts.min())} kept tokens for one token, expected at least 0.")
+        total = int(counts.sum(dtype=np.int64))
+        if total != ids.shape[0]:
+            raise ProtocolError(
+                f"the numbers of kept tokens of a request add up to {total}, expected its {ids.shape[0]}."
+            )
+        if total and int(ids.min()) < 0:
+            raise ProtocolError(f"a request holds token id {int(ids.min())} among the kept ones, expected at least 0.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +308,7 @@ class Reply:
     top_ids: np.ndarray | None = None  # the most probable tokens, in order: int32 [K, k]; None if not requested
     top_log_probs: np.ndarray | None = None  # theirs: float32 or float16 [K, k]
     rest_log_prob: np.ndarray | None = None  # log of the total probability of all other tokens: float32 [K]
+    weights: str = ""  # digest of the push that made this version; empty before the first one
 
     def pack(self) -> bytes:
         """The reply as bytes; for the top ``k`` ``8k + 4`` a token, or ``6k + 4`` in float16."""
@@ -250,6 +320,7 @@ class Reply:
             "top_k": 0 if ids is None else int(ids.shape[1]),
             "top_k_bytes": 4 if values is None else values.dtype.itemsize,
             "version": self.version,
+            "weights": self.weights,
         }
         return _join(_REPLY, head, self.log_prob, self.entropy, rest, ids, values)
 
@@ -259,19 +330,19 @@ class Reply:
         head, arrays = _split(packed, _REPLY)
         count, width, entropy = head.whole("scores"), head.one_of("score_bytes", (4, 8)), head.flag("entropy")
         k, narrow = head.whole("top_k", MAX_TOP_K), head.one_of("top_k_bytes", (2, 4))
-        version = head.whole("version")
+        version, weights = head.whole("version"), head.text("weights")
         head.end()
         top_k = (4 + k * (4 + narrow)) if k else 0
         arrays.expect(count * ((1 + entropy) * width + top_k), f"{count} scores and their top {k}")
         log_prob = arrays.next(f"<f{width}", count)
         entropies = arrays.next(f"<f{width}", count) if entropy else None
         if not k:
-            return cls(log_prob, entropies, version)
+            return cls(log_prob, entropies, version, weights=weights)
         rest, ids = arrays.next("<f4", count), arrays.next("<i4", count * k).reshape(count, k)
         values = arrays.next(f"<f{narrow}", count * k).reshape(count, k)
         if count and int(ids.min()) < 0:
             raise ProtocolError(f"a reply holds token id {int(ids.min())} among the top {k}, expected at least 0.")
-        return cls(log_prob, entropies, version, ids, values, rest)
+        return cls(log_prob, entropies, version, ids, values, rest, weights)
 
     def check_answers(self, count: int, settings: Settings) -> None:
         """Raise a :class:`ProtocolError` unless this replies to a request for ``count`` scores with ``settings``."""
@@ -348,6 +419,18 @@ class _Arrays:
         found: np.ndarray = np.frombuffer(self._view[:end], dtype)
         self._view = self._view[end:]
         return found
+
+
+def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """``start, start + 1, ...`` for each start, ``length`` numbers of each.
+
+    Example:
+        >>> spans(np.array([4, 9]), np.array([2, 1])).tolist()
+        [4, 5, 9]
+    """
+    before = np.cumsum(lengths) - lengths
+    found: np.ndarray = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    return found
 
 
 def _join(kind: int, head: Mapping[str, object], *arrays: np.ndarray | None) -> bytes:

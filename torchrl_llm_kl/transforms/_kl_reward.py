@@ -25,7 +25,7 @@ from torchrl_llm_kl.rollouts import (
     read_result,
     response_mask,
 )
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScorerSlot
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, Sampling, ScorerSlot, as_sampling, check_replays
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory, to_device
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
@@ -35,7 +35,7 @@ from torchrl_llm_kl.transforms._penalty import (
     place_in,
     resolve_estimator,
 )
-from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform
+from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform, check_sampling
 
 
 def _check_estimator(estimator: Estimator) -> Estimator:
@@ -76,6 +76,10 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
             missing, the ``"response"`` entry beside it is used.
         add_to_reward, padding_side, estimator, reward_placement: see :class:`KLComputation`. ``"exact"`` is impossible: the
             policy is not run here.
+        sampling: in place of ``temperature``, how the policy sampled the tokens, for log-probs of the policy that are of its
+            truncated distribution. The reference is scored at the same temperature, over all tokens or, with
+            ``Sampling(reference="kept")``, over those that the sampler recorded.
+        kept_key: parent of the entries in which it recorded them (:class:`~torchrl_llm_kl.RecordKept`). Default ``"kept"``.
         device, tokenizer, assistant_only, temperature, scope, dtype, memory, deterministic: see :class:`RetrieveLogProb`; of
             the reference.
 
@@ -86,7 +90,8 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
 
     Raises:
         ValueError: see :class:`RetrieveLogProb` and :class:`KLComputation`.
-        KeyError: if the data has no log-probs of the policy.
+        KeyError: if the data has no log-probs of the policy, or lacks the recorded tokens that the reference is to be
+            compared over.
 
     Example:
         >>> from tensordict import TensorDict
@@ -101,7 +106,12 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
 
     DEFAULT_IN_KEYS: tuple[NestedKey, ...] = ("reward",)
 
-    checks: ClassVar[Checks] = {**KLPenalty.checks, "estimator": _check_estimator, "ref_model": _check_reference}
+    checks: ClassVar[Checks] = {
+        **KLPenalty.checks,
+        "estimator": _check_estimator,
+        "ref_model": _check_reference,
+        "sampling": check_sampling,
+    }
 
     def __init__(
         self,
@@ -125,7 +135,10 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         dtype: torch.dtype | None = None,
         memory: int = DEFAULT_MEMORY,
         deterministic: bool = False,
+        sampling: Sampling | None = None,
+        kept_key: NestedKey = "kept",
     ) -> None:
+        temperature = as_sampling(temperature, sampling).temperature
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if ref_model is None:
             raise ValueError("Must provide exactly one of 'ref_model' or 'ref_model_factory'.")
@@ -133,6 +146,8 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         written = _three_keys(read, None if out_keys is None else list(out_keys))
         estimator = _check_estimator(estimator)
         _check_reference(ref_model)
+        if sampling is not None and sampling.truncates and sampling.reference == "kept":
+            check_replays(ref_model, what="a reference over what the policy keeps")
         super().__init__()
         self.ref_model = to_device(ref_model, device)
         self.in_keys = read
@@ -141,6 +156,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         self.estimator, self.reward_placement = estimator, reward_placement
         self.assistant_only, self.scope = assistant_only, scope
         self.temperature, self.dtype, self.memory, self.deterministic = temperature, dtype, memory, deterministic
+        self.sampling, self.kept_key = sampling, kept_key
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written
@@ -189,7 +205,8 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Score the reference and compare."""
         located = self.locate(td)
-        ref = self.scorer.score(located.tokens, located.mask, remember=in_env(self))
+        options = self._over_kept(td, next_td, located)
+        ref = self.scorer.score(located.tokens, located.mask, remember=in_env(self), **options)
         gen, known = self._policy_log_probs(td, next_td, located)
         kl = ref.like(self.kl(gen, ref.values, gen, located.mask & known))
         reward_key, kl_key, ref_key = self.out_keys
@@ -197,6 +214,25 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         if self.add_to_reward:
             outputs[reward_key] = self.penalised(next_td, kl, located.mask, self.coef)
         return outputs
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Those of the reference, which samples nothing."""
+        return {name: value for name, value in super()._settings.items() if name != "sampling"}
+
+    def _over_kept(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
+        """The tokens that the policy's sampler recorded, if the reference is compared over these alone."""
+        sampling = self.sampling
+        if sampling is None or not sampling.truncates or sampling.reference == "whole":
+            return {}
+        kept = self.kept(td, next_td, located)
+        if kept is None:
+            raise MissingEntryError(
+                f'Sampling(reference="kept") compares over the tokens that the sampler kept: expected them below '
+                f"{self.kept_key!r}, found: {describe_entries(td)}. Record them (RecordKept), or take RetrieveKL, which runs "
+                "the policy."
+            )
+        return {"kept": kept}
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
         """Log-probs of the policy at the located tokens, 0 at others, and a mask of the known ones; both ``[N]``."""

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Context, Located, RewardPlacement, Scope, first_difference
+from torchrl_llm_kl.rollouts import Context, Located, MissingEntryError, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
+    LogProbScorer,
+    SampledScores,
     SamplerMismatchWarning,
     Sampling,
+    Scores,
     as_sampling,
     check_distributions,
+    check_replays,
+    log_probs_only,
 )
 from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
@@ -87,7 +93,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
         sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over
             all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by
-            side, whatever the estimator.
+            side, whatever the estimator. Those of a reference behind a service are sent with each request.
 
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
@@ -177,7 +183,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             _check_one_context(gen_context, context)
         base = isinstance(ref_model, str)
         if sampling is not None and sampling.reference == "kept" and sampling.truncates:
-            check_distributions(gen_model, ref_model, what="a reference over what the policy keeps")
+            check_replays(gen_model, ref_model, what="a reference over what the policy keeps")
         with warnings.catch_warnings():  # the reference samples nothing
             warnings.simplefilter("ignore", SamplerMismatchWarning)
             reference = RetrieveLogProb(
@@ -273,8 +279,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         else:
             if side_by_side:
                 _check_one_context(gen.context, ref.context)
-                scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
-                ref_log_prob = scores.ref_log_prob
+                scores, ref_log_prob = _over_kept(gen, ref, gen.in_context(td, located), kept)
             else:
                 finish = ref.begin(ref.in_context(td, located))  # a remote model runs while the policy is scored here
                 scores = gen.evaluate(gen.in_context(td, located), None, kept)
@@ -283,6 +288,25 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         outputs |= kl.charged(next_td, penalty, located.mask)
         return outputs | gen.requested(scores) | gen.of_sampler(td, located)
+
+
+def _over_kept(
+    gen: RetrieveLogProb, ref: RetrieveLogProb, located: Located, kept: Kept | None
+) -> tuple[Scores, Ragged | None]:
+    """The policy's scores, and the reference's log-probs over the tokens that the policy keeps."""
+    if not any(log_probs_only(part._scored_model()) for part in (gen, ref)):
+        scores = gen.evaluate(located, ref.scorer, kept)
+        return scores, scores.ref_log_prob
+    if kept is not None:
+        finish = ref.begin(located, kept)
+        return gen.evaluate(located, None, kept), finish().log_prob
+    if not isinstance(gen.scorer, LogProbScorer):
+        raise MissingEntryError(
+            f'Sampling(reference="kept") with a policy in another process needs the tokens that the sampler kept: expected '
+            f"them below {gen.kept_key!r}. Record them (RecordKept), or score the policy in this process."
+        )
+    scores = gen.evaluate(located, None, return_kept=True)
+    return scores, ref.begin(located, cast(SampledScores, scores).kept)().log_prob
 
 
 # ------------------------------------------------------------------ checks

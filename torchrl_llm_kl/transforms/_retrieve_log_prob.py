@@ -40,6 +40,7 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     LogProbScorer,
+    SampledScores,
     Sampling,
     ScorerSlot,
     Scores,
@@ -75,7 +76,7 @@ def _check_top_k(top_k: int) -> int:
     return top_k
 
 
-def _check_sampling(sampling: Sampling | None) -> Sampling | None:
+def check_sampling(sampling: Sampling | None) -> Sampling | None:
     return None if sampling is None else as_sampling(1.0, sampling)
 
 
@@ -118,6 +119,7 @@ class ScoringTransform(StepTransform):
     dtype: torch.dtype | None
     memory: int
     deterministic: bool
+    kept_key: NestedKey = "kept"
     _options: TokenisingOptions
     _slot: ScorerSlot
 
@@ -191,6 +193,15 @@ class ScoringTransform(StepTransform):
         return locate(
             td, self._interface(), assistant_only=self.assistant_only, scope=self.scope, options=self._options
         )
+
+    def kept(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Kept | None:
+        """What the sampler recorded; None if nothing is left out, or nothing was recorded."""
+        if self.sampling is None or not self.sampling.truncates:
+            return None
+        found = None
+        for node in (next_td, td) if next_td is not td else (td,):
+            found = read_kept(node, self.kept_key, located.tokens, located.mask) if found is None else found
+        return None if found is None else Kept(*found)
 
 
 class RetrieveLogProb(RayVariant, ScoringTransform):
@@ -284,7 +295,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         **StepTransform.checks,
         "model": check_scored_model,
         "reference": _check_reference,
-        "sampling": _check_sampling,
+        "sampling": check_sampling,
         "top_k": _check_top_k,
         "context": check_context,
     }
@@ -420,15 +431,6 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             found |= {sub_key(self.moments_key, name): getattr(scores, name) for name in _MOMENTS}
         return {key: values for key, values in found.items() if key is not None and values is not None}
 
-    def kept(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Kept | None:
-        """What the sampler recorded; None if nothing is left out, or nothing was recorded."""
-        if self.sampling is None or not self.sampling.truncates:
-            return None
-        found = None
-        for node in (next_td, td) if next_td is not td else (td,):
-            found = read_kept(node, self.kept_key, located.tokens, located.mask) if found is None else found
-        return None if found is None else Kept(*found)
-
     def in_context(self, td: TensorDictBase, located: Located) -> Located:
         """The located tokens after the prompt that :attr:`context` gives; unchanged without one."""
         if self.context is None:
@@ -452,19 +454,25 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         values = values.masked_fill(zeros_of_first_tokens(values, mask, tokens), torch.nan)
         return {key: tokens.like(torch.where(mask, values, 0))}
 
-    def evaluate(self, located: Located, reference: LogProbScorer | None = None, kept: Kept | None = None) -> Scores:
+    def evaluate(
+        self,
+        located: Located,
+        reference: LogProbScorer | None = None,
+        kept: Kept | None = None,
+        *,
+        return_kept: bool = False,
+    ) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         self.compare_sampler()
-        replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
-        options = self._requested | replayed
+        options = self._requested | _replayed(kept) | ({"return_kept": True} if return_kept else {})
         return _in_place(located, self.scorer.evaluate(located.tokens, located.mask, reference=reference, **options))
 
-    def begin(self, located: Located) -> Callable[[], Scores]:
+    def begin(self, located: Located, kept: Kept | None = None) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
         begin = getattr(self.scorer, "begin", None)
         if begin is None:
-            return partial(self.evaluate, located)
-        finish = begin(located.tokens, located.mask, **self._requested)
+            return partial(self.evaluate, located, None, kept)
+        finish = begin(located.tokens, located.mask, **self._requested, **_replayed(kept))
         return lambda: _in_place(located, finish())
 
     @property
@@ -534,6 +542,10 @@ def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     return next(iter([*here, *there]), None)
 
 
+def _replayed(kept: Kept | None) -> dict[str, Any]:
+    return {} if kept is None else {"kept": kept}
+
+
 def _in_place(located: Located, scores: Scores) -> Scores:
     """The scores of sequences in another context, at the tokens of the data."""
     if not isinstance(located, InContext):
@@ -542,6 +554,8 @@ def _in_place(located: Located, scores: Scores) -> Scores:
     moved = scores._replace(**{name: located.back(x) for name, x in found.items() if isinstance(x, Ragged)})
     if isinstance(scores, VersionedScores):
         cast(VersionedScores, moved).version = scores.version
+    if isinstance(scores, SampledScores):
+        cast(SampledScores, moved).kept = scores.kept
     return moved
 
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout, WeightVersionError
 from torchrl_llm_kl.service._weights import chunks_of, keeper_of
 from torchrl_llm_kl.service._wire import state_dict_of
 from torchrl_llm_kl.service.client._replicas import Replicas
@@ -104,7 +104,8 @@ def push_weights(
         for chunk in chunks_of(given.items()):
             kept(keeper.stage.remote(token, chunk))
             count += 1
-        staged = ask_all(lambda i: replicas.call(i, "stage_weights", token, timeout=left()), everyone, wait=wait)
+        about = (token, version, replicas.newest)
+        staged = ask_all(lambda i: replicas.call(i, "stage_weights", *about, timeout=left()), everyone, wait=wait)
         ready = _ready(staged, spec.name, timeout)
         pushed = PushedVersion(kept(keeper.commit.remote(token, count, version, replicas.newest)))
     except BaseException:
@@ -112,7 +113,7 @@ def push_weights(
             keeper.drop.remote(token)
             ask_all(lambda i: replicas.call(i, "drop_weights", timeout=left(wait)), everyone, wait=0.0, needed=())
         raise
-    replicas.newest = max(replicas.newest, pushed)
+    replicas.saw(pushed)
     # Those that hold nothing are told too: they load the weights when they can, and nobody waits for them.
     taken = ask_all(
         lambda i: replicas.call(i, "refresh_weights", timeout=left(wait)), everyone, wait=wait, needed=ready
@@ -132,11 +133,11 @@ def push_weights(
 
 
 def _ready(staged: dict[int, Any], name: str, timeout: float) -> list[int]:
-    """Replicas that hold a push; raises the error of weights that do not fit, or of all replicas."""
+    """Replicas that hold a push; raises the error of weights that one must not take, or of all replicas."""
     failed = [answer for answer in staged.values() if answer is not None]
     for error in failed:
         unfit = isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ServiceError)
-        if unfit or isinstance(error, ServiceClosedError) or not isinstance(error, Exception):
+        if unfit or isinstance(error, (ServiceClosedError, WeightVersionError)) or not isinstance(error, Exception):
             raise error
     ready = [replica for replica, answer in staged.items() if answer is None]
     if not ready:

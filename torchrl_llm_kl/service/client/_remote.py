@@ -17,9 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Sampling, Scores, Sequences, TokenMask, VersionedScores, as_sampling, read_sequences
+from torchrl_llm_kl.scoring import (
+    Sampling,
+    Scores,
+    Sequences,
+    TokenMask,
+    VersionedScores,
+    as_sampling,
+    check_kept,
+    read_sequences,
+)
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
@@ -44,6 +54,7 @@ class RemoteModel:
     """
 
     log_probs_only = True  # no distributions: see check_distributions
+    replays = True  # scores over recorded tokens: see check_replays
 
     def __init__(self, spec: ServiceSpec, *, timeout: float = 120.0) -> None:
         if not timeout > 0:
@@ -136,12 +147,8 @@ class RemoteModel:
         sampling: Sampling | None = None,
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
-        temperature = as_sampling(temperature, sampling).temperature
-        sampling = sampling or Sampling(temperature)
-        if sampling.truncates and sampling.reference == "kept":
-            raise ValueError(
-                f"{sampling} with reference='kept' compares two models over the same tokens, which needs both in this process."
-            )
+        sampling = as_sampling(temperature, sampling)
+        temperature = sampling.temperature
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(
             temperature=float(temperature),
@@ -165,6 +172,7 @@ class RemoteModel:
         if isinstance(found, Exception):
             raise found
         version: int = found[0]
+        self.replicas.saw(version, found[2])
         old = version < self.replicas.newest or self._version not in (None, version)
         return None if old else (version, str(found[1]))
 
@@ -212,11 +220,13 @@ class RemoteScorer:
         mask: TokenMask | None = None,
         *,
         attention_mask: Tensor | None = None,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Ragged:
         """Log-probs, as :meth:`LogProbScorer.score` returns them, without gradient."""
-        return self.evaluate(sequences, mask, attention_mask=attention_mask, grad=grad, remember=remember).log_prob
+        options: dict[str, Any] = {"kept": kept, "grad": grad, "remember": remember}
+        return self.evaluate(sequences, mask, attention_mask=attention_mask, **options).log_prob
 
     def evaluate(
         self,
@@ -229,25 +239,24 @@ class RemoteScorer:
         moments: bool = False,
         reference: Any = None,
         direction: str = "reverse",
-        kept: Any = None,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
         """Log-probs, entropies and the top k, as :meth:`LogProbScorer.evaluate` returns them.
 
         Each of the ``top_k`` tokens takes 8 bytes of the reply, or 6 if :attr:`RemoteModel.top_k_dtype` is float16. Their
-        log-probs and the rest's are float32 for any model.
+        log-probs and the rest's are float32 for any model. Each of the recorded tokens that were ``kept`` takes 4 bytes of the
+        request.
 
         Raises:
-            ValueError: for gradients, an exact KL, moments and a replay (``kept``), which need the model in this process; for a
-                ``top_k`` of more than 1024; and as the scorer does.
+            ValueError: for gradients, an exact KL and moments, which need the model in this process; for a ``top_k`` of more
+                than 1024; and as the scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None:
             raise _local_only("an exact KL")
-        if kept is not None:
-            raise _local_only("a replay of kept tokens")
-        options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "grad": grad}
+        options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "kept": kept, "grad": grad}
         return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
 
     async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
@@ -292,6 +301,7 @@ class RemoteScorer:
         entropy: bool = False,
         top_k: int = 0,
         moments: bool = False,
+        kept: Kept | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Pending:
@@ -305,12 +315,16 @@ class RemoteScorer:
         if top_k:
             asked["top_k_dtype"] = str(self.model.top_k_dtype).removeprefix("torch.")
         settings = replace(self.settings, **asked).checked()
+        if top_k and kept is not None:
+            raise ValueError(
+                "top_k= returns the most probable of all tokens, and kept= leaves some out: score the two apart."
+            )
         tokens, mask = read_sequences(sequences, mask, attention_mask)
-        whole = self._whole(tokens, tokens.positions > 0 if mask is None else mask, settings)
+        whole = self._whole(tokens, tokens.positions > 0 if mask is None else mask, settings, kept)
         exchange = Exchange(self.model.replicas, self.model.router, whole, timeout=self.model.timeout)
         return Pending(tokens, settings, exchange)
 
-    def _whole(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Part:
+    def _whole(self, sequences: Ragged, mask: Tensor, settings: Settings, kept: Kept | None) -> Part:
         """A call as one request."""
         if mask.shape != sequences.values.shape:
             raise ValueError(
@@ -318,7 +332,9 @@ class RemoteScorer:
             )
         chosen, caller = mask.detach().cpu(), f"{client_name()}/{threading.get_ident()}"
         data = (sequences.values, sequences.lengths, chosen, settings)
-        return Part(Request.of(*data, version=self.model.version, caller=caller), chosen)
+        if kept is not None:  # here, where errors name the sequences of the caller
+            kept = check_kept(kept, sequences, chosen)
+        return Part(Request.of(*data, version=self.model.version, caller=caller, kept=kept), chosen)
 
     def forget(self) -> None:
         """Does nothing: the service clears its cache when its weights change."""
@@ -377,8 +393,9 @@ def _withdraw(begun: Future[Pending]) -> None:
 # ------------------------------------------------------------------ requests out, replies in
 
 
-#: Replicas that may die of a request before it is refused.
-MAX_DEATHS = 3
+#: Replicas that may die of a request before it is refused: the first of them, which may have died of another one, and three
+#: while they tried it alone. So two processes that others kill during trials refuse nobody.
+MAX_DEATHS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,17 +420,25 @@ class Part:
         places = np.append(np.flatnonzero(scored), len(scored))
         first = np.minimum(places[places.searchsorted(starts)] - starts, lengths)
         chosen = router.assign(request.tokens, lengths, first, replicas, goes_on=request.settings.remember)
+        sizes, replay = lengths, request.replay
+        if replay is not None:  # kept tokens are sent too
+            sent = np.concatenate([[0], np.cumsum(replay.counts, dtype=np.int64)])
+            done = np.concatenate([[0], np.cumsum(scored)])
+            sizes = lengths + sent[done[starts + lengths]] - sent[done[starts]]
         parts = []
         for replica in np.unique(chosen).tolist():
-            own = np.where(chosen == replica, lengths, 0)
+            own = np.where(chosen == replica, sizes, 0)
             pieces = (own.cumsum() - own) // _MOST_TOKENS
             for piece in np.unique(pieces[chosen == replica]):
                 rows = (chosen == replica) & (pieces == piece)
                 if rows.all():
                     return [replace(self, replica=replica)]
-                where = np.flatnonzero(np.repeat(rows, lengths))
+                inside_rows = np.repeat(rows, lengths)
+                where = np.flatnonzero(inside_rows)
                 mask = scored[where]
-                mine = replace(request, tokens=request.tokens[where], lengths=lengths[rows], mask=np.packbits(mask))
+                some = None if replay is None else replay.take(inside_rows[scored])
+                given = {"tokens": request.tokens[where], "lengths": lengths[rows], "mask": np.packbits(mask)}
+                mine = replace(request, replay=some, **given)
                 inside = torch.from_numpy(where)
                 inside = inside if self.where is None else self.where[inside]
                 parts.append(Part(mine, torch.from_numpy(mask), inside, replica))
@@ -427,7 +452,9 @@ class Exchange:
     that do not hold the new weights yet. The timeout starts with the call of :meth:`replies`.
 
     A request whose replica died while it held it may be the cause: its next tries share no batch, and only deaths that come
-    while it is scored count from then on. After three it raises :class:`PoisonedRequest`.
+    while it is scored, each of another process, count from then on. After three of those it raises :class:`PoisonedRequest`.
+    A process that dies before it has settled, without a trial, was ended by something else, which may have ended the others
+    too: then none of the trials count.
 
     Attributes:
         parts: the requests so far; one of a replica that died is replaced by several.
@@ -441,7 +468,9 @@ class Exchange:
         self._sent: list[tuple[int, int, Any]] = []  # part, replica, reference to the answer
         self._arrived = self._withdrawn = False
         self._deaths: dict[int, list[str]] = {}  # names of the replicas that died while they held a part
-        self._trials: dict[int, Any] = {}  # of parts with deaths: a reference that is ready once the replica scores it
+        # Of parts with deaths: references that are ready once the replica has settled, and once it scores the part.
+        self._trials: dict[int, tuple[Any, Any]] = {}
+        self._lives: dict[int, set[str]] = {}  # marks of the processes that died while they scored a part alone
         self._start_clock()
         self._send()
 
@@ -470,7 +499,9 @@ class Exchange:
         for i in stranded:
             self.parts[i], *others = self.parts[i].divided(self._router, usable)
             if i in self._deaths:
-                self._deaths |= {len(self.parts) + j: list(self._deaths[i]) for j in range(len(others))}
+                places = range(len(self.parts), len(self.parts) + len(others))
+                self._deaths |= {j: list(self._deaths[i]) for j in places}
+                self._lives |= {j: set(self._lives.get(i, ())) for j in places}
             self.parts += others
         for i, part in enumerate(self.parts):
             replica = part.replica
@@ -485,7 +516,7 @@ class Exchange:
                 left = max(left - 0.5, 0.8 * left)
                 if deaths:
                     self._await_others(replica, deaths)
-                    self._trials[i] = handle.on_trial.remote(request.digest(), left)
+                    self._trials[i] = handle.settled.remote(), handle.on_trial.remote(request.digest(), left)
                 self._sent.append((i, replica, handle.score.remote(request.pack(), left)))
             except failures() as down:
                 self._lose(replica, down)
@@ -567,15 +598,15 @@ class Exchange:
         return True
 
     def _count_death(self, i: int, replica: int) -> None:
-        import ray
-
         deaths = self._deaths.setdefault(i, [])
         if deaths:
-            begun = False
-            with contextlib.suppress(Exception):
-                begun = ray.get(self._trials[i], timeout=1.0)
-            if not begun:  # it waited for its turn: another request is to blame
+            settled, life = (_found(reference) for reference in self._trials[i])
+            if not settled:  # no suspect had its trial: something else ends processes, and may have ended those before
+                del deaths[1:]
+            lives = self._lives.setdefault(i, set())
+            if not settled or not life or life in lives:  # it waited for its turn, or the process was only out of reach
                 return
+            lives.add(life)
         deaths.append(self._replicas.spec.replica_name(replica))
         if len(deaths) < MAX_DEATHS:
             return
@@ -591,13 +622,26 @@ class Exchange:
         )
 
     def _drop_stale(self) -> bool:
-        """Whether some replies came from older weights than others; drops the older ones."""
+        """Whether some replies came from older weights than others; drops the older ones.
+
+        A :class:`WeightVersionError` if two of one version came from different weights.
+        """
         newest = max((reply.version for reply in self._replies.values()), default=0)
-        self._replicas.newest = max(self._replicas.newest, newest)
+        for reply in self._replies.values():
+            self._replicas.saw(reply.version, reply.weights)
         stale = [i for i, reply in self._replies.items() if reply.version < newest]
         for i in stale:
             del self._replies[i]
         return bool(stale)
+
+
+def _found(reference: Any) -> Any:
+    """The value of a reference that is ready, or nearly; None for an error."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        return ray.get(reference, timeout=1.0)
+    return None
 
 
 def _seen(answer: asyncio.Future[Any]) -> None:

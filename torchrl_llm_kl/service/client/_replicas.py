@@ -20,6 +20,7 @@ from torchrl_llm_kl.service._errors import (
     ServiceError,
     ServiceOverloaded,
     ServiceTimeout,
+    WeightVersionError,
 )
 from torchrl_llm_kl.service.control._actor import mark_ended, newest_incarnation
 from torchrl_llm_kl.service.control._membership import (
@@ -71,6 +72,7 @@ class Replicas:
         self._looked: dict[int, float] = {}  # when a lost replica was last looked for
         self._closed = ""
         self.retries = self.newest = 0
+        self._weights = ""  # digest of the push that made the newest version; empty if it is not known
         self._session = self._cluster = ""
         self._key: list[str] = []  # of the membership, at most one
         self._finalizer = weakref.finalize(self, _release, MEMBERSHIPS.released, self._key)
@@ -107,6 +109,19 @@ class Replicas:
                 raise found
             return found
 
+    def saw(self, version: int, weights: str = "") -> None:
+        """Note a version of the weights, and the digest of its push; a WeightVersionError for two of one version."""
+        with self._lock:
+            if version > self.newest:
+                self.newest, self._weights = version, weights
+            elif version == self.newest and weights and weights != self._weights:
+                if self._weights:
+                    raise WeightVersionError(
+                        f"version {version} of the weights is {weights} in one replica of {self.spec.name!r}, and "
+                        f"{self._weights} was seen before, which are other ones: push all weights under a new version."
+                    )
+                self._weights = weights
+
     def quarantine(self, digest: str) -> None:
         """Tell all replicas and clients about a request that ends the process that scores it."""
         control = MEMBERSHIPS.control(self._key[0]) if self._key else None
@@ -135,7 +150,7 @@ class Replicas:
             self._lost.clear()
             elsewhere = self._cluster not in ("", cluster())
             if elsewhere:
-                self.newest, self.spec = 0, replace(self.spec, incarnation=0)
+                self.newest, self._weights, self.spec = 0, "", replace(self.spec, incarnation=0)
             if self._key and elsewhere:
                 _release(MEMBERSHIPS.released, self._key)
             self.spec = replace(self.spec, address=ray.get_runtime_context().gcs_address)

@@ -22,6 +22,7 @@ from torchrl_llm_kl.service.control._table import Start
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _ANSWER = 10.0  # seconds to wait for the control actor, without which a replica works too
+_HANDED_IN = 30.0  # seconds to wait for a model given by value: a control actor starts again, and a heartbeat follows
 _ALONE = 15.0  # seconds without a pulse after which a replica looks for the control actor
 
 
@@ -29,6 +30,7 @@ class Reporter:
     """Reports one process of a replica to the service's control actor.
 
     Attributes:
+        life: mark of this process.
         starts: how often the replica was started, this time included.
         fingerprint: of the weights that the factory returned; None for an engine without weights here.
         clients: number of processes that use the service.
@@ -37,7 +39,7 @@ class Reporter:
 
     def __init__(self, spec: ServiceSpec, replica: int) -> None:
         self._spec, self._replica = spec, replica
-        self._life = uuid.uuid4().hex
+        self.life = uuid.uuid4().hex
         self.starts, self.clients = 1, 0
         self.fingerprint: str | None = None
         self.quarantined: frozenset[str] = frozenset()
@@ -50,9 +52,8 @@ class Reporter:
     def starting(self) -> None:
         """Wait for leave to call the factory; an error if it must not be called."""
         spec = self._spec
-        if 0 < spec.incarnation <= ended(spec.namespace, spec.name):
-            raise ServiceClosedError(f"the service {spec.name!r} was shut down.")
-        answer: Start = self._ask("starting", self._replica, self._life) or Start()
+        self._check_open()
+        answer: Start = self._ask("starting", self._replica, self.life) or Start()
         self.starts = max(answer.starts, 1)
         if answer.refusal:
             raise ServiceError(answer.refusal)
@@ -60,21 +61,42 @@ class Reporter:
             _LOG.warning("replica %s starts again in %.3g s", spec.replica_name(self._replica), answer.pause)
             time.sleep(answer.pause)
 
+    def _check_open(self) -> None:
+        spec = self._spec
+        if 0 < spec.incarnation <= ended(spec.namespace, spec.name):
+            raise ServiceClosedError(f"the service {spec.name!r} was shut down.")
+
     def model(self, make_model: Callable[[], Any] | None) -> Any:
-        """What the factory returns, or the model that the control actor keeps."""
+        """What the factory returns, or the model that the control actor keeps.
+
+        A control actor that was killed too kept it in vain: its successor gets it again from any process that passed it, with
+        that one's next heartbeat.
+        """
         if make_model is not None:
             return make_model()
         import ray
 
-        kept: list[Any] = self._ask("model") or []
-        if not kept:
-            raise ServiceError(
-                f"the model of {self._spec.name!r} was given by value, and the control actor that kept it is gone: pass it to "
-                "ScoringService again, or use factory=, with which every replica can start by itself."
-            )
-        with ThreadPoolExecutor(1) as pool:
-            packed: Any = pool.submit(ray.get, kept[0]).result()
-        return ray.cloudpickle.loads(packed)
+        end, waits = time.monotonic() + _HANDED_IN, False
+        while time.monotonic() < end:
+            self._check_open()
+            kept: list[Any] = self._ask("model") or []
+            try:
+                if kept:
+                    with ThreadPoolExecutor(1) as pool:
+                        packed: Any = pool.submit(ray.get, kept[0]).result()
+                    return ray.cloudpickle.loads(packed)
+            except ray.exceptions.ObjectLostError:  # with the control actor, just now
+                pass
+            if not waits:
+                waits = True
+                name = self._spec.replica_name(self._replica)
+                _LOG.warning("replica %s waits for a process that passed its model by value to hand it in again", name)
+            time.sleep(_HANDED_IN / 60)
+        raise ServiceError(
+            f"the model of {self._spec.name!r} was given by value, and is lost: the control actor that kept it ended, and no "
+            f"process that passed it handed it in again within {_HANDED_IN:g} s: construct ScoringService with it again, or "
+            "use factory=, with which every replica can start by itself."
+        )
 
     def identify(self, engine: Any) -> None:
         """Take the fingerprint of an engine's model, before any weights are pushed into it."""
@@ -93,12 +115,12 @@ class Reporter:
             replaced: whether pushed weights replaced every tensor that the factory returned.
         """
         facts = {**self._facts(), "version": version, "replaced": replaced}
-        reason = self._ask("ready", self._replica, self._life, facts)
+        reason = self._ask("ready", self._replica, self.life, facts)
         return ServiceError(reason) if reason else None
 
     def failed(self, error: Exception) -> None:
         """Report that there is no model."""
-        self._ask("failed", self._replica, self._life, f"{type(error).__name__}: {error}")
+        self._ask("failed", self._replica, self.life, f"{type(error).__name__}: {error}")
 
     def _ask(self, method: str, *args: Any) -> Any:
         """The control actor's answer; None without one."""
@@ -120,7 +142,7 @@ class Reporter:
     def _facts(self) -> dict[str, Any]:
         spec = self._spec
         return {
-            "life": self._life,
+            "life": self.life,
             "pid": os.getpid(),
             "starts": self.starts,
             "fingerprint": self.fingerprint,

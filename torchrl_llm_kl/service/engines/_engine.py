@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores, fingerprint_of
@@ -23,8 +24,11 @@ class Engine(Protocol):
     def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
 
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Scores:
-        """Log-probs and what else the settings ask for; an error for what the engine cannot give."""
+    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
+        """Log-probs and what else the settings ask for; an error for what the engine cannot give.
+
+        Over the tokens that are ``kept`` alone where those are recorded; an engine may do without this argument.
+        """
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights under the model's own names; an error if one does not fit. Changes nothing."""
@@ -113,13 +117,13 @@ class TransformersEngine:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
         return self.evaluate(sequences, mask, replace(settings, entropy=False, top_k=0)).log_prob
 
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Scores:
-        """Log-probs, and entropies and the top k if the settings ask for them."""
+    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
+        """Log-probs, and entropies and the top k if the settings ask for them; over the ``kept`` tokens alone if given."""
         self._steps += 1
         wanted: dict[str, Any] = {
             name: getattr(settings, name) for name in ("temperature", "entropy", "top_k", "remember")
         }
-        return self._scorer(settings).evaluate(sequences, mask, **wanted)
+        return self._scorer(settings).evaluate(sequences, mask, kept=kept, **wanted)
 
     def progress(self) -> int:
         """Number of calls, forwards and copied weights."""
@@ -153,23 +157,32 @@ class TransformersEngine:
         """
         if not weights:
             raise ValueError("there are no weights in the update: pass at least one.")
-        model = self._module()
-        own, weights = model.state_dict(keep_vars=True), state_dict_of(weights)
-        known = own.keys() | {name for name, _ in model.named_buffers()}
-        inside = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-        if len(inside) == len(weights) and inside.keys() <= known and not weights.keys() <= known:
-            weights = inside  # those of a TorchRL wrapper
-        # TensorDicts also hold non-persistent buffers, such as the frequencies of rotary embeddings.
-        weights = {name: value for name, value in weights.items() if name in own or name not in known}
-        if not weights.keys() <= own.keys():
-            short = _short_names(model, own)
-            weights = {short.get(name, name): value for name, value in weights.items()}
+        own, given = self._module().state_dict(keep_vars=True), state_dict_of(weights)
+        weights = {name: given[theirs] for theirs, name in self.own_names(given).items()}
         for name, value in weights.items():
             if name not in own:
                 raise KeyError(f"the model has no weight {name!r}; it has {', '.join(list(own)[:3])}, ...")
             _check_weight(name, own[name], value)
             self._steps += 1
         return weights
+
+    def own_names(self, names: Iterable[str]) -> dict[str, str]:
+        """The model's own names by those in an update, which may be of its TorchRL wrapper or PEFT's; unknown ones stay.
+
+        Without non-persistent buffers, such as the frequencies of rotary embeddings, which TensorDicts hold too.
+        """
+        model = self._module()
+        own = model.state_dict(keep_vars=True)
+        known = own.keys() | {name for name, _ in model.named_buffers()}
+        found = {name: name for name in names}
+        inside = {name: name.removeprefix("model.") for name in found if name.startswith("model.")}
+        if len(inside) == len(found) and set(inside.values()) <= known and not found.keys() <= known:
+            found = inside  # those of a TorchRL wrapper
+        found = {given: name for given, name in found.items() if name in own or name not in known}
+        if not set(found.values()) <= own.keys():
+            short = _short_names(model, own)
+            found = {given: short.get(name, name) for given, name in found.items()}
+        return found
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
         """Copy ``weights`` into the model, in place. An error leaves the model unchanged.

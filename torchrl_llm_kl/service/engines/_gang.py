@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, Scores
@@ -111,7 +112,8 @@ class GangEngine:
             self.close()
             raise
         self._interface = made[0][0]
-        self._split = all(may for _, may in made) if split_rows is None else split_rows
+        self._tensors: list[list[str]] = made[0][2]
+        self._split = all(may for _, may, _ in made) if split_rows is None else split_rows
 
     def _create(
         self,
@@ -150,31 +152,34 @@ class GangEngine:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
         return self.evaluate(sequences, mask, replace(settings, entropy=False)).log_prob
 
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Scores:
+    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
         """Log-probs and what else the settings ask for, as one process computes them."""
         ranks = len(self._ranks)
         try:
-            shares = split(sequences, mask, ranks) if self._split else None
-            return self._evaluate(sequences, mask, settings, shares)
+            shares = split(sequences, mask, ranks if self._split else 1, kept)
+            return self._evaluate(sequences, mask, settings, shares if self._split else shares[0])
         except ValueError:
             if not self._split or ranks == 1:
                 raise
         # The message of a rank counts the sequences of its share: let one rank score them all.
-        return self._evaluate(sequences, mask, settings, [*split(sequences, mask, 1), *[None] * (ranks - 1)])
+        shares = [*split(sequences, mask, 1, kept), *[None] * (ranks - 1)]
+        return self._evaluate(sequences, mask, settings, shares)
 
     def _evaluate(
-        self, sequences: Ragged, mask: Tensor, settings: Settings, shares: Sequence[Share | None] | None
+        self, sequences: Ragged, mask: Tensor, settings: Settings, shares: Sequence[Share | None] | Share | None
     ) -> Scores:
+        """The scores of a share for each rank, or of one that all of them score."""
         import ray
 
         from torchrl_llm_kl.service.engines._rank import Share
 
-        if shares is None:  # one object for all ranks
-            whole = ray.put(split(sequences, mask, 1)[0])
-            answers: list[RankScores] = self._ask("evaluate", [(whole, settings)] * len(self._ranks))
+        if shares is None or isinstance(shares, Share):  # one object for all ranks
+            answers: list[RankScores] = self._ask("evaluate", [(ray.put(shares), settings)] * len(self._ranks))
             found, parts = answers[:1], answers[:1]
         else:
-            answers = self._ask("evaluate", [(share or Share.nothing(), settings) for share in shares])
+            replayed = any(share is not None and share.kept is not None for share in shares)
+            nothing = Share.nothing(replayed=replayed)
+            answers = self._ask("evaluate", [(share or nothing, settings) for share in shares])
             found, parts = answers, [answer for answer, share in zip(answers, shares, strict=True) if share is not None]
         self._cached = (sum(x.cached_tokens[0] for x in found), sum(x.cached_tokens[1] for x in found))
         names = parts[0].columns
@@ -197,11 +202,11 @@ class GangEngine:
     # ------------------------------------------------------------------ weights
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as they are; an error if one does not fit the whole model. Every rank checks, to stay in step."""
+        """The weights under the model's own names; an error if one does not fit it. Every rank checks, to stay in step."""
         import ray
 
-        self._ask("check_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
-        return dict(weights)
+        names: dict[str, str] = self._ask("check_weights", [(ray.put(dict(weights)),)] * len(self._ranks))[0]
+        return {own: weights[given] for given, own in names.items()}
 
     def update_weights(self, weights: Mapping[str, Tensor], *, checked: bool = False) -> None:
         """Copy whole weights into the shards: one copy in the object store, of which each rank takes its own.
@@ -211,6 +216,10 @@ class GangEngine:
         import ray
 
         self._ask("update_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
+
+    def tensors(self) -> list[list[str]]:
+        """Names of each tensor of the whole model, several for a tied one; empty without weights in the ranks."""
+        return self._tensors
 
     # ------------------------------------------------------------------ ranks
 
@@ -312,7 +321,7 @@ class GangEngine:
                 ray.util.remove_placement_group(group)
 
 
-def split(sequences: Ragged, mask: Tensor, ranks: int) -> list[Share | None]:
+def split(sequences: Ragged, mask: Tensor, ranks: int, kept: Kept | None = None) -> list[Share | None]:
     """One share for each rank: neighbouring sequences, with about equally many tokens; None for a rank without any.
 
     Answers to one prompt are neighbours, so that most of them share its forward.
@@ -328,7 +337,9 @@ def split(sequences: Ragged, mask: Tensor, ranks: int) -> list[Share | None]:
         mine = np.flatnonzero(owner == rank)
         if mine.size:
             start, end = int(ends[mine[0]] - lengths[mine[0]]), int(ends[mine[-1]])
-            shares.append(Share(tokens[start:end], lengths[mine], chosen[start:end]))
+            replay = None if kept is None else kept.take(torch.arange(start, end))
+            recorded = None if replay is None else (replay.ids.numpy(), replay.offsets.numpy())
+            shares.append(Share(tokens[start:end], lengths[mine], chosen[start:end], recorded))
         else:
             shares.append(None)
     return shares

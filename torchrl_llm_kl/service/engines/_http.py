@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import Scores
@@ -141,9 +142,9 @@ class HTTPEngine:
         """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
         return self.evaluate(sequences, mask, replace(settings, entropy=False)).log_prob
 
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Scores:
+    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
         """Log-probs, and the most probable tokens if the settings ask for them."""
-        self._check_settings(settings)
+        self._check_settings(settings, kept)
         top_k = int(getattr(settings, "top_k", 0))
         temperature = settings.temperature if self.temperatures == "tempered" else 1.0
         deadline, renewed = time.monotonic() + self._timeout, self._http.renewed
@@ -182,9 +183,13 @@ class HTTPEngine:
         top = _top([found for _, found in positions], top_k) if top_k else {}
         return Scores.spread(sequences, elements, log_prob, **top)
 
-    def _check_settings(self, settings: Settings) -> None:
+    def _check_settings(self, settings: Settings, kept: Kept | None) -> None:
         if not (settings.temperature > 0 and math.isfinite(settings.temperature)):
             raise ValueError(f"temperature must be a positive number, got {settings.temperature}.")
+        if kept is not None:
+            raise ValueError(
+                f"kept= is not possible with {self._http}: a replay needs the logits of the recorded tokens."
+            )
         if settings.temperature != 1.0 and self.temperatures == "raw":
             raise ValueError(
                 f"temperature={settings.temperature:g}, but the server's log-probs are at temperature 1 whatever is "

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import is_wrapper, unwrap
 from torchrl_llm_kl.service._errors import portable
@@ -36,11 +37,13 @@ class Share:
     tokens: np.ndarray  # int64 [n]
     lengths: np.ndarray  # int64 [s]
     mask: np.ndarray  # bool [n]
+    kept: tuple[np.ndarray, np.ndarray] | None = None  # recorded tokens: ids [m], offsets [n + 1]
 
     @classmethod
-    def nothing(cls) -> Share:
+    def nothing(cls, *, replayed: bool = False) -> Share:
         """One token and nothing to score: a rank without sequences takes part in the others' collectives."""
-        return cls(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool))
+        kept = (np.zeros(0, np.int64), np.zeros(2, np.int64)) if replayed else None
+        return cls(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool), kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +96,10 @@ class GangRank:
         timeout: float,
         settings: Mapping[str, Any],
     ) -> Any:
-        """Join the other ranks and load the model; its interface, and whether ranks may score different sequences."""
+        """Join the other ranks and load the model.
+
+        Returns its interface, whether ranks may score different sequences, and the names of its tensors; or the error.
+        """
         # Ray shows each rank its own GPU alone, as device 0.
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         limit = timedelta(seconds=timeout)
@@ -106,7 +112,7 @@ class GangRank:
             self._engine = RankEngine(made, **settings)
             if (error := self.in_step()) is not None:
                 raise error
-            return self._engine.interface(), may_split(made, shard)
+            return self._engine.interface(), may_split(made, shard), self._engine.tensors()
         except Exception as error:
             return portable(error)
 
@@ -117,23 +123,29 @@ class GangRank:
         try:
             rows = Ragged.from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
             mask = torch.tensor(share.mask)
-            found = engine.evaluate(rows, mask, settings)
+            kept = None if share.kept is None else Kept(*map(torch.tensor, share.kept))
+            found = engine.evaluate(rows, mask, settings, kept=kept)
             columns = {name: x.values[mask].cpu().numpy() for name, x in found._asdict().items() if x is not None}
             return RankScores(columns, engine.cached_tokens())
         except Exception as error:
             return portable(error)
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> Exception | None:
-        """The error if whole weights do not fit the model."""
-        return self._weights("check_weights", weights)
+    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str] | Exception:
+        """The model's own names of whole weights, by those given; or the error if they do not fit the model."""
+        engine = self._engine
+        assert engine is not None
+        try:
+            engine.check_weights(weights)
+            return engine.own_names(weights)
+        except Exception as error:
+            return portable(error)
 
     def update_weights(self, weights: Mapping[str, Tensor]) -> Exception | None:
         """Copy this rank's shards of whole weights into the model; returns the error if they do not fit."""
-        return self._weights("update_weights", weights)
-
-    def _weights(self, method: str, weights: Mapping[str, Tensor]) -> Exception | None:
+        engine = self._engine
+        assert engine is not None
         try:
-            getattr(self._engine, method)(weights)
+            engine.update_weights(weights)
         except Exception as error:
             return portable(error)
         return None

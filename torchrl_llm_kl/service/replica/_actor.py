@@ -26,7 +26,7 @@ from torchrl_llm_kl.service._errors import (
     WeightVersionError,
     portable,
 )
-from torchrl_llm_kl.service._weights import Pushes
+from torchrl_llm_kl.service._weights import Missing, Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.control._reporter import Reporter
 from torchrl_llm_kl.service.control._spec import ServiceSpec
@@ -39,6 +39,7 @@ from torchrl_llm_kl.service.replica._watchdog import Watchdog, stacks
 #: Concurrent calls of a replica. The limit for requests is lower, so that weight updates always get through.
 MAX_CONCURRENCY = 1000
 _MAX_REQUESTS = 800
+_SETTLING = 1.0  # seconds that a process lives before it tries a request of which others died
 _QUARANTINED = 1024  # poisoned requests that a replica remembers
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
@@ -109,6 +110,8 @@ class ScoringActor:
             refused = self._quarantine.keys() | self._reporter.quarantined
             if refused and request.digest() in refused:
                 raise PoisonedRequest("replicas died of this request before: it is not tried again.")
+            if request.deaths:
+                await self.settled()
             await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
             return reply.pack()
@@ -145,15 +148,23 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ poison and hangs
 
-    async def on_trial(self, digest: str, timeout: float) -> bool:
-        """Return True just before a request with ``deaths`` is scored, by itself: a death after that is its own doing.
+    async def settled(self) -> bool:
+        """Return True once this process has lived for a second, before which no request with ``deaths`` is scored.
 
-        False if it was not its turn within ``timeout`` seconds.
+        If it dies before, it dies of something else.
+        """
+        await asyncio.sleep(max(self._stats.started + _SETTLING - time.time(), 0.0))
+        return True
+
+    async def on_trial(self, digest: str, timeout: float) -> str:
+        """Return the mark of this process just before it scores a request with ``deaths``, by itself.
+
+        A death after that may be the request's own doing. Empty if it was not its turn within ``timeout`` seconds.
         """
         future = self._trials.setdefault(digest, asyncio.get_running_loop().create_future())
         found, _ = await asyncio.wait([future], timeout=timeout)
         self._trials.pop(digest, None)
-        return bool(found)
+        return self._reporter.life if found else ""
 
     def _announce(self, request: Request) -> None:
         waiting = self._trials.get(request.digest())
@@ -180,9 +191,12 @@ class ScoringActor:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str) -> Exception | None:
-        """Fetch and check a push, for a later :meth:`refresh_weights`; returns the error if the weights do not fit."""
-        return await self._reported(lambda: self._off_loop(lambda: self._pushes.stage(token)))
+    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> Exception | None:
+        """Fetch and check a push, for a later :meth:`refresh_weights`; returns the error if it must not be taken.
+
+        See :meth:`Pushes.stage`.
+        """
+        return await self._reported(lambda: self._off_loop(lambda: self._pushes.stage(token, version, seen)))
 
     async def drop_weights(self) -> None:
         """Free a staged push that was given up."""
@@ -216,22 +230,23 @@ class ScoringActor:
         found = await self._off_loop(self._pushes.missing)
         if found is None:
             return
-        version, token, weights = found
-        await self._batcher.in_thread(lambda: self._core.update_weights(weights, version, checked=True))
-        await self._off_loop(lambda: self._pushes.take(token))
+        await self._batcher.in_thread(lambda: self._copy(found))
+        await self._off_loop(lambda: self._pushes.take(found.token))
         self._lost = None
         self._wake()
-        _LOG.info("replica %s holds version %d of the weights", self._name, version)
+        _LOG.info("replica %s holds version %d of the weights", self._name, found.version)
+
+    def _copy(self, found: Missing) -> None:
+        self._core.update_weights(found.weights, found.version, checked=True, digest=found.digest)
 
     def _restore(self) -> None:
         """Load all pushes before the first request."""
         try:
             found = self._pushes.missing()
             if found is not None:
-                version, token, weights = found
-                self._core.update_weights(weights, version, checked=True)
-                self._pushes.take(token)
-                _LOG.info("replica %s took version %d of the weights again", self._name, version)
+                self._copy(found)
+                self._pushes.take(found.token)
+                _LOG.info("replica %s took version %d of the weights again", self._name, found.version)
         except EngineLost as error:
             self._end(error)
         except Exception as error:  # better an error than scores from wrong weights
@@ -275,8 +290,8 @@ class ScoringActor:
             if version <= self._core.version and not arrived.done():
                 arrived.set_result(None)
 
-    async def fingerprint(self) -> tuple[int, str] | Exception:
-        """Version and fingerprint of the weights, or the error; reads all weights once after each update."""
+    async def fingerprint(self) -> tuple[int, str, str] | Exception:
+        """See :attr:`ScoringCore.fingerprint`; or the error. Reads all weights once after each update."""
         try:
             self._check_model()
             if self._lost is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, WeightVersionError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
@@ -21,21 +23,27 @@ class ScoringCore:
     """Answers requests with one engine, those with equal settings in one call. Not thread-safe.
 
     Attributes:
-        version: of the engine's weights; 0 before the first update.
+        held: version of the engine's weights, 0 before the first update, and digest of the push that made it, if one did.
         updates: number of updates so far.
         running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.version, self.updates = engine, 0, 0
+        self.engine, self.updates = engine, 0
+        self.held = (0, "")
         self.running: int | None = None
         self._calls = itertools.count()
         self._fingerprint = (-1, "")  # after how many updates
 
+    @property
+    def version(self) -> int:
+        """Of the engine's weights."""
+        return self.held[0]
+
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
         answers: dict[int, Reply | Exception] = {}
-        groups: dict[Settings, list[int]] = {}
+        groups: dict[tuple[Settings, bool], list[int]] = {}
         for i, request in enumerate(requests):
             try:
                 settings = request.settings.checked()  # ill-typed ones could not be compared with those of others
@@ -48,9 +56,9 @@ class ScoringCore:
                     "with update_weights(), or request no version."
                 )
             else:
-                groups.setdefault(settings, []).append(i)
+                groups.setdefault((settings, request.replay is not None), []).append(i)
         with self._call():
-            for settings, members in groups.items():
+            for (settings, _), members in groups.items():
                 together = self._score_alike([requests[i] for i in members], settings)
                 answers.update(zip(members, together, strict=True))
         return [answers[i] for i in range(len(requests))]
@@ -72,7 +80,8 @@ class ScoringCore:
         masks = [request.flat_mask() for request in requests]
         rows = Ragged.from_list([row for request in requests for row in request.rows()])
         mask = torch.cat(masks)
-        scores = self.engine.evaluate(rows, mask, settings)
+        replays = [request.replay.kept(part) for request, part in zip(requests, masks, strict=True) if request.replay]
+        scores = self.engine.evaluate(rows, mask, settings, **self._replayed(replays))
         names = ["log_prob"] + ["entropy"] * settings.entropy + [*_TOP] * (settings.top_k > 0)
         missing = [name for name in names if getattr(scores, name) is None]
         if missing:
@@ -84,15 +93,31 @@ class ScoringCore:
         for name in names:
             values = getattr(scores, name).values.detach()
             shares[_TOP.get(name, name)] = np.split(_array(name, values[mask.to(values.device)].cpu(), settings), ends)
-        rest: dict[str, Any] = {"entropy": None, "version": self.version}
+        version, weights = self.held
+        rest: dict[str, Any] = {"entropy": None, "version": version, "weights": weights}
         return [
             Reply(**{**rest, **dict(zip(shares, share, strict=True))}) for share in zip(*shares.values(), strict=True)
         ]
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False) -> None:
+    def _replayed(self, replays: Sequence[Kept]) -> dict[str, Kept]:
+        """What was kept at the tokens of all requests, as an argument of the engine; none without replays."""
+        if not replays:
+            return {}
+        if "kept" not in inspect.signature(self.engine.evaluate).parameters:
+            raise ValueError(
+                f"{type(self.engine).__name__} cannot score over recorded tokens: its evaluate() takes no kept=. Leave the "
+                "record out, or serve the transformers model."
+            )
+        counts = torch.cat([kept.offsets.diff() for kept in replays])
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return {"kept": Kept(torch.cat([kept.ids for kept in replays]), offsets)}
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False, digest: str = ""
+    ) -> None:
         """Pass ``weights`` to the engine under a new version. An error leaves the old ones.
 
-        ``checked`` weights are the engine's own result of ``check_weights``.
+        ``checked`` weights are the engine's own result of ``check_weights``; ``digest`` identifies their push.
         """
         if version < self.version:
             raise WeightVersionError(
@@ -101,7 +126,7 @@ class ScoringCore:
         self.updates += 1
         with self._call():
             self.engine.update_weights(weights, checked=checked)
-        self.version = int(version)
+        self.held = (int(version), digest)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -112,10 +137,13 @@ class ScoringCore:
             self.running = None
 
     @property
-    def fingerprint(self) -> tuple[int, str] | None:
-        """Version and fingerprint of the weights; None until :meth:`read_fingerprint` after each update."""
-        updates, found = self._fingerprint
-        return (self.version, found) if updates == self.updates else None
+    def fingerprint(self) -> tuple[int, str, str] | None:
+        """Version and fingerprint of the weights, and the digest of their push.
+
+        None until :meth:`read_fingerprint` after each update.
+        """
+        (version, digest), (updates, found) = self.held, self._fingerprint
+        return (version, found, digest) if updates == self.updates else None
 
     def read_fingerprint(self) -> None:
         """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""

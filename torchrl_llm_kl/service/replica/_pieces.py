@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service._wire import Reply, Request, spans
 
 
 class Pieces:
@@ -36,21 +36,25 @@ class Pieces:
             self._mask = request.flat_mask().numpy()
             scored = np.concatenate([[0], np.cumsum(self._mask)])
             self._counts = scored[self._ends] - scored[self._ends - lengths]  # scored tokens of each sequence
+            self._starts = np.cumsum(self._counts) - self._counts
 
     def part(self, units: Sequence[int]) -> Request:
         """A request for some units."""
         if len(units) == len(self._rows):
             return self.request
         rows = self.rows(units)
-        where = _spans(self._ends[rows] - self.request.lengths[rows], self.request.lengths[rows])
+        where = spans(self._ends[rows] - self.request.lengths[rows], self.request.lengths[rows])
         mask = None if self.request.mask is None else np.packbits(self._mask[where])
-        return replace(self.request, tokens=self.request.tokens[where], lengths=self.request.lengths[rows], mask=mask)
+        replay = self.request.replay
+        if replay is not None:
+            replay = replay.take(spans(self._starts[rows], self._counts[rows]))
+        given = {"tokens": self.request.tokens[where], "lengths": self.request.lengths[rows]}
+        return replace(self.request, mask=mask, replay=replay, **given)
 
     def join(self, replies: Sequence[tuple[Sequence[int], Reply]]) -> Reply:
         """The reply to the whole request from the replies to parts, which cover each unit once."""
         if len(replies[0][0]) == len(self._rows):
             return replies[0][1]
-        starts = np.cumsum(self._counts) - self._counts
         joined: dict[str, Any] = {}
         for name in (
             field.name for field in fields(Reply) if isinstance(getattr(replies[0][1], field.name), np.ndarray)
@@ -59,7 +63,7 @@ class Pieces:
             out = np.empty((int(self._counts.sum()), *first.shape[1:]), first.dtype)
             for units, reply in replies:
                 rows = self.rows(units)
-                out[_spans(starts[rows], self._counts[rows])] = getattr(reply, name)
+                out[spans(self._starts[rows], self._counts[rows])] = getattr(reply, name)
             joined[name] = out
         return replace(replies[0][1], **joined)
 
@@ -69,13 +73,6 @@ class Pieces:
             return np.arange(self.request.lengths.size)
         rows: np.ndarray = np.concatenate([self._rows[unit] for unit in units])
         return rows
-
-
-def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``start, start + 1, ...`` for each start, ``length`` numbers of each."""
-    before = np.cumsum(lengths) - lengths
-    found: np.ndarray = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
-    return found
 
 
 def _cut(tokens: np.ndarray, lengths: np.ndarray, limit: int) -> list[np.ndarray]:
