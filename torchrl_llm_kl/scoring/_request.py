@@ -108,6 +108,7 @@ class PaddedBatch(NamedTuple):
     real: Tensor  # [b, T], 1 at tokens and 0 at padding
     slots: Tensor  # the slots, of b * T, that predict a token to score; [K]
     elements: Tensor  # the flat indices of those tokens; [K]
+    sources: Tensor  # the flat index of the token in each slot, -1 at padding; [b, T]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +205,8 @@ class Request:
         # After a sequence comes the first token of the next, which is never scored, or nothing.
         predicts = real & torch.cat([self.mask, self.mask.new_zeros(1)])[index + 1]
         ids = torch.where(real, self.tokens.values[index], 0)
-        return PaddedBatch(ids, real.long(), predicts.flatten().nonzero().squeeze(-1), index[predicts] + 1)
+        slots = predicts.flatten().nonzero().squeeze(-1)
+        return PaddedBatch(ids, real.long(), slots, index[predicts] + 1, torch.where(real, index, -1))
 
     def check_ids(self, vocab_size: int | None) -> None:
         """Raise a ValueError if the model cannot embed an id."""

@@ -230,6 +230,8 @@ class RemoteScorer:
         reference: Any = None,
         direction: str = "reverse",
         kept: Any = None,
+        routing: Any = None,
+        record_routing: bool = False,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -239,14 +241,16 @@ class RemoteScorer:
         log-probs and the rest's are float32 for any model.
 
         Raises:
-            ValueError: for gradients, an exact KL, moments and a replay (``kept``), which need the model in this process; for a
-                ``top_k`` of more than 1024; and as the scorer does.
+            ValueError: for gradients, an exact KL, moments, and a replay or record (``kept``, ``routing``, ``record_routing``),
+                which need the model in this process; for a ``top_k`` of more than 1024; and as the scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None:
             raise _local_only("an exact KL")
         if kept is not None:
             raise _local_only("a replay of kept tokens")
+        if routing is not None or record_routing:
+            raise _local_only("a record or replay of routing")
         options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "grad": grad}
         return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
 
