@@ -32,7 +32,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "deterministic", "dtype", "memory", "scope", "temperature")
     },
-    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "kept_key", "moments_key", "sampling")},
+    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "kept_key", "moments_key", "record_routing", "routing_key", "sampling")},
     **{
         name: ((_KL, name),)
         for name in [
@@ -47,6 +47,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
     },
     "context": ((_REFERENCE, "context"),),
     "gen_context": ((_POLICY, "context"),),
+    "ref_routing_key": ((_REFERENCE, "routing_key"),),
     "sampler_log_probs_key": ((_POLICY, "sampler_log_probs_key"),),
     "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
     "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
@@ -82,6 +83,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         gen_context: of the policy alone, likewise: for a policy that is not to see a prompt it was sampled with.
         sampler_log_probs_key: where the log-probs that the policy stored when it sampled are moved; see
             :class:`RetrieveLogProb`.
+        routing_key, record_routing: of the policy; see :class:`RetrieveLogProb`. Default ``"routed_experts"``: what a sampler
+            recorded there is replayed.
+        ref_routing_key: the entry with the experts that the reference uses. Default None: it routes by itself.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
             deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
@@ -150,6 +154,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         context: Context | None = None,
         gen_context: Context | None = None,
         sampler_log_probs_key: NestedKey | None = None,
+        routing_key: NestedKey | None = "routed_experts",
+        record_routing: bool = False,
+        ref_routing_key: NestedKey | None = None,
     ) -> None:
         temperature = as_sampling(temperature, sampling).temperature
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
@@ -184,6 +191,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
                 context=context,
+                routing_key=ref_routing_key,
                 adapters=_ref_adapters(adapters, ref_adapters, base),
                 device=None if base and isinstance(gen_model, str) else device,
                 **shared,
@@ -202,6 +210,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 device=None if isinstance(gen_model, str) else device,
                 sampling=sampling,
                 kept_key=kept_key,
+                routing_key=routing_key,
+                record_routing=record_routing,
                 **shared,
             ),
             reference,
@@ -264,21 +274,22 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
-        kept, sampling = gen.kept(td, next_td, located), gen.sampling
+        sampling = gen.sampling
         side_by_side = sampling is not None and sampling.truncates and sampling.reference == "kept"
-        if kl.estimator == "exact":
+        replayed = gen.kept(td, next_td, located), gen.routing(td, next_td, located)
+        ref_routing = ref.routing(td, next_td, located)
+        if kl.estimator == "exact" or side_by_side:
             _check_one_context(gen.context, ref.context)
-            scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
-            ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
+            scores = gen.evaluate(gen.in_context(td, located), ref.scorer, *replayed, ref_routing)
+            ref_log_prob = scores.ref_log_prob
         else:
-            if side_by_side:
-                _check_one_context(gen.context, ref.context)
-                scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
-                ref_log_prob = scores.ref_log_prob
-            else:
-                finish = ref.begin(ref.in_context(td, located))  # a remote model runs while the policy is scored here
-                scores = gen.evaluate(gen.in_context(td, located), None, kept)
-                ref_log_prob = finish().log_prob
+            # A remote model runs while the policy is scored here.
+            finish = ref.begin(ref.in_context(td, located), ref_routing)
+            scores = gen.evaluate(gen.in_context(td, located), None, *replayed)
+            ref_log_prob = finish().log_prob
+        if kl.estimator == "exact":
+            penalty = kl.checked_exact(scores.kl, scores.log_prob)
+        else:
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         outputs |= kl.charged(next_td, penalty, located.mask)
