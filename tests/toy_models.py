@@ -102,9 +102,7 @@ def _gpt_oss(**config: Any) -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    model = GptOssForCausalLM(
-        GptOssConfig(**{"head_dim": 8, "sliding_window": 5, "rope_parameters": rope, **config})
-    )
+    model = GptOssForCausalLM(GptOssConfig(**{"head_dim": 8, "sliding_window": 5, "rope_parameters": rope, **config}))
     for name, parameter in model.named_parameters():
         if name.endswith(("sinks", "bias")):
             nn.init.normal_(parameter)

@@ -594,7 +594,9 @@ class PolicyLoss(TokenLoss):
         keys, truncates = self.tensor_keys, self.sampling.truncates
         routed = find_key(td, keys.routed_experts)
         if routed is None and self._is_set("routed_experts"):
-            routed = require_key(td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was.")
+            routed = require_key(
+                td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was."
+            )
         if routed is None and not truncates:
             return {}
         responses = self._reader.locate(td).mask

@@ -14,9 +14,7 @@ from torchrl_llm_kl.ragged import Ragged, read_ragged
 from torchrl_llm_kl.rollouts._entries import find_key
 
 
-def read_routing(
-    td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None
-) -> Tensor | None:
+def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None) -> Tensor | None:
     """The recorded experts of each token, -1 where there are none; integers ``[N, L, k]``, None if the entry is missing.
 
     Args:

@@ -243,9 +243,7 @@ def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
 class PaddedPass:
     """One model over a request, a micro-batch at a time, each of sequences with at least one token to forward."""
 
-    def __init__(
-        self, setup: Setup, request: Request, batches: list[Tensor], routing: Routing | None = None
-    ) -> None:
+    def __init__(self, setup: Setup, request: Request, batches: list[Tensor], routing: Routing | None = None) -> None:
         self.setup, self.routing = setup, routing
         self._batches = [request.padded(rows) for rows in batches]
         self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts

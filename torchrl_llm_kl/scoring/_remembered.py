@@ -168,7 +168,12 @@ class RememberedScorer:
         tokens, mask = read_sequences(sequences, mask, attention_mask)
         options: dict[str, Any] = {"entropy": entropy, "remember": remember}
         inner = self.inner
-        others = {"kept": kept, "routing": routing, "ref_routing": ref_routing, "record_routing": record_routing or None}
+        others = {
+            "kept": kept,
+            "routing": routing,
+            "ref_routing": ref_routing,
+            "record_routing": record_routing or None,
+        }
         given = {name: value for name, value in others.items() if value is not None}
         if grad or top_k or moments or reference is not None or given:
             options |= given

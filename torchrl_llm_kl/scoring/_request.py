@@ -133,7 +133,8 @@ class Request:
             raise ValueError(
                 f"token ids must be a flat integer tensor [N], got shape {tuple(values.shape)} of dtype {values.dtype}."
             )
-        tokens = Ragged(values.detach().cpu().long(), sequences.lengths.cpu(), sequences.container)
+        keep = None if sequences.keep is None else sequences.keep.cpu()
+        tokens = Ragged(values.detach().cpu().long(), sequences.lengths.cpu(), sequences.container, keep)
         first = tokens.positions == 0
         mask = ~first if mask is None else _checked_mask(tokens, mask, first)
         last_scored = torch.where(mask, tokens.positions, 0)

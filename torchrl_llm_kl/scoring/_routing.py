@@ -30,7 +30,7 @@ from torchrl_llm_kl.scoring._model import compiled_call, locked, text_config
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._wrapping import Ranks, unwrapped
 
-#: Chosen experts of each token, layer and slot: ``[N, L, k]``; one tensor ``[T, L, k]`` for each sequence; or ``[*B, T, L, k]``.
+#: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
 RoutedExperts = Ragged | Tensor | Sequence[Any]
 
 # ---------------------------------------------------------------------- the weights of chosen experts, by family
@@ -100,11 +100,13 @@ class Routers:
         named = {name: module for name, module in model.named_modules() if _weights_of(module) is not None}
         name = type(unwrapped(model)).__name__
         if not named:
-            kinds = sorted({type(m).__name__ for m in model.modules() if re.search(r"Router|Experts|MoE", type(m).__name__)})
+            kinds = sorted(
+                {type(m).__name__ for m in model.modules() if re.search(r"Router|Experts|MoE", type(m).__name__)}
+            )
             if kinds:
                 raise ValueError(
-                    f"routing of {name} cannot be recorded or replayed: how {', '.join(kinds)} weigh experts is not known here. "
-                    f"Known are {_KNOWN}; score the model with its own routing."
+                    f"routing of {name} cannot be recorded or replayed: how {', '.join(kinds)} weigh experts is not known "
+                    f"here. Known are {_KNOWN}; score the model with its own routing."
                 )
             raise ValueError(
                 f"{name} is dense: it has no router whose choice could be recorded or replayed. Score it with its own routing: "
@@ -198,11 +200,11 @@ def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
         values = routing.detach().cpu()
         slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
         if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
-            values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep.cpu()]
+            values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
         if values.ndim != 3 or values.shape[0] != count:
             raise ValueError(
-                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or rows of (tokens, layers, "
-                "experts) in the form of the token ids."
+                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or rows of (tokens, "
+                "layers, experts) in the form of the token ids."
             )
         return _signed(values)
     rows = [torch.as_tensor(row).detach().cpu() for row in routing]
@@ -254,7 +256,9 @@ class Routing:
     """What a call does with the routing of one model."""
 
     routers: Routers
-    record: Tensor | None  # the experts to replay, -1 where the router chooses; None to replay nothing; [N, L, k], on the CPU
+    record: (
+        Tensor | None
+    )  # the experts to replay, -1 where the router chooses; None to replay nothing; [N, L, k], on the CPU
     records: bool = False  # whether the call returns what was chosen
 
     def rows(self, elements: Tensor) -> Tensor | None:
@@ -291,8 +295,8 @@ class RoutedForward:
         if missing:
             place = min(missing)
             raise ValueError(
-                f"{type(self.routers.modules[place]).__name__} of layer {self.routers.layers[place]} was not called, so its choice "
-                "was neither recorded nor replaced: another kernel computes its block. Load the model without kernels."
+                f"{type(self.routers.modules[place]).__name__} of layer {self.routers.layers[place]} was not called, so its "
+                "choice was neither recorded nor replaced: another kernel computes its block. Load the model without kernels."
             )
 
     def check_saving(self) -> None:

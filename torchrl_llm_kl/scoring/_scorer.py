@@ -289,9 +289,9 @@ class LogProbScorer:
                 Ids of masked-out tokens are ignored. Not with ``kept`` or a :attr:`sampling` that leaves tokens out.
             kept: for each of the ``N`` tokens those that its sampler could have drawn, as it recorded them: scores are over
                 these instead of what :attr:`sampling` would leave now. Tokens outside the mask may have none.
-            routing: of a mixture of experts (Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3), the ids of the experts that a sampler or
-                an earlier call chose for each token, layer and slot: they are used again, and weighed by the model's current
-                routers, with gradient. Integers ``[N, L, k]``, in the order of the tokens without padding; one array
+            routing: of a mixture of experts (Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3), the ids of the experts that a sampler
+                or an earlier call chose for each token, layer and slot: they are used again, and weighed by the model's
+                current routers, with gradient. Integers ``[N, L, k]``, in the order of the tokens without padding; one array
                 ``[T, L, k]`` for each sequence, without its last token if that was not forwarded (vLLM's ``routed_experts``);
                 or ``[*B, T, L, k]`` for padded token ids. ``L`` is the number of layers with a router, or of all layers. -1
                 leaves a token or a layer to the router.
@@ -456,16 +456,14 @@ class LogProbScorer:
                 "trained with its active adapters: adapters=True."
             )
 
-    def _routing(
-        self, request: Request, routing: RoutedExperts | None, record_routing: bool = False
-    ) -> Routing | None:
+    def _routing(self, request: Request, routing: RoutedExperts | None, record_routing: bool = False) -> Routing | None:
         """What to do with the routing of this model; None if nothing."""
         if routing is None and not record_routing:
             return None
         if self._wrapper is not None:
             raise ValueError(
-                f"routing of {type(self.model).__name__} cannot be recorded or replayed, since its backend scores it: score the "
-                "transformers model."
+                f"routing of {type(self.model).__name__} cannot be recorded or replayed, since its backend scores it: score "
+                "the transformers model."
             )
         routers = Routers.of(self.model)
         return Routing(routers, None if routing is None else routers.read(routing, request), record_routing)

@@ -32,7 +32,10 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "deterministic", "dtype", "memory", "scope", "temperature")
     },
-    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "kept_key", "moments_key", "record_routing", "routing_key", "sampling")},
+    **{
+        name: ((_POLICY, name),)
+        for name in ("detach", "entropy_key", "kept_key", "moments_key", "record_routing", "routing_key", "sampling")
+    },
     **{
         name: ((_KL, name),)
         for name in [

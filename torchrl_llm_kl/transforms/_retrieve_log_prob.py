@@ -257,8 +257,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         routing_key: the entry with the experts that a sampler chose, for a mixture of experts: integers ``[*B, T, L, k]`` for
             each layer with a router (or each layer) and slot. Where the data holds it, the model uses these experts, with
             weights of its own routers; see ``docs/routing.md``. Default None: the model routes by itself.
-        record_routing: write the experts that the model used to ``routing_key``, for later scores and losses: those of the entry
-            if the data holds it already, else its own (in an env always its own). Default False.
+        record_routing: write the experts that the model used to ``routing_key``, for later scores and losses: those of the
+            entry if the data holds it already, else its own (in an env always its own). Default False.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
@@ -462,8 +462,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             found = read_routing(node, self.routing_key, located.tokens, located.mask) if found is None else found
         if self.context is not None and (found is not None or self.record_routing):
             raise ValueError(
-                f"context= with routing_key={self.routing_key!r}: experts were recorded for the sampled prompt, and another one is "
-                "scored. Leave out one of them."
+                f"context= with routing_key={self.routing_key!r}: experts were recorded for the sampled prompt, and another one "
+                "is scored. Leave out one of them."
             )
         return found
 
