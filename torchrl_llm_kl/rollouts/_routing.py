@@ -57,17 +57,16 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
     # Whole sequences come first: with prompts of one token, rows without the last token are as long as the response.
     for places, scored in ((slots, None), (every, None), (slots, in_slots), (every, mask)):
         start = torch.zeros_like(places.lengths) if scored is None else _first(places, scored)
-        short = places.lengths - start - widths
-        if bool(((short >= 0) & (short <= 1)).all()):
+        short, empty = places.lengths - start - widths, places.lengths == start
+        if bool((short == 0).all() | (short == (~empty).long()).all()):
             where = places.first(start + widths) & ~places.first(start)
             out = values.new_full((where.shape[0], *values.shape[1:]), -1)
             out[where] = values
             return out[keep] if places is slots and keep is not None else out
-    wrong = ~((slots.lengths - widths >= 0) & (slots.lengths - widths <= 1))
-    row = int(wrong.nonzero()[0])
+    row = int((slots.lengths != widths).nonzero()[0])
     raise ValueError(
-        f"{found!r} must have the length of the tokens, with or without the last one: sequence {row} has {int(widths[row])} "
-        f"rows and {int(slots.lengths[row])} tokens. Rows of the response alone begin with its first token."
+        f"{found!r} must have the length of the tokens, all rows with or all without the last one: sequence {row} has "
+        f"{int(widths[row])} rows and {int(slots.lengths[row])} tokens. Rows of the response alone begin with its first token."
     )
 
 

@@ -462,7 +462,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             found = read_routing(node, self.routing_key, located.tokens, located.mask) if found is None else found
         if self.context is not None and (found is not None or self.record_routing):
             raise ValueError(
-                f"context= with routing_key={self.routing_key!r}: experts were recorded for the sampled prompt, and another one "
+                f"context= with routing_key={self.routing_key!r}: experts were recorded for the sampled prompt, another "
                 "is scored. Leave out one of them."
             )
         return found
