@@ -322,7 +322,7 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
     record = random_record()
     for kl in ("none", "k3"):
         reference = {} if kl == "none" else {"reference": model}
-        parts = make_algorithm("grpo", later, group_size=3, kl_loss=kl, **reference)
+        parts = make_algorithm("reinforce_plus_plus", later, kl_reward="none", kl_loss=kl, **reference)
         td = make_data("padded", routed_experts=record)
         td["next"] = TensorDict(reward=torch.tensor([[1.0], [0.0], [0.5]]), batch_size=[3])
         batch = parts.prepare(td)
