@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from scoring_reference import assert_scores, body_tokens, conversation, ids
 from test_scorer_checkpoint import enable, enable_and_wrap, in_own_code, wrap
+from test_scorer_wrapper import FakeBackend, engine
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -504,6 +505,12 @@ def test_models_that_are_refused(make: Any, message: str, option: str) -> None:
     value = True if option == "record_routing" else random_experts(ROWS, 1)
     with pytest.raises(ValueError, match=message):
         scorer.evaluate(TOKENS, **{option: value})
+
+
+def test_another_backend_is_refused() -> None:
+    scorer = LogProbScorer(FakeBackend(engine(tiny_model("mixtral"))))
+    with pytest.raises(ValueError, match="routing of FakeBackend cannot be recorded or replayed"):
+        scorer.evaluate(TOKENS, record_routing=True)
 
 
 def test_compiled_models_are_refused() -> None:

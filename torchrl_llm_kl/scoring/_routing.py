@@ -24,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._attention import CHECKPOINTS, Swap, saving, swapped
 from torchrl_llm_kl.scoring._model import compiled_call, locked, text_config
 from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._wrapping import Ranks, unwrapped
+from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 
 #: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
 RoutedExperts = Ragged | Tensor | Sequence[Any]
@@ -79,6 +80,14 @@ def _weights_of(module: nn.Module) -> Weights | None:
     return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
 
 
+def _gathers_weights(model: nn.Module) -> bool:
+    """Whether each rank computes with whole weights: DDP, FSDP, and FSDP2 over one dimension of ranks."""
+    meshes = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
+    deepspeed = any(hasattr(p, name) for p in model.parameters() for name in ("ds_process_group", "_dp_group"))
+    sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
+    return sharded and not deepspeed and all(mesh.ndim == 1 for mesh in meshes)
+
+
 # ---------------------------------------------------------------------- the routers of a model
 
 
@@ -112,10 +121,10 @@ class Routers:
                 f"{name} is dense: it has no router whose choice could be recorded or replayed. Score it with its own routing: "
                 "leave out routing=, routing_key= and the entry of the data."
             )
-        if Ranks([model]).groups:
+        if Ranks([model]).groups and not _gathers_weights(model):
             raise ValueError(
-                f"{name} is wrapped or sharded over ranks, for which a replay of its routing was not tested: score it with its "
-                "own routing, or a model in one process. DDP around a loss is fine."
+                f"{name} is tensor parallel, sharded over several dimensions of ranks or wrapped by DeepSpeed, for which a "
+                "replay of its routing was not tested: score it with its own routing, or use DDP, FSDP or FSDP2."
             )
         if any(compiled_call(module) for module in model.modules()):
             raise ValueError(
