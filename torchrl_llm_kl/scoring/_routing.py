@@ -82,7 +82,7 @@ def _weights_of(module: nn.Module) -> Weights | None:
 
 def _gathers_weights(model: nn.Module) -> bool:
     """Whether each rank computes with whole weights: DDP, FSDP, and FSDP2 over one dimension of ranks."""
-    meshes = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
+    meshes = [cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)]
     deepspeed = any(hasattr(p, name) for p in model.parameters() for name in ("ds_process_group", "_dp_group"))
     sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
     return sharded and not deepspeed and all(mesh.ndim == 1 for mesh in meshes)
