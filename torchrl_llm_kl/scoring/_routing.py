@@ -248,9 +248,10 @@ def tell_apart(values: Tensor, *records: Tensor | None) -> Tensor:
         >>> tell_apart(torch.tensor([7, 7, 7]), torch.tensor([[[0]], [[1]], [[0]]])).tolist()
         [0, 1, 0]
     """
-    columns = [values.reshape(-1, 1), *(each.reshape(each.shape[0], -1) for each in records if each is not None)]
-    if len(columns) == 1 or not values.numel():
+    given = [each.flatten(1) for each in records if each is not None]
+    if not given or not values.numel():
         return values
+    columns = [values.unsqueeze(1), *given]
     parts = [np.ascontiguousarray(column.numpy()).view(np.uint8) for column in columns]
     raw = np.ascontiguousarray(np.concatenate(parts, 1))
     whole = raw.view(np.dtype((np.void, raw.shape[1]))).reshape(-1)
