@@ -418,6 +418,25 @@ def test_the_references_own_routing() -> None:
         scorer.evaluate(TOKENS, ref_routing=records)
 
 
+def test_adapters_and_the_base_as_reference() -> None:
+    """The policy replays and its base, the same modules without adapters, routes by itself."""
+    peft = pytest.importorskip("peft")
+    plain = tiny_model("mixtral")
+    own = LogProbScorer(plain).score(TOKENS).values
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    policy = peft.get_peft_model(plain, peft.LoraConfig(**settings))
+    scorer, base = LogProbScorer(policy), LogProbScorer(policy, adapters=False)
+    first = scorer.evaluate(TOKENS, record_routing=True)
+    assert torch.equal(scorer.score(TOKENS, routing=first.routing).values, first.log_prob.values)
+    records = random_experts(ROWS, 3)
+    found = scorer.evaluate(TOKENS, routing=records, reference=base)
+    assert found.ref_log_prob is not None
+    assert_close(found.ref_log_prob.values, own, atol=1e-5, rtol=0)
+    assert_close(found.log_prob.values, scorer.score(TOKENS, routing=records).values, atol=1e-5, rtol=0)
+    assert float((found.log_prob.values - first.log_prob.values).abs().max()) > 0.1
+
+
 def test_the_cache_of_prefixes_is_left_alone() -> None:
     """Cached keys and values are of the model's own routing."""
     model = tiny_model("mixtral")
