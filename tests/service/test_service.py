@@ -64,7 +64,7 @@ def test_requests_that_need_a_local_model_are_refused(service: ScoringService, l
     with pytest.raises(ValueError, match="needs the models in this process"):
         remote.evaluate(sequences(), moments=True)
     for option in ({"routing": torch.zeros(1, 1, 1)}, {"record_routing": True}):
-        with pytest.raises(ValueError, match="a record or replay of routing needs the models in this process"):
+        with pytest.raises(ValueError, match="routing is recorded and replayed by a model in this process"):
             remote.evaluate(sequences(), **option)
 
 

@@ -250,7 +250,10 @@ class RemoteScorer:
         if kept is not None:
             raise _local_only("a replay of kept tokens")
         if routing is not None or record_routing:
-            raise _local_only("a record or replay of routing")
+            raise ValueError(
+                "routing is recorded and replayed by a model in this process, and this one is behind a service: score it with "
+                "its own routing (routing_key=None), or a local model."
+            )
         options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "grad": grad}
         return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
 
