@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from distributed.cases import (
     RATE,
     STEPS,
+    VOCAB,
     batch,
     build,
     difference,
@@ -32,6 +33,7 @@ from distributed.cases import (
     wrapped,
 )
 from torchrl_llm_kl import RetrieveKL
+from toy_models import tiny_model
 
 
 def _mine(split: str = "uneven") -> TensorDict:
@@ -40,6 +42,42 @@ def _mine(split: str = "uneven") -> TensorDict:
 
 def _three_steps() -> dict[str, Tensor]:
     return expected(torch.float64, STEPS, RATE, None, False, ())
+
+
+# ------------------------------------------------------------------ recorded routing
+
+
+def _mixture(checkpoint: str = "") -> Any:
+    model: Any = tiny_model("mixtral", vocab_size=VOCAB, max_position_embeddings=128).double().train()
+    model.set_experts_implementation("eager")  # the default has no float64
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def replayed_routing(wrap: str, checkpoint: str = "", split: str = "uneven") -> tuple[float, float]:
+    """The change by a step over recorded experts: its relative difference from one process, with and without the record."""
+
+    def recorded(rows: TensorDict) -> TensorDict:
+        rng = torch.Generator().manual_seed(1)
+        record = torch.rand(*batch()["tokens", "full"].shape, 3, 6, generator=rng).argsort(-1)[..., :2]
+        owner = {tuple(row.tolist()): i for i, row in enumerate(batch()["tokens", "full"])}
+        mine = [owner[tuple(row.tolist())] for row in rows["tokens", "full"]]
+        return rows.set("routed_experts", record[mine])
+
+    before = {name: p.detach().clone() for name, p in _mixture().named_parameters()}
+    after = []
+    for prepare in (recorded, TensorDict.copy):
+        model = _mixture()
+        loss = make_loss(model)
+        total(loss(loss.count(prepare(batch()), all_ranks=False))).backward()
+        after.append({name: before[name] - RATE * p.grad for name, p in model.named_parameters()})
+    run, loss = wrapped(wrap, _mixture(checkpoint))
+    optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
+    step(run, loss, recorded(_mine(split)))
+    optimizer.step()
+    size = max(float((after[0][name] - before[name]).abs().max()) for name in before)
+    return difference(loss, after[0]) / size, difference(loss, after[1]) / size
 
 
 # ------------------------------------------------------------------ precision

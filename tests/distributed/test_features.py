@@ -47,6 +47,24 @@ def test_checkpointed_layers(pool, wrap, checkpoint):
     assert max(pool.run(TRAIN, wrap=wrap, checkpoint=checkpoint)) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("wrap", "options"),
+    [
+        ("loss(DDP)", {}),
+        ("fsdp2", {"checkpoint": "transformers"}),
+        ("fsdp2", {"split": "no rows"}),
+        ("fsdp1, original parameters", {}),
+        pytest.param("DDP(loss)", {}, marks=_SLOW),
+        pytest.param("fsdp1, flat parameters", {"checkpoint": "transformers"}, marks=_SLOW),
+    ],
+)
+def test_recorded_routing(pool, wrap, options):
+    """A mixture of experts replays its record on each rank; norms in float32 leave their rounding."""
+    for found, unforced in pool.run("distributed.features:replayed_routing", wrap=wrap, **options):
+        assert found < 1e-5
+        assert unforced > 1e-2
+
+
 @pytest.mark.parametrize("wrap", KINDS[:3])
 def test_exact_kl_with_a_sharded_reference(pool, wrap):
     assert max(pool.run(TRAIN, wrap=wrap, exact=True)) < 1e-12

@@ -192,7 +192,7 @@ def test_the_attention_in_blocks_is_the_attention() -> None:
     for extra in ({}, {"sliding_window": 40}, {"softcap": 2.0}, {"s_aux": random(heads), "sliding_window": 90}):
         found = []
         for attend in (None, _invariant.attend):
-            layout = PackLayout(pieces, attend=attend, saving=_attention._saving())
+            layout = PackLayout(pieces, attend=attend, saving=_attention.saving())
             _attention._ACTIVE.layout = layout
             try:
                 found.append(_attention._attention(module, query, key, value, scaling=0.3, **extra)[0])

@@ -63,6 +63,9 @@ def test_requests_that_need_a_local_model_are_refused(service: ScoringService, l
         remote.evaluate(sequences(), reference=local)
     with pytest.raises(ValueError, match="needs the models in this process"):
         remote.evaluate(sequences(), moments=True)
+    for option in ({"routing": torch.zeros(1, 1, 1)}, {"record_routing": True}):
+        with pytest.raises(ValueError, match="routing is recorded and replayed by a model in this process"):
+            remote.evaluate(sequences(), **option)
 
 
 def test_errors_of_a_request_keep_type_and_message(service: ScoringService) -> None:

@@ -235,6 +235,7 @@ def _kl_transform(
     exact = _distils_exactly(preset)
     scored_there = (preset.kl_loss == "exact" or exact) and not preset.top_k
     ref = preset.needs_reference and reference != "data"
+    own: dict[str, Any]
     ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
     if context is not None and (not ref or in_loss):
         where = "the loss scores it on the data's own prompts" if in_loss else "none is scored"
@@ -250,7 +251,7 @@ def _kl_transform(
                 f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
                 "teacher with RetrieveLogProb(teacher, top_k=...) and pass reference='data'."
             )
-        own: dict[str, Any] = {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward} if charged else {}
+        own = {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward} if charged else {}
         if isinstance(reference, str):
             own["ref_adapters"] = ref_adapters
         return RetrieveKL(policy, reference, add_to_reward=charged, context=context, **scoring, **own, **of_sampler)
@@ -261,7 +262,8 @@ def _kl_transform(
             scored, log_probs_full_key=key, adapters=adapters, top_k=preset.top_k, context=context, **scoring
         )
     if old and reference != "data":
-        return RetrieveLogProb(policy, log_probs_full_key=("log_probs", "full"), **scoring, **of_sampler)
+        own = {"log_probs_full_key": ("log_probs", "full"), "routing_key": "routed_experts"}  # as the loss replays it
+        return RetrieveLogProb(policy, **own, **scoring, **of_sampler)
     return None
 
 

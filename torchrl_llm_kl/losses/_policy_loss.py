@@ -54,6 +54,7 @@ from torchrl_llm_kl.rollouts import (
     per_sequence,
     per_token,
     read_kept,
+    read_routing,
     read_top_k,
     require_key,
     top_k_entries,
@@ -132,8 +133,9 @@ class PolicyLoss(TokenLoss):
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
     ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept``
-    (the parent of ``"counts"`` and ``"ids"``). An entry is also found on the other side of ``"next"``,
-    and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them.
+    (the parent of ``"counts"`` and ``"ids"``), ``routed_experts``. An entry is also found on the other side of ``"next"``,
+    and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them. Where the data holds
+    ``routed_experts`` ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
@@ -185,6 +187,7 @@ class PolicyLoss(TokenLoss):
         match_id: NestedKey = "match_id"
         denominators: NestedKey = "denominators"
         kept: NestedKey = "kept"
+        routed_experts: NestedKey = "routed_experts"
 
     actor_network: nn.Module
     actor_network_params: Any
@@ -387,7 +390,7 @@ class PolicyLoss(TokenLoss):
         """Change where entries are read. The names are listed under *Keys* above.
 
         An optional entry that changes the loss (``loss_mask``, ``expert_mask``, ``selected``, ``sampler_log_prob``,
-        ``pair_id``, ``chosen``) is required once it is set to another key than its default.
+        ``pair_id``, ``chosen``, ``routed_experts``) is required once it is set to another key than its default.
         """
         renamed = {_KEY_ALIASES.get(name, name): key for name, key in kwargs.items()}
         if len(renamed) != len(kwargs):
@@ -438,7 +441,7 @@ class PolicyLoss(TokenLoss):
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
         td, response, inputs = self._read(tensordict)
-        inputs |= self._score(response, inputs, self._kept(td, response.tokens))
+        inputs |= self._score(response, inputs, **self._replayed(td, response.tokens))
         self._check_finite(response, inputs)
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
@@ -474,7 +477,7 @@ class PolicyLoss(TokenLoss):
         if once is None:
             return tensordict
         td, response, inputs = self._read(tensordict, without=once.name)
-        kept = None if once.mismatched else self._kept(td, response.tokens)
+        replayed = {} if once.mismatched else self._replayed(td, response.tokens)
         if once.mismatched:
             if self._reference_scorer is None:
                 raise ValueError(
@@ -484,7 +487,7 @@ class PolicyLoss(TokenLoss):
             response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
             inputs = {"mask": response.mask}
         with torch.no_grad():
-            inputs |= self._score(response, inputs, kept)
+            inputs |= self._score(response, inputs, **replayed)
         self._check_finite(response, inputs)
         taken = inspect.signature(once.function).parameters
         value = once.function(**{name: x for name, x in inputs.items() if name in taken})
@@ -587,29 +590,35 @@ class PolicyLoss(TokenLoss):
                     stacklevel=3,
                 )
 
-    def _kept(self, td: TensorDictBase, tokens: Ragged) -> Kept | None:
-        """What the sampler recorded; None if nothing is left out, or nothing was recorded."""
-        if not self.sampling.truncates:
-            return None
-        found = read_kept(td, self.tensor_keys.kept, tokens, self._reader.locate(td).mask)
-        return None if found is None else Kept(*found)
+    def _replayed(self, td: TensorDictBase, tokens: Ragged) -> dict[str, Any]:
+        """What the sampler recorded: the tokens that it kept, if something is left out, and its routing."""
+        keys, truncates = self.tensor_keys, self.sampling.truncates
+        routed = find_key(td, keys.routed_experts)
+        if routed is None and self._is_set("routed_experts"):
+            routed = require_key(
+                td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was."
+            )
+        if routed is None and not truncates:
+            return {}
+        responses = self._reader.locate(td).mask
+        kept = read_kept(td, keys.kept, tokens, responses) if truncates else None
+        routing = None if routed is None else read_routing(td, routed, tokens, responses)
+        found = {"kept": None if kept is None else Kept(*kept), "routing": routing}
+        return {name: value for name, value in found.items() if value is not None}
 
-    def _score(
-        self, response: ResponseTokens, inputs: Mapping[str, Tensor], kept: Kept | None = None
-    ) -> dict[str, Tensor]:
-        """The inputs that the models compute."""
+    def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor], **replayed: Any) -> dict[str, Tensor]:
+        """The inputs that the models compute; ``replayed`` are arguments of the actor's scorer."""
         self._check_reference()
         needs, reference, sampling = self._needs, self._reference_scorer, self.sampling
-        replayed: dict[str, Any] = {} if kept is None else {"kept": kept}
         ref_here = "ref_log_prob" in needs and "ref_log_prob" not in inputs
         exact = self._exact()
         over_kept = ref_here and sampling.truncates and sampling.reference == "kept"
         apart = over_kept and log_probs_only(self.reference)  # a model in another process is sent the kept tokens
         if over_kept and not apart:
             exact = {"reference": reference}
-        if apart and kept is None:
+        if apart and "kept" not in replayed:
             exact = {"return_kept": True}
-        if "sharp_log_prob" in needs and sampling.truncates and kept is None:
+        if "sharp_log_prob" in needs and sampling.truncates and "kept" not in replayed:
             raise ValueError(
                 f"{name_of(self.objective.function)} scores at half the temperature, where {sampling} leaves other "
                 "tokens: replay what the sampler kept (RecordKept), or sample without truncation."
@@ -627,8 +636,7 @@ class PolicyLoss(TokenLoss):
             )
             ref = scores.ref_log_prob
             if ref is None and reference is not None and ref_here:
-                shared = kept if kept is not None else getattr(scores, "kept", None)
-                options: dict[str, Any] = {"kept": shared} if apart else {}
+                options = {"kept": replayed.get("kept", getattr(scores, "kept", None))} if apart else {}
                 ref = reference.score(response.tokens, response.flat_mask, **options)
             sharp = None
             if "sharp_log_prob" in needs:

@@ -100,7 +100,7 @@ register_pytree_node(
     lambda values, context: LossOutput(dict(zip(context[0], values, strict=True)), batch_size=context[1]),
 )
 # Optional entries that change the loss.
-_OPTIONAL = ("loss_mask", "expert_mask", "selected", "sampler_log_prob", "pair_id", "chosen")
+_OPTIONAL = ("loss_mask", "expert_mask", "selected", "sampler_log_prob", "pair_id", "chosen", "routed_experts")
 
 
 class TokenLoss(LossModule):

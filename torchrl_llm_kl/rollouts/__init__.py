@@ -45,6 +45,7 @@ from torchrl_llm_kl.rollouts._rewards import (
     token_reward,
     write_denominators as write_denominators,
 )
+from torchrl_llm_kl.rollouts._routing import read_routing as read_routing
 from torchrl_llm_kl.rollouts._teachers import (
     TOP_K_NAMES as TOP_K_NAMES,
     TeacherOutcomes as TeacherOutcomes,

@@ -16,6 +16,7 @@ from torchrl_llm_kl.scoring._request import (
     check_kept as check_kept,
     read_sequences as read_sequences,
 )
+from torchrl_llm_kl.scoring._routing import RoutedExperts as RoutedExperts, Routers as Routers
 from torchrl_llm_kl.scoring._sampling import (
     SamplerMismatchWarning,
     Sampling,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -39,8 +39,8 @@ except ImportError:
 KeysValues = list[tuple[Tensor, Tensor]]
 
 NAME = "torchrl_llm_kl_pack"
-# The attributes that hold a module's checkpoint function: in transformers, and in torch's CheckpointWrapper.
-_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+#: The attributes that hold a module's checkpoint function: in transformers, and in torch's CheckpointWrapper.
+CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Queries at a time where keys come from other packs or a window limits them: bounds the size of the mask.
 _ROWS = 512
 
@@ -83,7 +83,7 @@ class PackLayout:
     has_window: bool = False  # whether any layer passed a sliding window
     shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
     attend: Callable[..., Tensor] | None = None  # in place of :func:`_attend`, with its arguments
-    saving: tuple[bool, Any] = (False, None)  # of :func:`_saving`, where the forward or its checkpoint began
+    saving: tuple[bool, Any] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
 
     def again(self, call: int) -> PackLayout:
         """The layout for a recomputation that begins with an attention call of the forward."""
@@ -107,7 +107,7 @@ class PackLayout:
 
     def check_saving(self) -> None:
         """Raise a :class:`CheckpointError` inside a checkpoint whose recomputation would not find this layout."""
-        if _saving() != self.saving:
+        if saving() != self.saving:
             raise CheckpointError(_REFUSED)
 
 
@@ -121,7 +121,7 @@ class CheckpointError(Exception):
     """Layers of a pack would be recomputed in the backward without the layout of the pack."""
 
 
-def _saving() -> tuple[bool, Any]:
+def saving() -> tuple[bool, Any]:
     """Whether a graph is recorded here, and the innermost checkpoint that drops the tensors it saves.
 
     A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
@@ -146,27 +146,24 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-    swaps: list[tuple[Any, str, Any, Any]] = [
+    swaps: list[Swap] = [
         (config, "_attn_implementation_internal", config._attn_implementation_internal, NAME) for config in configs
     ]
     for module, inside in _walk(body):
         if (found_call := compiled_call(module)) is not None and not inside:
             swaps.append((module, *found_call, partial(_call_compiled, found_call[1], layout)))
-        for name in _CHECKPOINTS:
+        for name in CHECKPOINTS:
             if name in module.__dict__:
                 function = module.__dict__[name]
                 bound = _in_graph(function) if inside or found_call else partial(_checkpoint, function, model, layout)
                 swaps.append((module, name, function, bound))
-    layout.saving = _saving()
-    try:
-        for owner, name, _, value in swaps:
-            _put(owner, name, value)
+    layout.saving = saving()
+    with swapped(swaps):
         _ACTIVE.layout = layout
-        yield
-    finally:
-        _ACTIVE.layout = None
-        for owner, name, value, _ in swaps:
-            _put(owner, name, value)
+        try:
+            yield
+        finally:
+            _ACTIVE.layout = None
 
 
 def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, bool]]:
@@ -175,6 +172,22 @@ def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, 
     inside = inside or compiled_call(module) is not None
     for child in module.children():
         yield from _walk(child, inside)
+
+
+#: A module or configuration, the name of an attribute, its value, and the value that replaces it.
+Swap = tuple[Any, str, Any, Any]
+
+
+@contextmanager
+def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
+    """Context: attributes replaced; restores them afterwards, also after an error."""
+    try:
+        for owner, name, _, value in swaps:
+            _put(owner, name, value)
+        yield
+    finally:
+        for owner, name, value, _ in swaps:
+            _put(owner, name, value)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
@@ -205,7 +218,7 @@ def _checkpoint(
                 return run(*inputs, **named)
         call, before = layout.calls, layout.saving
         if before[0] == torch.is_grad_enabled():  # not reentrant
-            layout.saving = _saving()
+            layout.saving = saving()
         try:
             return run(*inputs, **named)
         finally:
@@ -463,7 +476,7 @@ def _operator(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, grad: bool, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     layout, how = _active("a compiled attention"), How(*settings)
-    if _saving()[1] is not layout.saving[1]:
+    if saving()[1] is not layout.saving[1]:
         raise CheckpointError(_REFUSED)
     own = [t for t in (query, key, value, sinks) if t is not None]
     if not grad or (

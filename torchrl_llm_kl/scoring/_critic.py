@@ -72,7 +72,7 @@ class TokenCritic(nn.Module):
             request.check_ids(vocab_size(self.body))
             request.check_lengths(position_limit(self.body))
             for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):
-                ids, real, slots, elements = (send(part, out.device) for part in request.padded(rows))
+                ids, real, slots, elements = (send(part, out.device) for part in request.padded(rows)[:4])
                 hidden = self.body(input_ids=ids, attention_mask=real).last_hidden_state
                 # Position t - 1 predicts token t: the hidden state of its prefix.
                 out = out.index_copy(0, elements, self.head(hidden.flatten(0, 1)[slots]).squeeze(-1).float())

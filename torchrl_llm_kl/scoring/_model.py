@@ -403,5 +403,5 @@ def _ask(model: nn.Module, method: str) -> Any:
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language model, which in a multimodal model is one of several; None if there is none."""
     config = getattr(unwrapped(model), "config", None)
-    gettext_config = getattr(config, "gettext_config", None)
-    return gettext_config(decoder=True) if callable(gettext_config) else config
+    get_text_config = getattr(config, "get_text_config", None)
+    return get_text_config(decoder=True) if callable(get_text_config) else config

@@ -26,6 +26,7 @@ from torchrl_llm_kl.scoring._model import (
     shards_logits,
 )
 from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._routing import RoutedForward, Routing, routed
 from torchrl_llm_kl.scoring._scores import States, head_states
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
@@ -36,9 +37,16 @@ class PackedPass:
     """One model over the prefix tree of a request, a pack at a time; with ``lookup``, over the part that is not cached."""
 
     def __init__(
-        self, setup: Setup, request: Request, tree: PrefixTree, tokens_per_batch: int, lookup: CacheLookup | None = None
+        self,
+        setup: Setup,
+        request: Request,
+        tree: PrefixTree,
+        tokens_per_batch: int,
+        lookup: CacheLookup | None = None,
+        routing: Routing | None = None,
     ) -> None:
-        self.setup, self.size, self.lookup = setup, tokens_per_batch, lookup
+        self.setup, self.size, self.lookup, self.routing = setup, tokens_per_batch, lookup, routing
+        self._request, self._tree = request, tree
         self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
         element, position, place = _row(self.plan, tree)
         scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
@@ -52,6 +60,9 @@ class PackedPass:
             row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
         self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
+        rows = None if routing is None else routing.rows(element)
+        self._experts = None if rows is None else send(rows, setup.device)
+        self._place, self._chosen = place, list[Tensor]()
         self._last_use = self.plan.last_use()
         # For pieces that later packs attend to: keys and values of the piece and of all before it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
@@ -65,7 +76,7 @@ class PackedPass:
         layout = self._layout(index)
         here = slice(index * self.size, (index + 1) * self.size)
         with self.setup.active():
-            hidden = self._forward(layout, self._ids[here], self._positions[here])
+            hidden = self._forward(layout, self._ids[here], self._positions[here], self._routed(here))
             self.has_window |= layout.has_window
             for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
                 if self.lookup is not None and forwarded.kept is not None:
@@ -80,15 +91,37 @@ class PackedPass:
         with self.setup.active():
             return head_states(self.setup, self._forward(PackLayout([PackPiece(0, 1, -1, [])]), ids, ids)[0][:0])
 
-    def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor) -> Tensor:
+    def chosen(self) -> Tensor:
+        """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
+        assert self.routing is not None
+        tokens, tree = self._request.tokens, self._tree
+        out = self.routing.routers.empty(tokens.values.shape[0])
+        element = (tokens.positions < tree.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)
+        if len(element):
+            place = tree.place(tokens.sequence_ids[element], tokens.positions[element])
+            out[element] = torch.cat(self._chosen)[self._place[place]]
+        return out
+
+    def _routed(self, here: slice) -> RoutedForward | None:
+        """The routing of a pack."""
+        experts = None if self._experts is None else self._experts[here]
+        return None if self.routing is None else RoutedForward.of(self.routing, experts)
+
+    def _forward(
+        self, layout: PackLayout, ids: Tensor, positions: Tensor, forward: RoutedForward | None = None
+    ) -> Tensor:
         """The hidden states of a pack; ``[1, N, H]``."""
         body = body_and_head(self.setup.model)[0]
         options = {"position_ids": positions[None], "use_cache": False}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
             options["attention_mask"] = link(layout, self._last, ids.device)
-        with pack_attention(self.setup.model, layout):
+        with pack_attention(self.setup.model, layout), routed(forward):
             hidden = read_output(call(body, ids[None], **options), "last_hidden_state")
+        if forward is not None:
+            forward.check_complete()
+            if forward.chosen is not None:
+                self._chosen.append(forward.experts())
         if layout.gradients is not None and self.setup.grad:
             self._last = hidden
         return hidden
@@ -210,10 +243,19 @@ def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
 class PaddedPass:
     """One model over a request, a micro-batch at a time, each of sequences with at least one token to forward."""
 
-    def __init__(self, setup: Setup, request: Request, batches: list[Tensor]) -> None:
-        self.setup = setup
+    def __init__(self, setup: Setup, request: Request, batches: list[Tensor], routing: Routing | None = None) -> None:
+        self.setup, self.routing = setup, routing
         self._batches = [request.padded(rows) for rows in batches]
         self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
+        self._num_tokens, self._chosen = request.tokens.values.shape[0], list[tuple[Tensor, Tensor]]()
+
+    def chosen(self) -> Tensor:
+        """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
+        assert self.routing is not None
+        out = self.routing.routers.empty(self._num_tokens)
+        for sources, experts in self._chosen:
+            out[sources[sources >= 0]] = experts[sources >= 0]
+        return out
 
     def run_dummy(self) -> States:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
@@ -222,10 +264,19 @@ class PaddedPass:
 
     def run(self, index: int) -> States:
         """States at the positions that predict ``elements[index]``."""
-        ids, real, slots, _ = (send(part, self.setup.device) for part in self._batches[index])
-        return self._run(ids, real, slots)
+        ids, real, slots = (send(part, self.setup.device) for part in self._batches[index][:3])
+        if self.routing is None:
+            return self._run(ids, real, slots)
+        sources = self._batches[index].sources.flatten()
+        rows = self.routing.rows(sources)
+        forward = RoutedForward.of(self.routing, None if rows is None else send(rows, self.setup.device))
+        states = self._run(ids, real, slots, forward)
+        forward.check_complete()
+        if forward.chosen is not None:
+            self._chosen.append((sources, forward.experts()))
+        return states
 
-    def _run(self, ids: Tensor, real: Tensor, slots: Tensor) -> States:
+    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, forward: RoutedForward | None = None) -> States:
         setup = self.setup
         options = {"attention_mask": real} if setup.route.mask else {}
         if setup.route.positions:
@@ -233,7 +284,8 @@ class PaddedPass:
             options["position_ids"] = send(positions, setup.device)
         with setup.active():
             if setup.route.path == "full":
-                logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
+                with routed(forward):
+                    logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
                 if shards_logits(setup.model, logits):
                     raise ValueError(
                         f"the forward of {type(setup.model).__name__} returns the logits of this rank's slice of the "
@@ -244,7 +296,8 @@ class PaddedPass:
                 logits = logits[:, -ids.shape[1] :].flatten(0, 1)
                 places, temperature = slots.to(logits.device), setup.temperature
                 return States(places, lambda some: logits[some], temperature, truncation=setup.truncation)
-            output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
+            with routed(forward):
+                output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
 
 

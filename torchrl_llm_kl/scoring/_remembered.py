@@ -20,6 +20,7 @@ from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
 from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring._routing import RoutedExperts
 from torchrl_llm_kl.scoring._sampling import as_sampling
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
@@ -163,6 +164,9 @@ class RememberedScorer:
         reference: Any = None,
         direction: str = "reverse",
         kept: Kept | None = None,
+        routing: RoutedExperts | None = None,
+        ref_routing: RoutedExperts | None = None,
+        record_routing: bool = False,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -170,8 +174,15 @@ class RememberedScorer:
         tokens, mask = read_sequences(sequences, mask, attention_mask)
         options: dict[str, Any] = {"entropy": entropy, "remember": remember}
         inner = self.inner
-        if grad or top_k or moments or reference is not None or kept is not None:
-            options |= {} if kept is None else {"kept": kept}
+        others = {
+            "kept": kept,
+            "routing": routing,
+            "ref_routing": ref_routing,
+            "record_routing": record_routing or None,
+        }
+        given = {name: value for name, value in others.items() if value is not None}
+        if grad or top_k or moments or reference is not None or given:
+            options |= given
             options |= {
                 "top_k": top_k,
                 "moments": moments,

@@ -108,6 +108,7 @@ class PaddedBatch(NamedTuple):
     real: Tensor  # [b, T], 1 at tokens and 0 at padding
     slots: Tensor  # the slots, of b * T, that predict a token to score; [K]
     elements: Tensor  # the flat indices of those tokens; [K]
+    sources: Tensor  # the flat index of the token in each slot, -1 at padding; [b, T]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +133,8 @@ class Request:
             raise ValueError(
                 f"token ids must be a flat integer tensor [N], got shape {tuple(values.shape)} of dtype {values.dtype}."
             )
-        tokens = Ragged(values.detach().cpu().long(), sequences.lengths.cpu(), sequences.container)
+        keep = None if sequences.keep is None else sequences.keep.cpu()
+        tokens = Ragged(values.detach().cpu().long(), sequences.lengths.cpu(), sequences.container, keep)
         first = tokens.positions == 0
         mask = ~first if mask is None else _checked_mask(tokens, mask, first)
         last_scored = torch.where(mask, tokens.positions, 0)
@@ -180,7 +182,8 @@ class Request:
         # After a sequence comes the first token of the next, which is never scored, or nothing.
         predicts = real & torch.cat([self.mask, self.mask.new_zeros(1)])[index + 1]
         ids = torch.where(real, self.tokens.values[index], 0)
-        return PaddedBatch(ids, real.long(), predicts.flatten().nonzero().squeeze(-1), index[predicts] + 1)
+        slots = predicts.flatten().nonzero().squeeze(-1)
+        return PaddedBatch(ids, real.long(), slots, index[predicts] + 1, torch.where(real, index, -1))
 
     def check_ids(self, vocab_size: int | None) -> None:
         """Raise a ValueError if the model cannot embed an id."""

@@ -37,6 +37,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring._routing import RoutedExperts, Routers, Routing, tell_apart
 from torchrl_llm_kl.scoring._sampling import SamplerMismatchWarning, Sampling, as_sampling
 from torchrl_llm_kl.scoring._scores import Columns, SampledScores, Scores, States, Wanted, join_columns, kept_of, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
@@ -194,6 +195,7 @@ class LogProbScorer:
         attention_mask: Tensor | None = None,
         temperature: float | None = None,
         kept: Kept | None = None,
+        routing: RoutedExperts | None = None,
         grad: bool = False,
         remember: bool = False,
     ) -> Ragged:
@@ -210,6 +212,7 @@ class LogProbScorer:
                 and only for, a padded tensor.
             temperature: divides the logits in this call; the scorer's own by default. The cache serves all temperatures.
             kept: see :meth:`evaluate`.
+            routing: see :meth:`evaluate`.
             grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits
                 are computed again in the backward instead of held. By default no part of the graph is kept.
             remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs
@@ -236,6 +239,7 @@ class LogProbScorer:
                     [ 0.0000, -1.3863,  0.0000]])
         """
         options: dict[str, Any] = {"temperature": temperature, "kept": kept, "grad": grad, "remember": remember}
+        options["routing"] = routing
         return self.evaluate(sequences, mask, attention_mask=attention_mask, **options).log_prob
 
     def evaluate(
@@ -254,6 +258,9 @@ class LogProbScorer:
         temperature: float | None = None,
         kept: Kept | None = None,
         return_kept: bool = False,
+        routing: RoutedExperts | None = None,
+        ref_routing: RoutedExperts | None = None,
+        record_routing: bool = False,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -285,13 +292,35 @@ class LogProbScorer:
                 these instead of what :attr:`sampling` would leave now. Tokens outside the mask may have none.
             return_kept: give the scores an attribute ``kept``, the tokens that :attr:`sampling` leaves at each scored token: a
                 model in another process can be scored over them.
+            routing: of a mixture of experts (Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3), the ids of the experts that a sampler
+                or an earlier call chose for each token, layer and slot: they are used again, and weighed by the model's
+                current routers, with gradient. Integers ``[N, L, k]``, in the order of the tokens without padding; one array
+                ``[T, L, k]`` for each sequence, without its last token if that was not forwarded (vLLM's ``routed_experts``);
+                or ``[*B, T, L, k]`` for padded token ids. ``L`` is the number of layers with a router, or of all layers. -1
+                leaves a token or a layer to the router.
+            ref_routing: likewise of the reference; by default it routes by itself.
+            record_routing: return what was chosen as ``routing`` of the scores.
 
         Returns:
             The requested scores, None for the others; nats, exactly 0 where the mask is False.
 
         Raises:
             ValueError: as :meth:`score`; or if the vocabularies or the temperatures differ, one of the models is of another
-                backend, the reference truncates, or a scored token is not among its ``kept``.
+                backend, the reference truncates, or a scored token is not among its ``kept``; with ``routing`` or
+                ``record_routing``, if the model is dense, of another family, sharded, compiled or of another backend, or the
+                record has other tokens, layers or experts.
+
+        Example:
+            >>> from transformers import MixtralConfig, MixtralForCausalLM
+            >>> model = MixtralForCausalLM(MixtralConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+            ...     num_attention_heads=2, num_key_value_heads=1, num_local_experts=4))
+            >>> scorer, answers = LogProbScorer(model), [[3, 4, 5], [6, 7]]
+            >>> first = scorer.evaluate(answers, record_routing=True)
+            >>> first.routing.values.shape  # tokens, layers, experts of a token
+            torch.Size([5, 2, 2])
+            >>> again = scorer.score(answers, routing=first.routing, grad=True)
+            >>> torch.equal(again.values, first.log_prob.values)
+            True
 
         Warns:
             SamplerMismatchWarning: once, if more than one of a hundred tokens are not among those that :attr:`sampling` leaves.
@@ -322,9 +351,14 @@ class LogProbScorer:
             request = request.with_top_ids(top_ids).with_kept(kept)
             for scorer in scorers:
                 scorer._check_request(request)
+            routings = [self._routing(request, routing, record_routing)]
+            if reference is not None:
+                routings.append(reference._routing(request, ref_routing))
+            elif ref_routing is not None:
+                raise ValueError("ref_routing= is the reference's routing, and no reference= is given.")
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if grad else torch.no_grad():
             if self._wrapper is None:
-                elements, columns = _run(scorers, ranks, request, wanted, sampling, grad, remember)
+                elements, columns = _run(scorers, ranks, request, routings, wanted, sampling, grad, remember)
             else:
                 self._check_wrapper(sampling, replayed=kept is not None)
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
@@ -333,11 +367,13 @@ class LogProbScorer:
             with ranks.together():
                 request.check_finite(elements, columns["log_prob"])
             self._warn_outside(columns.pop("added", None), sampling)
-        if not return_kept:
-            return Scores.spread(tokens, elements, **columns)
+        chosen = columns.pop("routing", None)
         kept = kept_of(columns, elements, tokens.values.shape[0]) if keeps else kept
-        scores = cast(SampledScores, SampledScores.spread(tokens, elements, **columns))
-        scores.kept = kept
+        scores = (SampledScores if return_kept else Scores).spread(tokens, elements, **columns)
+        if chosen is not None:
+            scores = scores._replace(routing=tokens.like(chosen.to(tokens.values.device)))
+        if return_kept:
+            cast(SampledScores, scores).kept = kept
         return scores
 
     def forget(self) -> None:
@@ -437,6 +473,18 @@ class LogProbScorer:
                 f"grad=True with adapters={self.adapters!r}: {what} is a reference, score it with grad=False. A model is "
                 "trained with its active adapters: adapters=True."
             )
+
+    def _routing(self, request: Request, routing: RoutedExperts | None, record_routing: bool = False) -> Routing | None:
+        """What to do with the routing of this model; None if nothing."""
+        if routing is None and not record_routing:
+            return None
+        if self._wrapper is not None:
+            raise ValueError(
+                f"routing of {type(self.model).__name__} cannot be recorded or replayed, since its backend scores it: score "
+                "the transformers model."
+            )
+        routers = Routers.of(self.model)
+        return Routing(routers, None if routing is None else routers.read(routing, request), record_routing)
 
     def _check_request(self, request: Request) -> None:
         """Check a request against this model."""
@@ -539,6 +587,7 @@ def _run(
     scorers: list[LogProbScorer],
     ranks: Ranks,
     request: Request,
+    routings: list[Routing | None],
     wanted: Wanted,
     sampling: Sampling,
     grad: bool,
@@ -558,8 +607,10 @@ def _run(
         if grad and drops_layers(setups[0].model):
             scorers[0]._warn_apart("Layers are dropped at random: set layerdrop to 0, or call eval().")
         else:
-            tree = PrefixTree.build(request.tokens, request.forward_lengths)
-        if remember and not grad and all(scorer.memory.limit for scorer in scorers):
+            # A prefix is shared among sequences that route it alike.
+            ids = tell_apart(request.tokens.values, *(each.record for each in routings if each is not None))
+            tree = PrefixTree.build(request.tokens.like(ids), request.forward_lengths)
+        if remember and not grad and not any(routings) and all(scorer.memory.limit for scorer in scorers):
             caches = [scorer.memory for scorer in scorers]
     budget = min(
         scorer.tokens_per_batch or (PACK if setup.deterministic else 1024 if setup.device.type == "cpu" else 16384)
@@ -567,7 +618,7 @@ def _run(
     )
     while True:
         try:
-            return _attempt(scorers, setups, ranks, request, tree, caches, wanted, budget)
+            return _attempt(scorers, setups, ranks, request, routings, tree, caches, wanted, budget)
         except CheckpointError as error:
             if setups[0].deterministic:
                 raise ValueError(
@@ -597,6 +648,7 @@ def _attempt(
     setups: list[Setup],
     ranks: Ranks,
     request: Request,
+    routings: list[Routing | None],
     tree: PrefixTree | None,
     caches: list[PrefixKVCache],
     wanted: Wanted,
@@ -607,7 +659,7 @@ def _attempt(
     passes: Sequence[PackedPass | PaddedPass]
     if tree is None:
         batches = padded_batches(request.forward_lengths, budget, *(setup.model for setup in setups))
-        passes = [PaddedPass(setup, request, batches) for setup in setups]
+        passes = [PaddedPass(setup, request, batches, of) for setup, of in zip(setups, routings, strict=True)]
     else:
         for setup, cache in zip(setups, caches, strict=False):
             cache.bind(setup, ranks)
@@ -617,13 +669,16 @@ def _attempt(
         for lookup in lookups:
             lookup.cached = cached
         passes = [
-            PackedPass(setup, request, tree, budget, lookups[i] if lookups else None) for i, setup in enumerate(setups)
+            PackedPass(setup, request, tree, budget, lookups[i] if lookups else None, routings[i])
+            for i, setup in enumerate(setups)
         ]
 
     models = [(setup.model, *body_and_head(setup.model)) for setup in setups if setup.route.path == "head"]
     guard = ErrorGuard([body for _, body, _ in models], ranks)
     found = inside(models, partial(_forward_all, scorers, setups, ranks, guard, request, passes, lookups, wanted))
     guard.check()
+    if routings[0] is not None and routings[0].records:
+        found[1]["routing"] = passes[0].chosen()
     return found
 
 

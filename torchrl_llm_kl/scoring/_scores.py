@@ -47,6 +47,8 @@ class Scores(NamedTuple):
         collision: ``sum p ** 2`` over the vocabulary, the probability that two draws are the same token; ``[N]``.
         discriminator: ``sum p ** 2 (H + log p)``, the mean entropy discriminator ``p (H + log p)`` of a draw; ``[N]``.
         outcomes: log-probs of given ids, and last the log of the total probability of all other tokens; ``[N, *M, k + 1]``.
+        routing: the experts that the routers chose at each token, layer with a router and slot; -1 at tokens that need no
+            forward (those after the last scored token's predecessor); int8 or int16 ``[N, L, k]``.
     """
 
     log_prob: Ragged
@@ -59,6 +61,7 @@ class Scores(NamedTuple):
     collision: Ragged | None = None
     discriminator: Ragged | None = None
     outcomes: Ragged | None = None
+    routing: Ragged | None = None
 
     @classmethod
     def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:

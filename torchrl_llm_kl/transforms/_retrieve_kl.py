@@ -38,7 +38,10 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_POLICY, name), (_REFERENCE, name))
         for name in ("adapters", "assistant_only", "deterministic", "dtype", "memory", "scope", "temperature")
     },
-    **{name: ((_POLICY, name),) for name in ("detach", "entropy_key", "kept_key", "moments_key", "sampling")},
+    **{
+        name: ((_POLICY, name),)
+        for name in ("detach", "entropy_key", "kept_key", "moments_key", "record_routing", "routing_key", "sampling")
+    },
     **{
         name: ((_KL, name),)
         for name in [
@@ -53,6 +56,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
     },
     "context": ((_REFERENCE, "context"),),
     "gen_context": ((_POLICY, "context"),),
+    "ref_routing_key": ((_REFERENCE, "routing_key"),),
     "sampler_log_probs_key": ((_POLICY, "sampler_log_probs_key"),),
     "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
     "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
@@ -88,6 +92,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         gen_context: of the policy alone, likewise: for a policy that is not to see a prompt it was sampled with.
         sampler_log_probs_key: where the log-probs that the policy stored when it sampled are moved; see
             :class:`RetrieveLogProb`.
+        routing_key, record_routing: of the policy; see :class:`RetrieveLogProb`. Default ``"routed_experts"``: what a sampler
+            recorded there is replayed.
+        ref_routing_key: the entry with the experts that the reference uses. Default None: it routes by itself.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
             deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
@@ -156,6 +163,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         context: Context | None = None,
         gen_context: Context | None = None,
         sampler_log_probs_key: NestedKey | None = None,
+        routing_key: NestedKey | None = "routed_experts",
+        record_routing: bool = False,
+        ref_routing_key: NestedKey | None = None,
     ) -> None:
         temperature = as_sampling(temperature, sampling).temperature
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
@@ -190,6 +200,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
                 context=context,
+                routing_key=ref_routing_key,
                 adapters=_ref_adapters(adapters, ref_adapters, base),
                 device=None if base and isinstance(gen_model, str) else device,
                 **shared,
@@ -208,6 +219,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
                 device=None if isinstance(gen_model, str) else device,
                 sampling=sampling,
                 kept_key=kept_key,
+                routing_key=routing_key,
+                record_routing=record_routing,
                 **shared,
             ),
             reference,
@@ -270,19 +283,21 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
-        kept, sampling = gen.kept(td, next_td, located), gen.sampling
+        sampling = gen.sampling
         side_by_side = sampling is not None and sampling.truncates and sampling.reference == "kept"
-        if kl.estimator == "exact":
+        kept, routing = gen.kept(td, next_td, located), gen.routing(td, next_td, located)
+        ref_routing = ref.routing(td, next_td, located)
+        if kl.estimator == "exact" or side_by_side:
             _check_one_context(gen.context, ref.context)
-            scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept)
+        if kl.estimator == "exact":
+            scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept, routing, ref_routing)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
             if side_by_side:
-                _check_one_context(gen.context, ref.context)
-                scores, ref_log_prob = _over_kept(gen, ref, gen.in_context(td, located), kept)
+                scores, ref_log_prob = _over_kept(gen, ref, gen.in_context(td, located), kept, routing, ref_routing)
             else:
-                finish = ref.begin(ref.in_context(td, located))  # a remote model runs while the policy is scored here
-                scores = gen.evaluate(gen.in_context(td, located), None, kept)
+                finish = ref.begin(ref.in_context(td, located), None, ref_routing)  # a remote one runs meanwhile
+                scores = gen.evaluate(gen.in_context(td, located), None, kept, routing)
                 ref_log_prob = finish().log_prob
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
@@ -291,22 +306,27 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
 
 
 def _over_kept(
-    gen: RetrieveLogProb, ref: RetrieveLogProb, located: Located, kept: Kept | None
+    gen: RetrieveLogProb,
+    ref: RetrieveLogProb,
+    located: Located,
+    kept: Kept | None,
+    routing: Tensor | None,
+    ref_routing: Tensor | None,
 ) -> tuple[Scores, Ragged | None]:
     """The policy's scores, and the reference's log-probs over the tokens that the policy keeps."""
     if not any(log_probs_only(part._scored_model()) for part in (gen, ref)):
-        scores = gen.evaluate(located, ref.scorer, kept)
+        scores = gen.evaluate(located, ref.scorer, kept, routing, ref_routing)
         return scores, scores.ref_log_prob
     if kept is not None:
-        finish = ref.begin(located, kept)
-        return gen.evaluate(located, None, kept), finish().log_prob
+        finish = ref.begin(located, kept, ref_routing)
+        return gen.evaluate(located, None, kept, routing), finish().log_prob
     if not isinstance(gen.scorer, LogProbScorer):
         raise MissingEntryError(
             f'Sampling(reference="kept") with a policy in another process needs the tokens that the sampler kept: expected '
             f"them below {gen.kept_key!r}. Record them (RecordKept), or score the policy in this process."
         )
-    scores = gen.evaluate(located, None, return_kept=True)
-    return scores, ref.begin(located, cast(SampledScores, scores).kept)().log_prob
+    scores = gen.evaluate(located, None, None, routing, return_kept=True)
+    return scores, ref.begin(located, cast(SampledScores, scores).kept, ref_routing)().log_prob
 
 
 # ------------------------------------------------------------------ checks

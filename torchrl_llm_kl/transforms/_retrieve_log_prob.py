@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
@@ -32,6 +32,7 @@ from torchrl_llm_kl.rollouts import (
     locate,
     per_token,
     read_kept,
+    read_routing,
     response_mask,
     sub_key,
     top_k_entries,
@@ -40,6 +41,7 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     LogProbScorer,
+    Routers,
     SampledScores,
     Sampling,
     ScorerSlot,
@@ -48,6 +50,8 @@ from torchrl_llm_kl.scoring import (
     as_sampling,
     check_distributions,
     evaluating,
+    is_wrapper,
+    unwrap,
     warn_of_mismatch,
 )
 from torchrl_llm_kl.transforms._base import (
@@ -261,6 +265,11 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             the ``"response"`` beside it), to this key before writing there: ``("sampler_log_probs", "full")`` is what
             :class:`~torchrl_llm_kl.PolicyLoss` reads. NaN where the sampler returned none, 0 at tokens that are not scored.
             Outside an env, data that already has the entry keeps it. Default None: they are not read.
+        routing_key: the entry with the experts that a sampler chose, for a mixture of experts: integers ``[*B, T, L, k]`` for
+            each layer with a router (or each layer) and slot. Where the data holds it, the model uses these experts, with
+            weights of its own routers; see ``docs/routing.md``. Default None: the model routes by itself.
+        record_routing: write the experts that the model used to ``routing_key``, for later scores and losses: those of the
+            entry if the data holds it already, else its own (in an env always its own). Default False.
         use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
@@ -329,6 +338,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         kept_key: NestedKey = "kept",
         context: Context | None = None,
         sampler_log_probs_key: NestedKey | None = None,
+        routing_key: NestedKey | None = None,
+        record_routing: bool = False,
         use_ray_service: bool = False,
     ) -> None:
         super().__init__()
@@ -366,6 +377,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         self.entropy_key, self.moments_key = entropy_key, moments_key
         self.top_k, self.top_k_key = top_k, top_k_key
         self.context, self.sampler_log_probs_key = context, sampler_log_probs_key
+        self.routing_key, self.record_routing = routing_key, record_routing
         self.declare()
         self.check_models()
 
@@ -387,6 +399,11 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             out.append(self.entropy_key)
         if self.moments_key is not None:
             out += [sub_key(self.moments_key, name) for name in _MOMENTS]
+        if self.record_routing:
+            if self.routing_key is None:
+                raise ValueError("record_routing=True needs a place for the record: pass routing_key='routed_experts'.")
+            _ = self._routers  # an error for a model that cannot be recorded
+            out.append(self.routing_key)
         context = [] if self.context is None or callable(self.context) else [self.context]
         return [*self._known_interface().in_keys, *context], out + list(self._top_k_fields)
 
@@ -400,10 +417,15 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         """All entries that are written."""
         entries: dict[NestedKey, tuple[int, ...]] = dict.fromkeys(self.out_keys, ())
         wide = [key for key, field in self._top_k_fields.items() if field != "tail_log_prob"]
-        return {**entries, **dict.fromkeys(wide, (self.top_k,))}
+        entries |= dict.fromkeys(wide, (self.top_k,))
+        if self.record_routing and self.routing_key is not None:
+            entries[self.routing_key] = (len(self._routers.modules), self._routers.k)
+        return entries
 
     def entry_dtype(self, key: NestedKey) -> torch.dtype:
-        """int64 for token ids, else float32."""
+        """int64 for token ids, int8 or int16 for ids of experts, else float32."""
+        if self.record_routing and key == self.routing_key:
+            return self._routers.dtype
         return torch.int64 if self._top_k_fields.get(key) == "top_indices" else torch.float32
 
     @property
@@ -417,8 +439,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate and score."""
         located = self.locate(td)
-        kept = self.kept(td, next_td, located)
-        scores = self.evaluate(self.in_context(td, located), self.reference_scorer, kept)
+        kept, routing = self.kept(td, next_td, located), self.routing(td, next_td, located)
+        scores = self.evaluate(self.in_context(td, located), self.reference_scorer, kept, routing)
         found = {self.log_probs_full_key: scores.log_prob, self.exact_kl_key: scores.kl}
         found |= self.requested(scores) | self.of_sampler(td, located)
         return {key: values for key, values in found.items() if values is not None}
@@ -429,7 +451,23 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         found |= {key: getattr(scores, field) for key, field in self._top_k_fields.items()}
         if self.moments_key is not None:
             found |= {sub_key(self.moments_key, name): getattr(scores, name) for name in _MOMENTS}
+        if self.record_routing:
+            found[self.routing_key] = scores.routing
         return {key: values for key, values in found.items() if key is not None and values is not None}
+
+    def routing(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Tensor | None:
+        """The recorded experts; None if nothing was recorded, or is to be replayed."""
+        if self.routing_key is None or (self.record_routing and in_env(self)):
+            return None
+        found = None
+        for node in (next_td, td) if next_td is not td else (td,):
+            found = read_routing(node, self.routing_key, located.tokens, located.mask) if found is None else found
+        if self.context is not None and (found is not None or self.record_routing):
+            raise ValueError(
+                f"context= with routing_key={self.routing_key!r}: experts were recorded for the sampled prompt, another "
+                "is scored. Leave out one of them."
+            )
+        return found
 
     def in_context(self, td: TensorDictBase, located: Located) -> Located:
         """The located tokens after the prompt that :attr:`context` gives; unchanged without one."""
@@ -459,20 +497,23 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         located: Located,
         reference: LogProbScorer | None = None,
         kept: Kept | None = None,
+        routing: Tensor | None = None,
+        ref_routing: Tensor | None = None,
         *,
         return_kept: bool = False,
     ) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         self.compare_sampler()
-        options = self._requested | _replayed(kept) | ({"return_kept": True} if return_kept else {})
+        options = self._requested | _given(kept=kept, routing=routing, ref_routing=ref_routing)
+        options |= {"return_kept": True} if return_kept else {}
         return _in_place(located, self.scorer.evaluate(located.tokens, located.mask, reference=reference, **options))
 
-    def begin(self, located: Located, kept: Kept | None = None) -> Callable[[], Scores]:
+    def begin(self, located: Located, kept: Kept | None = None, routing: Tensor | None = None) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
         begin = getattr(self.scorer, "begin", None)
-        if begin is None:
-            return partial(self.evaluate, located, None, kept)
-        finish = begin(located.tokens, located.mask, **self._requested, **_replayed(kept))
+        if begin is None or routing is not None:
+            return partial(self.evaluate, located, None, kept, routing)
+        finish = begin(located.tokens, located.mask, **self._requested, **_given(kept=kept))
         return lambda: _in_place(located, finish())
 
     @property
@@ -480,6 +521,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         extras: dict[str, Any] = {} if self.moments_key is None else {"moments": True}
         if self.top_k:
             extras["top_k"] = self.top_k
+        if self.record_routing:
+            extras["record_routing"] = True
         return {"entropy": self.entropy_key is not None, "grad": not self.detach, "remember": in_env(self)} | extras
 
     def tokenises_like(self, other: RetrieveLogProb) -> bool:
@@ -523,6 +566,19 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     def _scored_model(self) -> Any:
         return self.model if hasattr(self, "model") else collector_policy(self)
 
+    @property
+    def _routers(self) -> Routers:
+        """The routers whose choices are recorded."""
+        model = getattr(self, "model", None)
+        module = unwrap(model) if is_wrapper(model) else model
+        if not isinstance(module, nn.Module):
+            found = "'from_collector'" if model is None else type(model).__name__
+            raise ValueError(
+                f"record_routing=True declares the layers and experts of the record, and reads them from a model in this "
+                f"process: pass a transformers model or a wrapper of one, got {found}."
+            )
+        return Routers.of(module)
+
     def _interface(self) -> ModelInterface:
         return super()._interface().with_history_key(self._history_key)
 
@@ -542,8 +598,8 @@ def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
     return next(iter([*here, *there]), None)
 
 
-def _replayed(kept: Kept | None) -> dict[str, Any]:
-    return {} if kept is None else {"kept": kept}
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _in_place(located: Located, scores: Scores) -> Scores:

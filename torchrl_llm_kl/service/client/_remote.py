@@ -240,6 +240,8 @@ class RemoteScorer:
         reference: Any = None,
         direction: str = "reverse",
         kept: Kept | None = None,
+        routing: Any = None,
+        record_routing: bool = False,
         grad: bool = False,
         remember: bool = False,
     ) -> Scores:
@@ -250,12 +252,17 @@ class RemoteScorer:
         request.
 
         Raises:
-            ValueError: for gradients, an exact KL and moments, which need the model in this process; for a ``top_k`` of more
-                than 1024; and as the scorer does.
+            ValueError: for gradients, an exact KL, moments and routing (``routing``, ``record_routing``), which need the model
+                in this process; for a ``top_k`` of more than 1024; and as the scorer does.
             ServiceError: if the service does not answer.
         """
         if reference is not None:
             raise _local_only("an exact KL")
+        if routing is not None or record_routing:
+            raise ValueError(
+                "routing is recorded and replayed by a model in this process, and this one is behind a service: score it with "
+                "its own routing (routing_key=None), or a local model."
+            )
         options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "kept": kept, "grad": grad}
         return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
 

@@ -1,0 +1,409 @@
+"""Routing of a mixture of experts: recorded, and replayed in later forwards.
+
+A router computes logits over experts, chooses the best ``k`` and weighs them. A replay fixes the choice alone: hooks on the
+routers, present while a forward runs, exchange the chosen experts and compute their weights from the router's own logits, as
+its family does, so that routers get gradients. The hooks find the experts of the forward under way in a context variable;
+recomputed checkpoints enter that context again.
+
+Shapes: ``N`` tokens of a call, ``n`` of a forward, ``L`` layers with a router, ``k`` experts of a token, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchrl_llm_kl._numerics import is_dtensor
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._attention import CHECKPOINTS, Swap, saving, swapped
+from torchrl_llm_kl.scoring._model import compiled_call, locked, text_config
+from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
+
+#: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
+RoutedExperts = Ragged | Tensor | Sequence[Any]
+
+# ---------------------------------------------------------------------- the weights of chosen experts, by family
+
+#: ``(router, logits [n, E], ids [n, k]) -> weights [n, k]``, with the operators and dtypes of transformers' router.
+Weights = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def _mixtral(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    top = F.softmax(logits.float(), dim=-1).gather(-1, ids)
+    return top / top.sum(-1, keepdim=True)
+
+
+def _qwen3_moe(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    top = F.softmax(logits, dim=-1, dtype=torch.float).gather(-1, ids)
+    if router.norm_topk_prob:
+        top = top / top.sum(-1, keepdim=True)
+    return top.to(logits.dtype)
+
+
+def _gpt_oss(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    top = logits.gather(-1, ids)
+    return F.softmax(top, dim=-1, dtype=top.dtype)
+
+
+def _deepseek_v3(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    # The bias of the scores, and the limit to a few groups, are for the choice alone.
+    top = logits.sigmoid().gather(-1, ids)
+    if router.norm_topk_prob:
+        top = top / (top.sum(-1, keepdim=True) + 1e-20)
+    return cast(Tensor, top * router.routed_scaling_factor)
+
+
+_FAMILIES: Mapping[str, Weights] = {
+    "transformers.models.mixtral.modeling_mixtral.MixtralTopKRouter": _mixtral,
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter": _qwen3_moe,
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssTopKRouter": _gpt_oss,
+    "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter": _deepseek_v3,
+}
+_KNOWN = "Mixtral, Qwen3-MoE, GPT-OSS and DeepSeek-V3 of transformers"
+
+
+def _weights_of(module: nn.Module) -> Weights | None:
+    """The weights of a router of a known family; None for any other module. FSDP2 derives a class of its own."""
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
+
+
+def _gathers_weights(model: nn.Module) -> bool:
+    """Whether each rank computes with whole weights: DDP, FSDP, and FSDP2 over one dimension of ranks."""
+    meshes = [cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)]
+    deepspeed = any(hasattr(p, name) for p in model.parameters() for name in ("ds_process_group", "_dp_group"))
+    sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
+    return sharded and not deepspeed and all(mesh.ndim == 1 for mesh in meshes)
+
+
+# ---------------------------------------------------------------------- the routers of a model
+
+
+@dataclass(frozen=True, eq=False)
+class Routers:
+    """The routers of a model, in the order of its layers."""
+
+    model: nn.Module
+    modules: tuple[nn.Module, ...]
+    weights: tuple[Weights, ...]
+    layers: tuple[int, ...]  # the decoder layer of each
+    num_layers: int  # decoder layers, with and without a router
+    k: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Routers:
+        """The routers; a ValueError if the model has none, or some whose choice cannot be replaced."""
+        named = {name: module for name, module in model.named_modules() if _weights_of(module) is not None}
+        name = type(unwrapped(model)).__name__
+        if not named:
+            kinds = sorted(
+                {type(m).__name__ for m in model.modules() if re.search(r"Router|Experts|MoE", type(m).__name__)}
+            )
+            if kinds:
+                raise ValueError(
+                    f"routing of {name} cannot be recorded or replayed: how {', '.join(kinds)} weigh experts is not known "
+                    f"here. Known are {_KNOWN}; score the model with its own routing."
+                )
+            raise ValueError(
+                f"{name} is dense: it has no router whose choice could be recorded or replayed. Score it with its own routing: "
+                "leave out routing=, routing_key= and the entry of the data."
+            )
+        if Ranks([model]).groups and not _gathers_weights(model):
+            raise ValueError(
+                f"{name} is tensor parallel, sharded over several dimensions of ranks or wrapped by DeepSpeed, for which a "
+                "replay of its routing was not tested: score it with its own routing, or use DDP, FSDP or FSDP2."
+            )
+        if any(compiled_call(module) for module in model.modules()):
+            raise ValueError(
+                f"{name} has compiled parts, whose graphs hold their own routing: record or replay with the model before "
+                "torch.compile."
+            )
+        modules: list[Any] = list(named.values())
+        layers = [int(found[-1]) for found in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
+        sizes = {(module.top_k, module.num_experts) for module in modules}
+        assert len(sizes) == 1, "one configuration for all layers"
+        ((k, num_experts),) = sizes
+        num_layers = text_config(model).num_hidden_layers
+        weights = [cast(Weights, _weights_of(module)) for module in modules]
+        return cls(model, tuple(modules), tuple(weights), tuple(layers), num_layers, k, num_experts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds the ids of experts and -1."""
+        return torch.int8 if self.num_experts <= 128 else torch.int16
+
+    def empty(self, count: int) -> Tensor:
+        """A record of ``count`` tokens that chose no experts."""
+        return torch.full((count, len(self.modules), self.k), -1, dtype=self.dtype)
+
+    def read(self, routing: RoutedExperts, request: Request) -> Tensor:
+        """The experts of each token as ``[N, L, k]``, -1 where the router chooses; a ValueError if they are not this model's.
+
+        Layers without a router may have a place in the record, which is ignored.
+        """
+        record = flat_record(routing, request.tokens)
+        name, layers, slots = type(unwrapped(self.model)).__name__, *record.shape[1:]
+        if slots != self.k:
+            raise ValueError(f"the record has {slots} experts for each token and layer, and {name} chooses {self.k}.")
+        if layers == self.num_layers:
+            record = record[:, list(self.layers)]
+        elif layers != len(self.layers):
+            counts = sorted({len(self.layers), self.num_layers})
+            raise ValueError(
+                f"the record has {layers} layers, and {name} has {' or '.join(map(str, counts))}: expected one for each layer "
+                "with a router, or one for each layer."
+            )
+        tokens = request.tokens
+        forwarded = tokens.positions < request.forward_lengths[tokens.sequence_ids]
+        self._check(record, forwarded, request)
+        record = torch.where(forwarded[:, None, None], record, -1)
+        return record.clamp_(min=-1).to(self.dtype)
+
+    def _check(self, record: Tensor, forwarded: Tensor, request: Request) -> None:
+        missing = record < 0
+        twice = torch.zeros(record.shape[:2], dtype=torch.bool)
+        for shift in range(1, self.k):
+            twice |= (record[..., shift:] == record[..., :-shift]).any(-1)
+        problems = {
+            f"an expert of {self.num_experts}, 0 to {self.num_experts - 1}": (record >= self.num_experts).any(-1),
+            "either all experts of a token or, as -1, none": missing.any(-1) & ~missing.all(-1),
+            f"{self.k} different experts; where nothing was recorded, -1 says so": twice & ~missing.any(-1),
+        }
+        for expected, found in problems.items():
+            bad = (found & forwarded[:, None]).nonzero()
+            if len(bad):
+                element, place = bad[0].tolist()
+                raise ValueError(
+                    f"the record has experts {record[element, place].tolist()} at {request.locate(element)}, layer "
+                    f"{self.layers[place]}: expected {expected}."
+                )
+
+
+def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
+    """Experts of any accepted form in the order of the tokens, -1 for a last token that has none; integers ``[N, *, *]``.
+
+    Example:
+        >>> tokens = Ragged.from_list([torch.tensor([5, 6]), torch.tensor([7])])
+        >>> flat_record([torch.tensor([[[3, 1]]]), torch.tensor([[[0, 2]]])], tokens).tolist()
+        [[[3, 1]], [[-1, -1]], [[0, 2]]]
+    """
+    count = tokens.values.shape[0]
+    if isinstance(routing, Tensor) and routing.is_nested:
+        routing = Ragged.from_nested(routing)
+    if isinstance(routing, Ragged):
+        routing = routing.to_list()
+    if isinstance(routing, Tensor):
+        values = routing.detach().cpu()
+        slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
+        if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
+            values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
+        if values.ndim != 3 or values.shape[0] != count:
+            raise ValueError(
+                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or rows of (tokens, "
+                "layers, experts) in the form of the token ids."
+            )
+        return _signed(values)
+    rows = [torch.as_tensor(row).detach().cpu() for row in routing]
+    lengths = tokens.lengths.tolist()
+    if len(rows) != len(lengths):
+        raise ValueError(f"the record has {len(rows)} sequences, the tokens have {len(lengths)}.")
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if row.ndim != 3 or row.shape[0] not in (length, length - 1):
+            raise ValueError(
+                f"the record of sequence {i} has shape {tuple(row.shape)}: expected ({length}, layers, experts), or "
+                f"{max(length - 1, 0)} rows if the last token was not forwarded."
+            )
+    joined = Ragged.from_list([_signed(row) for row in rows])
+    out = joined.values.new_full((count, *joined.values.shape[1:]), -1)
+    out[tokens.first(joined.lengths)] = joined.values
+    return out
+
+
+def _signed(values: Tensor) -> Tensor:
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"the record holds {values.dtype}: expected integers, the ids of experts.")
+    wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}
+    return values.to(wider.get(values.dtype, values.dtype))
+
+
+def tell_apart(values: Tensor, *records: Tensor | None) -> Tensor:
+    """Ids that are equal where the tokens ``[N]`` and their experts are; int64 ``[N]``.
+
+    A tree of these shares a prefix only among sequences that route it alike.
+
+    Example:
+        >>> tell_apart(torch.tensor([7, 7, 7]), torch.tensor([[[0]], [[1]], [[0]]])).tolist()
+        [0, 1, 0]
+    """
+    given = [each.flatten(1) for each in records if each is not None]
+    if not given or not values.numel():
+        return values
+    columns = [values.unsqueeze(1), *given]
+    parts = [np.ascontiguousarray(column.numpy()).view(np.uint8) for column in columns]
+    raw = np.ascontiguousarray(np.concatenate(parts, 1))
+    whole = raw.view(np.dtype((np.void, raw.shape[1]))).reshape(-1)
+    return torch.from_numpy(np.unique(whole, return_inverse=True)[1].reshape(-1)).long()
+
+
+# ---------------------------------------------------------------------- a call, and its forwards
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What a call does with the routing of one model."""
+
+    routers: Routers
+    record: (
+        Tensor | None
+    )  # the experts to replay, -1 where the router chooses; None to replay nothing; [N, L, k], on the CPU
+    records: bool = False  # whether the call returns what was chosen
+
+    def rows(self, elements: Tensor) -> Tensor | None:
+        """The experts of tokens ``[n]``, of which -1 is padding; ``[n, L, k]``."""
+        if self.record is None:
+            return None
+        return torch.where(elements[:, None, None] < 0, -1, self.record[elements.clamp(min=0)])
+
+
+@dataclass(eq=False)
+class RoutedForward:
+    """One forward, and what its routers chose."""
+
+    routers: Routers
+    rows: Tensor | None  # [n, L, k], on the device of the forward
+    chosen: dict[int, Tensor] | None = None  # by place among the routers, [n, k]; None if not recorded
+    called: set[int] = field(default_factory=set)
+    saving: tuple[bool, Any] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
+
+    @classmethod
+    def of(cls, routing: Routing, rows: Tensor | None) -> RoutedForward:
+        """A forward of a call, which replays ``rows``."""
+        return cls(routing.routers, rows, {} if routing.records else None)
+
+    def experts(self) -> Tensor:
+        """What was chosen, in the dtype of a record; ``[n, L, k]``, on the CPU."""
+        assert self.chosen is not None
+        found = [self.chosen[place] for place in range(len(self.routers.modules))]
+        return torch.stack(found, 1).to(self.routers.dtype).cpu()
+
+    def check_complete(self) -> None:
+        """Raise a ValueError if a router was not called, as by a kernel that replaces the whole block."""
+        missing = set(range(len(self.routers.modules))) - self.called
+        if missing:
+            place = min(missing)
+            raise ValueError(
+                f"{type(self.routers.modules[place]).__name__} of layer {self.routers.layers[place]} was not called, so its "
+                "choice was neither recorded nor replaced: another kernel computes its block. Load the model without kernels."
+            )
+
+    def check_saving(self) -> None:
+        """Raise a ValueError inside a checkpoint whose recomputation would route otherwise."""
+        if saving() != self.saving:
+            raise ValueError(
+                "layers run in a checkpoint in their own code or of another library, whose recomputation would not replay the "
+                "record: use transformers' checkpointing or torch's checkpoint_wrapper."
+            )
+
+    def route(self, place: int, router: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The output of a router with the recorded experts in place of its choice."""
+        self.check_saving()
+        logits, scores, ids = output
+        self.called.add(place)
+        replaced = None
+        if self.rows is not None:
+            if self.rows.shape[0] != ids.shape[0]:
+                raise ValueError(
+                    f"a router of {type(unwrapped(self.routers.model)).__name__} got {ids.shape[0]} tokens in a forward of "
+                    f"{self.rows.shape[0]}: virtual tokens of a prompt, or tokens of other ranks, are not in the record."
+                )
+            weigh = self.routers.weights[place]
+            _prove(router, weigh, logits, scores, ids)
+            rows = self.rows[:, place].long()
+            ids = torch.where(rows < 0, ids, rows)
+            replaced = logits, weigh(router, logits, ids), ids
+        if self.chosen is not None:
+            self.chosen[place] = ids.detach()
+        return replaced
+
+
+_PROVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def _prove(router: nn.Module, weigh: Weights, logits: Tensor, scores: Tensor, ids: Tensor) -> None:
+    """Raise a ValueError, once for each router, if it weighs its own choice otherwise than its family here does."""
+    if router in _PROVEN:
+        return
+    if not torch.allclose(weigh(router, logits, ids), scores, rtol=1e-3, atol=1e-5):
+        raise ValueError(
+            f"{type(router).__name__} does not weigh experts as in transformers 5.23, or was changed by a hook: a replay would "
+            "compute other weights. Score the model with its own routing."
+        )
+    _PROVEN.add(router)
+
+
+_ACTIVE: ContextVar[RoutedForward | None] = ContextVar("torchrl_llm_kl_routing", default=None)
+
+
+@contextmanager
+def routed(forward: RoutedForward | None) -> Iterator[None]:
+    """Context: the forward of this thread records and replays its routing, also where checkpoints recompute it."""
+    if forward is None:
+        yield
+        return
+    routers = forward.routers
+    swaps: list[Swap] = []
+    for module in routers.model.modules():
+        for name in CHECKPOINTS:
+            if name in module.__dict__:
+                function = module.__dict__[name]
+                swaps.append((module, name, function, partial(_checkpoint, function, forward)))
+    with ExitStack() as stack:
+        stack.enter_context(swapped(swaps))
+        for place, router in enumerate(routers.modules):
+            handle = router.register_forward_hook(partial(_hook, forward, place))
+            stack.callback(handle.remove)
+        stack.callback(_ACTIVE.reset, _ACTIVE.set(forward))
+        forward.saving = saving()
+        yield
+
+
+def _hook(forward: RoutedForward, place: int, router: nn.Module, _: Any, output: Any) -> Any:
+    # Another thread may run the model meanwhile.
+    return forward.route(place, router, output) if _ACTIVE.get() is forward else None
+
+
+def _checkpoint(
+    function: Callable[..., Any], forward: RoutedForward, run: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """``function(run, ...)``, a checkpoint; its recomputation routes as ``run`` does in the forward."""
+    first = True
+
+    def bound(*inputs: Any, **named: Any) -> Any:
+        nonlocal first
+        if not first:
+            again = replace(forward, chosen=None, called=set())
+            with locked(forward.routers.model), routed(again):
+                return run(*inputs, **named)
+        first, before = False, forward.saving
+        forward.saving = saving()
+        try:
+            return run(*inputs, **named)
+        finally:
+            forward.saving = before
+
+    forward.check_saving()
+    return function(bound, *args, **options)
