@@ -221,6 +221,9 @@ def stale_by(steps: int) -> Callable[[str, int], Seeded]:
         model, rollout = clean(family, seed)
         return rollout.batch(), {"policy": trained(model, rollout, steps, seed)}
 
+    fault.__doc__ = (
+        f"The policy has made {steps} step{'s' * (steps > 1)} of AdamW, at 0.001, since the sampler got its weights."
+    )
     return fault
 
 

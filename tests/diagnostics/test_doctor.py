@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
+import toy_rollouts
 from torchrl_llm_kl import Doctor, LogProbScorer, RetrieveLogProb, diagnose
 from torchrl_llm_kl.diagnostics import DiagnosisWarning, read_columns
 
@@ -260,6 +261,24 @@ def test_findings_are_sorted() -> None:
 
 
 # ------------------------------------------------------------------ the transform
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_in_a_chat_env(pad_output: bool) -> None:
+    """Two turns of two conversations, whose log-probs are the wrapper's: of the model at temperature 1."""
+    tokenizer = toy_rollouts.make_tokenizer()
+    model = toy_rollouts.make_model(tokenizer, seed=0)
+    policy = toy_rollouts.make_policy(model, tokenizer, pad_output=pad_output)
+    seen: list[Any] = []
+    doctor = Doctor(policy=policy, tokenizer=tokenizer, scope="turn", log=seen.append)
+    data = toy_rollouts.collect(tokenizer, policy, doctor, turns=2)
+    assert len(seen) == 2
+    assert all(each.measures["mask/sequences"] == 2 for each in seen)
+    whole = diagnose(data, policy=policy, scope="turn")
+    assert whole.measures["mask/sequences"] == 4
+    assert whole.measures["mask/tokens"] == sum(each.measures["mask/tokens"] for each in seen)
+    assert whole.measures["mismatch/rms"] < 1e-4
+    assert whole.faults == ()
 
 
 def test_every_third_batch() -> None:
