@@ -154,7 +154,7 @@ def test_adapters_off_are_a_reference_of_their_own() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     policy = peft.get_peft_model(make_model("llama", 0), config).eval()
     td = sample(policy, rollout.prompts[:8], 0, answers=1).batch()
-    given = {"policy": policy, "reference": LogProbScorer(policy, adapters=False)}
+    given: dict[str, Any] = {"policy": policy, "reference": LogProbScorer(policy, adapters=False)}
     assert diagnose(td, **given).faults == ()
     same = diagnose(td, policy=policy, reference=LogProbScorer(policy)).worst
     assert same is not None
@@ -170,7 +170,7 @@ def test_nothing_is_scored_that_the_batch_holds() -> None:
     td = RetrieveLogProb(model, entropy_key="entropy", sampler_log_probs_key=("sampler_log_probs", "full"))(
         td.set("next", td["next"])
     )
-    model.forward = None  # type: ignore[assignment, method-assign]
+    model.forward = None  # type: ignore[assignment]
     try:
         diagnosis = diagnose(td, policy=model)
     finally:
@@ -228,6 +228,22 @@ def test_prompts_from_the_history() -> None:
     worst = diagnose(td, tokenizer=bare, **given).worst
     assert worst is not None
     assert (worst.cause, worst.evidence["sampler_s_prompt"]) == ("chat_template", "Zephyr")
+
+
+def test_a_policy_that_has_moved_explains_nothing() -> None:
+    """The trainer's log-probs are of before its steps: they tell of top-p, the policy of now does not."""
+    model, rollout = clean("llama", 0)
+    cut = sample(model, rollout.prompts[::8], 0, top_p=0.9).batch()
+    old = sample(model, rollout.prompts[::8], 0, top_p=0.9, raw=True).batch()
+    cut["next", "log_probs", "full"] = old["log_probs", "full"]
+    before = diagnose(cut, policy=model).worst
+    assert before is not None
+    assert before.cause == "top_p"
+    moved = stale_by(10)("llama", 0)[1]["policy"]
+    after = diagnose(cut, policy=moved)
+    assert after.worst is not None
+    assert after.worst.cause == "other_sampling"
+    assert after.measures["drift/mean_abs"] > 0.1
 
 
 # ------------------------------------------------------------------ reports
