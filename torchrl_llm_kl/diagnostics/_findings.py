@@ -27,6 +27,8 @@ UNKNOWN_FLOOR = 4e-2
 SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
 #: Share of the squared difference that a cause must explain to be named, and at which the search ends.
 NAMED, CERTAIN = 0.6, 0.99
+#: KL per token, in nats, above which another prompt is more likely than older weights.
+LARGEST_DRIFT = 1.5
 #: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
 LEAST_GAIN = 6.0
 
@@ -223,7 +225,7 @@ def explain_mismatch(case: Case) -> list[Finding]:
     if not known.any() or float(whole.d.square().mean().sqrt()) <= case.floor:
         return []
     found, rest = _zeros(case, whole)
-    found += _zeros_of_trainer(case, whole)
+    found = _greedy(case, found) + _zeros_of_trainer(case, whole)
     rms = float(rest.d.square().mean().sqrt()) if rest.d.numel() else 0.0
     if rms <= case.floor:
         return found
@@ -276,6 +278,16 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
     confidence = 0.7 + 0.29 * max(0.0, explained)
     name = case.table.recorded[0] if case.table.recorded else ""
     return [finding("zeros", confidence, column=name, share=share, mean_place=first, explained=explained)], rest
+
+
+def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
+    """Zeros at all tokens, each of which is the most probable one: the log-probs of a greedy sampler."""
+    if not zeros or float(zeros[0].evidence["share"]) < 0.99 or case.rescorer is None:
+        return zeros
+    if case.rescorer.top().tightest().get("top_k") != 1:
+        return zeros
+    remedy = "The sampler is greedy: set do_sample=True, or a temperature above 0. A policy gradient needs samples."
+    return [finding("top_k", 0.97, remedy=remedy, top_k=1, **zeros[0].evidence)]
 
 
 def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
@@ -400,28 +412,24 @@ def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inne
     """Log-probs over what is left of top-k, top-p or min-p: the mass that was kept is read off the log-ratio."""
     rescorer = case.rescorer
     assert rescorer is not None
-    if rescorer.sampling.truncates:
-        return []
-    d = rest.d[here]
-    if float((d > case.floor).double().mean()) > 0.05:  # a truncated sampler's log-prob is never below
+    limit = max(
+        case.floor, 0.2
+    )  # a truncated sampler's log-prob is never below the whole distribution's, but for rounding
+    if not rescorer.sampling.truncates and float((rest.d[here] > limit).double().mean()) > 0.05:
         return []
     top = rescorer.top()
-    chosen = top.select(inner)
-    kept = d.clamp(max=0.0).exp()
+    d = (top.log_prob[inner] - rest.recorded[here]).clamp(max=20.0)
+    if float((d > limit).double().mean()) > 0.05:
+        return []
     out = []
-    for cause, value in chosen.settings(kept).items():
+    for cause, value in top.select(inner).candidates(d.clamp(max=0.0).exp()):
         mass = top.mass(cause, value)
         share = explained(top.log_prob - mass.log())
         if share > NAMED:
-            ratio = float(d.exp().mean())
-            evidence: dict[str, Any] = {
-                "explained": share,
-                cause: value,
-                "kept_mass": float(mass[inner].mean()),
-                "mean_ratio": ratio,
-            }
+            evidence: dict[str, Any] = {"explained": share, cause: value, "kept_mass": float(mass[inner].mean())}
+            evidence["mean_ratio"] = float(d.exp().mean())
             out.append(finding(cause, _confidence(share), **evidence))
-    return [max(out, key=lambda each: each.confidence)] if out else []
+    return [max(out, key=lambda each: float(each.evidence["explained"]))] if out else []
 
 
 def _template(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
@@ -545,7 +553,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     evidence["kl_of_weights"] = kl
     out = []
     # noise of the mean square over few tokens is well below a factor of 4
-    if concentration > 4 and int(first.sum()) >= 32:
+    if (concentration > 4 and int(first.sum()) >= 32) or kl > LARGEST_DRIFT:
         out.append(finding("chat_template", 0.65 * (1 - best), **evidence))
         best = max(best, out[0].confidence)
     # a distribution's mean ratio is 1, whatever its weights
