@@ -60,6 +60,14 @@ def test_zeros_of_a_cache() -> None:
     assert worst.evidence["share"] == pytest.approx(9 / 45)
 
 
+def test_zeros_of_the_trainer() -> None:
+    stored = log_probs()
+    stored[:3, 4:7] = 0
+    found = {each.cause: each for each in diagnose(batch(log_probs=stored, sampler_log_probs=log_probs())).findings}
+    assert found["zeros"].evidence["column"] == "old_log_prob"
+    assert found["zeros"].evidence["share"] == pytest.approx(9 / 48)
+
+
 def test_zeros_with_nothing_to_compare_with() -> None:
     stored = log_probs()
     stored[:3] = 0

@@ -287,16 +287,16 @@ def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
     if case.rescorer.top().tightest().get("top_k") != 1:
         return zeros
     remedy = "The sampler is greedy: set do_sample=True, or a temperature above 0. A policy gradient needs samples."
-    return [finding("top_k", 0.97, remedy=remedy, top_k=1, **zeros[0].evidence)]
+    evidence: dict[str, Any] = {"top_k": 1, **zeros[0].evidence}
+    return [finding("top_k", 0.97, remedy=remedy, **evidence)]
 
 
 def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
-    """Exact zeros of the trainer's stored log-probs."""
+    """Exact zeros of the trainer's stored log-probs; a policy that is scored here has none but of certain tokens."""
     zero = (whole.trainer == 0) & (whole.recorded < -0.1)
-    if int(zero.sum()) < 3:
+    if case.table.trainer is None or case.table.trainer[0] == "log_prob" or int(zero.sum()) < 3:
         return []
-    name = case.table.trainer[0] if case.table.trainer else ""
-    return [finding("zeros", 0.9, column=name, share=float(zero.double().mean()))]
+    return [finding("zeros", 0.9, column=case.table.trainer[0], share=float(zero.double().mean()))]
 
 
 def _off_by_one(rest: Difference) -> list[Finding]:
