@@ -95,7 +95,7 @@ def make_prompts(number: int, seed: int, template: str = CHATML) -> list[Tensor]
 
 @torch.no_grad()
 def sample(
-    model: nn.Module,
+    model: Any,
     prompts: Sequence[Tensor],
     seed: int,
     *,
@@ -221,6 +221,9 @@ def stale_by(steps: int) -> Callable[[str, int], Seeded]:
         model, rollout = clean(family, seed)
         return rollout.batch(), {"policy": trained(model, rollout, steps, seed)}
 
+    fault.__doc__ = (
+        f"The policy has made {steps} step{'s' * (steps > 1)} of AdamW, at 0.001, since the sampler got its weights."
+    )
     return fault
 
 
@@ -317,7 +320,7 @@ def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
     """Batches of 4 prompts and 8 answers each, sampled as they are scored, with a reference of other weights."""
     sampling = SETTINGS[FAMILIES.index(family)]
     model, reference = make_model(family, seed), make_model(family, seed + 1000)
-    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     rollout = sample(model, make_prompts(4 * number, seed), seed, **settings)
     for i in range(number):
         given = {"policy": model, "reference": reference, "sampling": sampling}

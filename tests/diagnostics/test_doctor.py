@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
+import toy_rollouts
 from torchrl_llm_kl import Doctor, LogProbScorer, RetrieveLogProb, diagnose
 from torchrl_llm_kl.diagnostics import DiagnosisWarning, read_columns
 
@@ -57,6 +58,14 @@ def test_zeros_of_a_cache() -> None:
     assert (worst.cause, worst.evidence["column"]) == ("zeros", "sampler_log_prob")
     # the first zero of each answer is torchrl's own, for a token that was never scored: 9 of 45 are left
     assert worst.evidence["share"] == pytest.approx(9 / 45)
+
+
+def test_zeros_of_the_trainer() -> None:
+    stored = log_probs()
+    stored[:3, 4:7] = 0
+    found = {each.cause: each for each in diagnose(batch(log_probs=stored, sampler_log_probs=log_probs())).findings}
+    assert found["zeros"].evidence["column"] == "old_log_prob"
+    assert found["zeros"].evidence["share"] == pytest.approx(9 / 48)
 
 
 def test_zeros_with_nothing_to_compare_with() -> None:
@@ -153,7 +162,7 @@ def test_adapters_off_are_a_reference_of_their_own() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     policy = peft.get_peft_model(make_model("llama", 0), config).eval()
     td = sample(policy, rollout.prompts[:8], 0, answers=1).batch()
-    given = {"policy": policy, "reference": LogProbScorer(policy, adapters=False)}
+    given: dict[str, Any] = {"policy": policy, "reference": LogProbScorer(policy, adapters=False)}
     assert diagnose(td, **given).faults == ()
     same = diagnose(td, policy=policy, reference=LogProbScorer(policy)).worst
     assert same is not None
@@ -169,7 +178,7 @@ def test_nothing_is_scored_that_the_batch_holds() -> None:
     td = RetrieveLogProb(model, entropy_key="entropy", sampler_log_probs_key=("sampler_log_probs", "full"))(
         td.set("next", td["next"])
     )
-    model.forward = None  # type: ignore[assignment, method-assign]
+    model.forward = None  # type: ignore[assignment]
     try:
         diagnosis = diagnose(td, policy=model)
     finally:
@@ -229,6 +238,22 @@ def test_prompts_from_the_history() -> None:
     assert (worst.cause, worst.evidence["sampler_s_prompt"]) == ("chat_template", "Zephyr")
 
 
+def test_a_policy_that_has_moved_explains_nothing() -> None:
+    """The trainer's log-probs are of before its steps: they tell of top-p, the policy of now does not."""
+    model, rollout = clean("llama", 0)
+    cut = sample(model, rollout.prompts[::8], 0, top_p=0.9).batch()
+    old = sample(model, rollout.prompts[::8], 0, top_p=0.9, raw=True).batch()
+    cut["next", "log_probs", "full"] = old["log_probs", "full"]
+    before = diagnose(cut, policy=model).worst
+    assert before is not None
+    assert before.cause == "top_p"
+    moved = stale_by(10)("llama", 0)[1]["policy"]
+    after = diagnose(cut, policy=moved)
+    assert after.worst is not None
+    assert after.worst.cause == "other_sampling"
+    assert after.measures["drift/mean_abs"] > 0.1
+
+
 # ------------------------------------------------------------------ reports
 
 
@@ -260,6 +285,24 @@ def test_findings_are_sorted() -> None:
 
 
 # ------------------------------------------------------------------ the transform
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_in_a_chat_env(pad_output: bool) -> None:
+    """Two turns of two conversations, whose log-probs are the wrapper's: of the model at temperature 1."""
+    tokenizer = toy_rollouts.make_tokenizer()
+    model = toy_rollouts.make_model(tokenizer, seed=0)
+    policy = toy_rollouts.make_policy(model, tokenizer, pad_output=pad_output)
+    seen: list[Any] = []
+    doctor = Doctor(policy=policy, tokenizer=tokenizer, scope="turn", log=seen.append)
+    data = toy_rollouts.collect(tokenizer, policy, doctor, turns=2)
+    assert len(seen) == 2
+    assert all(each.measures["mask/sequences"] == 2 for each in seen)
+    whole = diagnose(data, policy=policy, scope="turn")
+    assert whole.measures["mask/sequences"] == 4
+    assert whole.measures["mask/tokens"] == sum(each.measures["mask/tokens"] for each in seen)
+    assert whole.measures["mismatch/rms"] < 1e-4
+    assert whole.faults == ()
 
 
 def test_every_third_batch() -> None:

@@ -5,10 +5,24 @@ Thresholds were chosen on seeds from 100 on; these tests and the table of ``docs
 
 from __future__ import annotations
 
-import pytest
-from seeded import FAMILIES, FAULTS, clean_batches, make_tokenizer
+import copy
+from dataclasses import replace
+from typing import Any
 
-from torchrl_llm_kl import diagnose
+import pytest
+from seeded import (
+    FAMILIES,
+    FAULTS,
+    Seeded,
+    clean_batches,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    sample,
+)
+
+from torchrl_llm_kl import Sampling, diagnose
+from toy_tokenizer import CHATML
 
 #: One way to seed each of the twelve faults.
 TWELVE = [name for name in FAULTS if "raw log-probs" not in name.partition(",")[2]]
@@ -71,6 +85,42 @@ def test_no_alarm_in_many_clean_batches(family: str) -> None:
     for batch, given in batches:
         diagnosis = diagnose(batch, tokenizer=make_tokenizer(), **given)
         assert diagnosis.faults == (), diagnosis
+
+
+def rollout(temperature: float = 1.0, *, precise: bool = True, template: str = CHATML, **settings: Any) -> Seeded:
+    """A policy of one family, and what it samples in its own precision or in bfloat16."""
+    model = make_model("llama", 0)
+    sampler = model if precise else copy.deepcopy(model).bfloat16()
+    found = sample(sampler, make_prompts(12, 0, template), 0, temperature=temperature, **settings)
+    prompts = [p for p in make_prompts(12, 0) for _ in range(8)]
+    return replace(found, prompts=prompts).batch(), {"policy": model}
+
+
+UNKNOWN = "{% for m in messages %}{{ '@@' + m['role'] + '@@ ' + m['content'] + ' %% ' }}{% endfor %}{{ '@@bot@@ ' }}"
+#: How it is sampled, how it is scored, and what is found, the most certain first.
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "min-p": ({"min_p": 0.1}, {}, ["min_p"]),
+    "greedy": ({"top_k": 1}, {}, ["top_k"]),
+    "another top-p": ({"top_p": 0.95}, {"sampling": Sampling(top_p=0.9)}, ["top_p"]),
+    "raw log-probs of a temperature and top-p": (
+        {"temperature": 0.7, "top_p": 0.9, "raw": True}, {"temperature": 0.7}, ["raw_log_probs", "top_p"]
+    ),
+    "a temperature that is not sampled": ({}, {"temperature": 0.7}, ["wrong_temperature"]),
+    "a truncation that is not sampled": ({}, {"sampling": Sampling(top_p=0.8)}, ["scored_truncation", "other_sampling"]),
+    "top-k in bfloat16": ({"top_k": 10, "precise": False}, {}, ["top_k"]),
+    "a temperature in bfloat16": ({"temperature": 0.8, "precise": False}, {}, ["wrong_temperature"]),
+    "a template that is not known": ({"template": UNKNOWN}, {}, ["chat_template"]),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::torchrl_llm_kl.SamplerMismatchWarning")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_faults_and_two_at_once(name: str) -> None:
+    sampled, scored, causes = OTHERS[name]
+    batch, given = rollout(**sampled)
+    diagnosis = diagnose(batch, tokenizer=make_tokenizer(), **given, **scored)
+    assert [each.cause for each in diagnosis.faults] == causes, diagnosis
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_the_stored_log_probs_are_the_sampler_s_if_there_are_no_others() -> None
 
 def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "losses")
-    from peers import sampled, verl  # type: ignore[import-not-found]
+    from peers import sampled, verl
 
     helper = verl(monkeypatch)
     names = {"training_log_ppl": "trainer_log_ppl", "rollout_log_ppl": "sampler_log_ppl", "training_ppl": "trainer_ppl"}

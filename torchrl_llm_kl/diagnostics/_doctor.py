@@ -261,7 +261,7 @@ def _ends(tokenizer: Any) -> list[int] | None:
     """Ids that end an answer, as far as the tokenizer knows."""
     found = getattr(tokenizer, "eos_token_id", None)
     known = found if isinstance(found, list) else [found] if isinstance(found, int) else []
-    names = getattr(tokenizer, "get_vocab", dict)()
+    names: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     known += [names[name] for name in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>") if name in names]
     return known or None
 

@@ -27,6 +27,8 @@ UNKNOWN_FLOOR = 4e-2
 SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
 #: Share of the squared difference that a cause must explain to be named, and at which the search ends.
 NAMED, CERTAIN = 0.6, 0.99
+#: KL per token, in nats, above which another prompt is more likely than older weights.
+LARGEST_DRIFT = 1.5
 #: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
 LEAST_GAIN = 6.0
 
@@ -45,6 +47,7 @@ class Case:
         tokenizer: or None.
         conversations: the messages of each prompt, or None.
         unread: error texts of columns that fit no token, by name.
+        moved: whether the policy is found to be another than that of the trainer's log-probs.
     """
 
     columns: TokenColumns
@@ -56,6 +59,7 @@ class Case:
     tokenizer: Any = None
     conversations: list[Any] | None = None
     unread: Mapping[str, str] = field(default_factory=dict)
+    moved: bool = False
 
     @property
     def floor(self) -> float:
@@ -125,13 +129,14 @@ def reference_faults(case: Case) -> list[Finding]:
     known = policy.isfinite() & reference.isfinite()
     if not bool(known.any()) or not torch.equal(policy[known], reference[known]):
         return []
-    evidence: dict[str, float | str] = {"kl/k1": 0.0, "tokens": float(known.sum())}
+    evidence: dict[str, Any] = {"kl/k1": 0.0, "tokens": float(known.sum())}
     share = shared_weights(case.policy, case.reference)
     if share > 0:
         return [finding("reference_is_policy", 0.99 * share, shared_weights=share, **evidence)]
     drift = case.measures.get("drift/max_abs", 0.0)
     if drift > 0:
-        return [finding("reference_is_policy", 0.9, **evidence, **{"drift/max_abs": drift})]
+        evidence["drift/max_abs"] = drift
+        return [finding("reference_is_policy", 0.9, **evidence)]
     return [finding("zero_kl", 0.3, "note", **evidence)]
 
 
@@ -156,7 +161,8 @@ def notes(case: Case) -> list[Finding]:
     def note(cause: str, name: str, limit: float) -> None:
         share = m.get(name, 0.0)
         if share > limit:
-            out.append(finding(cause, min(0.95, 0.5 + share / 2), "note", **{name: share}))
+            evidence: dict[str, Any] = {name: share}
+            out.append(finding(cause, min(0.95, 0.5 + share / 2), "note", **evidence))
 
     if m.get("answers/at_limit", 0.0) > 0.3:  # many answers of exactly the longest length
         note("truncated_answers", "answers/truncated", 0.5)
@@ -219,7 +225,7 @@ def explain_mismatch(case: Case) -> list[Finding]:
     if not known.any() or float(whole.d.square().mean().sqrt()) <= case.floor:
         return []
     found, rest = _zeros(case, whole)
-    found += _zeros_of_trainer(case, whole)
+    found = _greedy(case, found) + _zeros_of_trainer(case, whole)
     rms = float(rest.d.square().mean().sqrt()) if rest.d.numel() else 0.0
     if rms <= case.floor:
         return found
@@ -274,13 +280,23 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
     return [finding("zeros", confidence, column=name, share=share, mean_place=first, explained=explained)], rest
 
 
+def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
+    """Zeros at all tokens, each of which is the most probable one: the log-probs of a greedy sampler."""
+    if not zeros or float(zeros[0].evidence["share"]) < 0.99 or case.rescorer is None:
+        return zeros
+    if case.rescorer.top().tightest().get("top_k") != 1:
+        return zeros
+    remedy = "The sampler is greedy: set do_sample=True, or a temperature above 0. A policy gradient needs samples."
+    evidence: dict[str, Any] = {"top_k": 1, **zeros[0].evidence}
+    return [finding("top_k", 0.97, remedy=remedy, **evidence)]
+
+
 def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
-    """Exact zeros of the trainer's stored log-probs."""
+    """Exact zeros of the trainer's stored log-probs; a policy that is scored here has none but of certain tokens."""
     zero = (whole.trainer == 0) & (whole.recorded < -0.1)
-    if int(zero.sum()) < 3:
+    if case.table.trainer is None or case.table.trainer[0] == "log_prob" or int(zero.sum()) < 3:
         return []
-    name = case.table.trainer[0] if case.table.trainer else ""
-    return [finding("zeros", 0.9, column=name, share=float(zero.double().mean()))]
+    return [finding("zeros", 0.9, column=case.table.trainer[0], share=float(zero.double().mean()))]
 
 
 def _off_by_one(rest: Difference) -> list[Finding]:
@@ -331,6 +347,11 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
     inner = picked[rescorer.picked]
     if int(here.sum()) < 8:
         return []
+    if not rescorer.sampling.truncates:
+        drift = rescorer.log_prob[inner] - rest.trainer[here]
+        case.moved = float(drift.square().mean().sqrt()) > case.floor
+        if case.moved:  # what it says now is not what the trainer's log-probs were
+            return []
     out: list[Finding] = []
 
     def explained(predicted: Tensor) -> float:
@@ -371,7 +392,7 @@ def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tens
             own_raw, own_entropy = rescorer.at(scored.temperature)
             as_scored = clustered_mean(-own_raw - own_entropy, rows)
             gain = float((raw - own_raw).sum())  # log-likelihood of the tokens at temperature 1
-            evidence: dict[str, float | str] = {
+            evidence: dict[str, Any] = {
                 "explained": share, "temperature_of_log_probs": 1.0, "temperature_scored": scored.temperature,
                 "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_at_1": at_one.value, "z_at_1": at_one.z,
             }  # fmt: skip
@@ -391,23 +412,24 @@ def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inne
     """Log-probs over what is left of top-k, top-p or min-p: the mass that was kept is read off the log-ratio."""
     rescorer = case.rescorer
     assert rescorer is not None
-    if rescorer.sampling.truncates:
-        return []
-    d = rest.d[here]
-    if float((d > case.floor).double().mean()) > 0.05:  # a truncated sampler's log-prob is never below
+    limit = max(
+        case.floor, 0.2
+    )  # a truncated sampler's log-prob is never below the whole distribution's, but for rounding
+    if not rescorer.sampling.truncates and float((rest.d[here] > limit).double().mean()) > 0.05:
         return []
     top = rescorer.top()
-    chosen = top.select(inner)
-    kept = d.clamp(max=0.0).exp()
+    d = (top.log_prob[inner] - rest.recorded[here]).clamp(max=20.0)
+    if float((d > limit).double().mean()) > 0.05:
+        return []
     out = []
-    for cause, value in chosen.settings(kept).items():
+    for cause, value in top.select(inner).candidates(d.clamp(max=0.0).exp()):
         mass = top.mass(cause, value)
         share = explained(top.log_prob - mass.log())
         if share > NAMED:
-            ratio = float(d.exp().mean())
-            evidence = {"explained": share, cause: value, "kept_mass": float(mass[inner].mean()), "mean_ratio": ratio}
+            evidence: dict[str, Any] = {"explained": share, cause: value, "kept_mass": float(mass[inner].mean())}
+            evidence["mean_ratio"] = float(d.exp().mean())
             out.append(finding(cause, _confidence(share), **evidence))
-    return [max(out, key=lambda each: each.confidence)] if out else []
+    return [max(out, key=lambda each: float(each.evidence["explained"]))] if out else []
 
 
 def _template(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
@@ -442,7 +464,7 @@ def _temperature(case: Case, rest: Difference, explained: Any, here: Tensor, inn
     own, own_entropy = rescorer.at(scored)
     gap, as_scored = (clustered_mean(-x - h, rescorer.sequences) for x, h in ((log_prob, entropy), (own, own_entropy)))
     gain = float((log_prob - own).sum())
-    evidence: dict[str, float | str] = {
+    evidence: dict[str, Any] = {
         "explained": share, "temperature_of_log_probs": temperature, "temperature_scored": scored,
         "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_there": gap.value, "z_there": gap.z,
     }  # fmt: skip
@@ -466,7 +488,7 @@ def _precision(case: Case, rest: Difference, explained: Any, here: Tensor, inner
     correlation = clustered_mean((own - own.mean()) * (d - d.mean()) / spread, rest.sequences[here])
     size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
     share = explained(rounded)
-    evidence: dict[str, float | str] = {
+    evidence: dict[str, Any] = {
         "explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size,
     }  # fmt: skip
     if share > NAMED:
@@ -497,7 +519,7 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     if int(before.sum()) < 8 or int(tail.sum()) < 3 or share < 0.1 or agrees_after > 0.5 or mean_onset < 3 * expected:
         return []
     confidence = 0.75 + 0.2 * (1 - 2 * agrees_after)
-    evidence: dict[str, float | str] = {
+    evidence: dict[str, Any] = {
         "agree_before": share, "agree_after": agrees_after, "answers": float((onset[seen] < never).double().mean()),
     }  # fmt: skip
     if case.tokenizer is not None:
@@ -512,13 +534,16 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     if best > 0.9:
         return []
     ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
-    evidence: dict[str, float | str] = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
-    if case.rescorer is None:
+    evidence: dict[str, Any] = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
+    if case.rescorer is None or case.moved:
         above = float((rest.d > case.floor).double().mean())
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
             text = "Score the sampler's top-k, top-p or min-p: sampling=Sampling(...); pass policy= to have it fitted."
             return [finding("other_sampling", 0.7, remedy=text, **evidence)]
-        return [finding("mismatch", 0.6 * (1 - best), **evidence)]
+        remedy = (
+            "Diagnose before the policy's first step on the batch, to have the cause named." if case.moved else None
+        )
+        return [finding("mismatch", 0.6 * (1 - best), remedy=remedy, **evidence)]
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
     squares = rest.d.square().clamp(max=4.0)
     early, late = (squares[part].mean() if bool(part.any()) else squares.new_zeros(()) for part in (first, ~first))
@@ -528,7 +553,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     evidence["kl_of_weights"] = kl
     out = []
     # noise of the mean square over few tokens is well below a factor of 4
-    if concentration > 4 and int(first.sum()) >= 32:
+    if (concentration > 4 and int(first.sum()) >= 32) or kl > LARGEST_DRIFT:
         out.append(finding("chat_template", 0.65 * (1 - best), **evidence))
         best = max(best, out[0].confidence)
     # a distribution's mean ratio is 1, whatever its weights
@@ -549,7 +574,7 @@ def explain_tokens(case: Case) -> list[Finding]:
     mean = clustered_mean(gap[known], case.table.sequences[known])
     if not significant(mean):
         return []
-    evidence: dict[str, float | str] = {
+    evidence: dict[str, Any] = {
         "surprisal/gap": mean.value,
         "surprisal/error": mean.error,
         "surprisal/z": mean.z,

@@ -396,7 +396,7 @@ def answer_measures(columns: TokenColumns, end: Any = None) -> dict[str, float]:
     return out
 
 
-def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 256) -> dict[str, float]:
+def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 64) -> dict[str, float]:
     """Decode each answer and encode it again: the share of tokens and of answers that change, and the first place.
 
     Args:

@@ -380,27 +380,31 @@ class Top:
         out["min_p"] = min(1.0, math.exp(float((self.log_prob - self.top_log_probs[:, 0]).min())))
         return out
 
-    def settings(self, kept: Tensor) -> dict[str, float]:
-        """The top-k, top-p and min-p that fit the mass that was kept at each position.
+    def candidates(self, kept: Tensor) -> list[tuple[str, float]]:
+        """Values of top-k, top-p and min-p that may have kept a mass at each position.
 
         A kept mass is that of the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach
-        ``p`` for top-p.
+        ``p`` for top-p. Where rounding hides that, the ranks of the sampled tokens, but for a few, bound the values.
 
         Args:
             kept: probabilities ``[m]``.
         """
+        out = list(self.tightest().items())
+        above = self.top_log_probs > self.log_prob.unsqueeze(-1) + 1e-5
+        out.append(("top_k", float(above.sum(-1).double().quantile(0.98).ceil()) + 1))
+        out.append(("top_p", max(1e-6, float((self.top_log_probs.exp() * above).sum(-1).quantile(0.98)))))
         sums = self.mass_of_first
         distance, at = (sums - kept.unsqueeze(-1)).abs().min(-1)
         usable = (distance < 2e-3) & (kept < 1 - 1e-4)
-        if int(usable.sum()) < 8 or int(usable.sum()) < 0.5 * int((kept < 1 - 1e-4).sum()):
-            return {}
+        if int(usable.sum()) < 8:
+            return out
         at, sums, top = at[usable], sums[usable], self.top_log_probs[usable]
         here = torch.arange(len(at))
         relative = (top - top[:, :1]).exp()
         after = (at + 1).clamp(max=top.shape[1] - 1)
         p = _between(torch.where(at > 0, sums[here, (at - 1).clamp(min=0)], 0.0), sums[here, at])
         m = _between(relative[here, after], relative[here, at])
-        return {"top_k": float(at.mode().values + 1), "top_p": min(p, 1.0), "min_p": m}
+        return [("top_k", float(at.mode().values + 1)), ("top_p", min(p, 1.0)), ("min_p", m), *out]
 
 
 def _between(low: Tensor, high: Tensor) -> float:
