@@ -234,7 +234,7 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
         >>> log_text(Lines(), "diagnosis", "no fault", 3)
         3 diagnosis no fault
     """
-    experiment = getattr(logger, "experiment", None)
+    experiment: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_str"):
         logger.log_str(name, text, step=step)
     elif hasattr(experiment, "add_text"):
@@ -257,7 +257,7 @@ def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
     page = Path(page)
     if not page.is_file():
         raise FileNotFoundError(f"no page at {page}: write it before it is logged.")
-    experiment = getattr(logger, "experiment", None)
+    experiment: Any = getattr(logger, "experiment", None)
     if _is(logger, "WandbLogger"):
         import wandb
 

@@ -636,7 +636,7 @@ class PolicyLoss(TokenLoss):
             )
             ref = scores.ref_log_prob
             if ref is None and reference is not None and ref_here:
-                options = {"kept": replayed.get("kept", getattr(scores, "kept", None))} if apart else {}
+                options: dict[str, Any] = {"kept": replayed.get("kept", getattr(scores, "kept", None))} if apart else {}
                 ref = reference.score(response.tokens, response.flat_mask, **options)
             sharp = None
             if "sharp_log_prob" in needs:
