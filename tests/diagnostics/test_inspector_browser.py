@@ -440,6 +440,22 @@ def test_a_long_list_holds_only_what_is_seen(show: Callable[..., Tab], tmp_path:
     tab.open(2995)
 
 
+def test_rollouts_without_scored_tokens_or_without_any(show: Callable[..., Tab], tmp_path: Path) -> None:
+    tokens = Ragged.from_list([torch.tensor([0, 1]), torch.tensor([], dtype=torch.long), torch.tensor([2])])
+    rewards = {"reward": torch.tensor([1.0, NAN, INF])}
+    columns = TokenColumns(tokens, torch.zeros(3, dtype=torch.bool), {"entropy": torch.rand(3)}, rewards)
+    inspect_tokens(columns, Words("a", "b", "c"), path := tmp_path / "x.html")
+    tab = show(path)
+    for row, text in ((1, ""), (2, "c"), (0, "ab")):
+        tab.open(row)
+        assert tab.page.inner_text(".tokens") == text
+        tab.page.keyboard.press("n")
+    for quantity in ("reward", "mask", "entropy"):
+        tab.page.select_option("#quantity", quantity)
+    tab.page.click("[data-sort=reward]")
+    assert tab.rows() == [2, 0, 1]  # infinity, 1, none
+
+
 # ---------------------------------------------------------------------- two batches
 
 

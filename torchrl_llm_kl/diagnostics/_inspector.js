@@ -48,6 +48,8 @@ const scoredTokens = (side, row) => stat(side, 1, row);
 const meanOf = (side, quantity, row) => stat(side, 2 + 2 * numeric.indexOf(quantity), row);
 const largestOf = (side, quantity, row) => stat(side, 3 + 2 * numeric.indexOf(quantity), row);
 
+const hasReward = sides[0].stats.subarray(0, sides[0].count).some((value) => !Number.isNaN(value));
+
 const opened = new Map(); // decoded rollouts, the latest last
 async function load(side, row) {
   const key = `${side}-${row}`;
@@ -150,9 +152,8 @@ function listColumns() {
   const kl = numeric.find((quantity) => quantity.name === "kl");
   const mismatch = numeric.find((quantity) => quantity.name === "mismatch");
   const own = numeric.includes(state.quantity) ? state.quantity : null;
-  const any = (k) => sides[0].stats.subarray(k * sides[0].count, (k + 1) * sides[0].count).some((value) => !Number.isNaN(value));
   const columns = [["row", "Row", "", (row) => row]];
-  if (any(0)) columns.push(["reward", "Reward", "", (row) => reward(0, row)]);
+  if (hasReward) columns.push(["reward", "Reward", "", (row) => reward(0, row)]);
   if (kl) columns.push(["kl", "KL", "nats/token", (row) => meanOf(0, kl, row)]);
   columns.push(["length", "Length", "tokens", (row) => scoredTokens(0, row)]);
   if (mismatch) columns.push(["mismatch", "Mismatch", "nats/token", (row) => meanOf(0, mismatch, row)]);
@@ -185,7 +186,7 @@ function refilter() {
   $("count").textContent = rows.length === all ? `${all} rollouts` : `${rows.length} of ${all} rollouts`;
   $("spacer").style.height = `${rows.length * ROW}px`;
   renderColumns();
-  renderList();
+  redrawList();
 }
 
 // ------------------------------------------------------------------ the list
@@ -200,21 +201,37 @@ function renderColumns() {
   }));
 }
 
+const drawn = new Map(); // row -> its entry
+/** Draw the entries in view, and a few more; those that stay are kept. */
 function renderList() {
-  const list = $("list"), columns = listColumns();
+  const list = $("list"), spacer = $("spacer");
   const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 6), last = Math.min(state.order.length, first + Math.ceil(list.clientHeight / ROW) + 13);
-  const entries = [];
+  const wanted = new Set(state.order.slice(first, last));
+  for (const [row, entry] of drawn) if (!wanted.has(row)) { entry.remove(); drawn.delete(row); }
+  const columns = listColumns();
   for (let at = first; at < last; at++) {
-    const row = state.order[at], numbers = el("div", { className: "numbers" });
-    for (const [key, , , number] of columns) numbers.append(el("span", {}, key === "row" ? `#${row}` : short(number(row))));
-    const entry = el("div", { className: "row", id: `row-${row}`, role: "option", "aria-selected": row === state.row, "aria-posinset": at + 1, "aria-setsize": state.order.length }, numbers, el("p", {}, preview(row)));
-    entry.dataset.row = row;
-    entry.style.top = `${at * ROW}px`;
-    entries.push(entry);
+    const row = state.order[at];
+    if (!drawn.has(row)) drawn.set(row, buildEntry(row, at, columns));
+    const entry = drawn.get(row);
+    entry.setAttribute("aria-selected", row === state.row);
+    if (spacer.children[at - first] !== entry) spacer.insertBefore(entry, spacer.children[at - first] ?? null);
   }
-  $("spacer").replaceChildren(...entries);
-  const open = entries.some((entry) => Number(entry.dataset.row) === state.row);
-  open ? list.setAttribute("aria-activedescendant", `row-${state.row}`) : list.removeAttribute("aria-activedescendant");
+  drawn.has(state.row) ? list.setAttribute("aria-activedescendant", `row-${state.row}`) : list.removeAttribute("aria-activedescendant");
+}
+
+function buildEntry(row, at, columns) {
+  const numbers = el("div", { className: "numbers" });
+  for (const [key, , , number] of columns) numbers.append(el("span", {}, key === "row" ? `#${row}` : short(number(row))));
+  const entry = el("div", { className: "row", id: `row-${row}`, role: "option", "aria-posinset": at + 1, "aria-setsize": state.order.length }, numbers, el("p", {}, preview(row)));
+  entry.dataset.row = row;
+  entry.style.top = `${at * ROW}px`;
+  return entry;
+}
+
+function redrawList() {
+  for (const entry of drawn.values()) entry.remove();
+  drawn.clear();
+  renderList();
 }
 
 /** How a rollout begins, without special tokens and roles. */
@@ -653,7 +670,7 @@ $("about").textContent = `${sides[0].count} rollouts, ${total.toLocaleString("en
 $("quantity").append(...quantities.map((quantity) => el("option", { value: quantity.name }, quantity.label)));
 $("dark").setAttribute("aria-pressed", isDark());
 choose(quantities[0]);
-idsReady.then(renderList);
+idsReady.then(redrawList); // with the previews
 // The numbers of the rollouts follow the script.
 document.addEventListener("DOMContentLoaded", async () => {
   if (sides[0].count) await open(state.order[0]);
