@@ -130,6 +130,7 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    playwright.expect.set_options(timeout=30_000)  # a busy machine is no failure
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=CHROMIUM)
         yield chromium
