@@ -48,7 +48,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert {name for name in folders if not name.endswith(".dist-info")} == {"torchrl_llm_kl"}
     package = PROJECT / "torchrl_llm_kl"
     expected = {str(path.relative_to(PROJECT)) for path in package.rglob("*.py")} | {"torchrl_llm_kl/py.typed"}
-    page = ("_excerpt.html.jinja", "_inspector.css", "_inspector.html.jinja", "_inspector.js")
+    page = ("_excerpt.html.jinja", "_inspector.css", "_inspector.html.jinja", "_inspector.js", "_parts.js")
     expected |= {f"torchrl_llm_kl/diagnostics/{name}" for name in page}
     assert {name for name in names if name.startswith("torchrl_llm_kl/")} == expected
 

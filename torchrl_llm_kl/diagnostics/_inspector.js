@@ -1,4 +1,3 @@
-"use strict";
 (() => {
 const $ = (id) => document.getElementById(id);
 const meta = JSON.parse($("meta").textContent);
@@ -8,25 +7,6 @@ const two = sides.length === 2;
 const ROW = 56; // height of an entry of the list, as in the style sheet
 
 // ------------------------------------------------------------------ decoding
-
-function bytesOf(text) {
-  const raw = atob(text), out = new Uint8Array(raw.length);
-  for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
-  return out;
-}
-const floats = (text) => new Float32Array(bytesOf(text).buffer);
-
-async function inflated(id) {
-  const packed = new Blob([bytesOf($(id).textContent)]);
-  return new Uint8Array(await new Response(packed.stream().pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
-}
-
-/** Numbers of four bytes from their byte planes. */
-function joined(planes, from, count) {
-  const out = new Uint8Array(4 * count);
-  for (let k = 0; k < 4; k++) for (let i = 0; i < count; i++) out[4 * i + k] = planes[from + k * count + i];
-  return out.buffer;
-}
 
 for (const side of sides) {
   side.count = side.lengths.length;
@@ -47,6 +27,8 @@ const reward = (side, row) => stat(side, 0, row);
 const scoredTokens = (side, row) => stat(side, 1, row);
 const meanOf = (side, quantity, row) => stat(side, 2 + 2 * numeric.indexOf(quantity), row);
 const largestOf = (side, quantity, row) => stat(side, 3 + 2 * numeric.indexOf(quantity), row);
+
+const hasReward = sides[0].stats.subarray(0, sides[0].count).some((value) => !Number.isNaN(value));
 
 const opened = new Map(); // decoded rollouts, the latest last
 async function load(side, row) {
@@ -100,40 +82,9 @@ function textOf(side, row) {
 const shownOf = (id) => meta.shown[id] ?? meta.texts[id];
 const special = new Set(meta.special);
 
-// ------------------------------------------------------------------ small helpers
-
-function el(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) name in node ? (node[name] = value) : node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
-function draw(parent, tag, attributes, text) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== undefined) node.textContent = text;
-  parent.append(node);
-  return node;
-}
-/** The shortest decimal that is this float32. */
-function exact(value) {
-  if (!Number.isFinite(value)) return Number.isNaN(value) ? "–" : value > 0 ? "∞" : "-∞";
-  for (let digits = 1; digits < 9; digits++) if (Math.fround(value.toPrecision(digits)) === value) return String(Number(value.toPrecision(digits)));
-  return String(Number(value.toPrecision(9)));
-}
-function short(value) {
-  if (!Number.isFinite(value)) return exact(value);
-  const size = Math.abs(value);
-  return size && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
-}
 function stepOf(value, scale) {
   const size = (Math.abs(value) / scale) * meta.steps;
   return Math.sign(value) * (size >= meta.steps ? meta.steps : Math.floor(size));
-}
-/** Rounded up: a fifth of it is a round number. */
-function nice(value) {
-  const power = 10 ** Math.floor(Math.log10(value));
-  return value && [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((factor) => Number((factor * power).toPrecision(3))).find((rounded) => rounded >= value);
 }
 const stepClass = (step) => (step > 0 ? `w${step}` : step < 0 ? `c${-step}` : "");
 
@@ -150,9 +101,8 @@ function listColumns() {
   const kl = numeric.find((quantity) => quantity.name === "kl");
   const mismatch = numeric.find((quantity) => quantity.name === "mismatch");
   const own = numeric.includes(state.quantity) ? state.quantity : null;
-  const any = (k) => sides[0].stats.subarray(k * sides[0].count, (k + 1) * sides[0].count).some((value) => !Number.isNaN(value));
   const columns = [["row", "Row", "", (row) => row]];
-  if (any(0)) columns.push(["reward", "Reward", "", (row) => reward(0, row)]);
+  if (hasReward) columns.push(["reward", "Reward", "", (row) => reward(0, row)]);
   if (kl) columns.push(["kl", "KL", "nats/token", (row) => meanOf(0, kl, row)]);
   columns.push(["length", "Length", "tokens", (row) => scoredTokens(0, row)]);
   if (mismatch) columns.push(["mismatch", "Mismatch", "nats/token", (row) => meanOf(0, mismatch, row)]);
@@ -185,7 +135,7 @@ function refilter() {
   $("count").textContent = rows.length === all ? `${all} rollouts` : `${rows.length} of ${all} rollouts`;
   $("spacer").style.height = `${rows.length * ROW}px`;
   renderColumns();
-  renderList();
+  redrawList();
 }
 
 // ------------------------------------------------------------------ the list
@@ -200,21 +150,37 @@ function renderColumns() {
   }));
 }
 
+const drawn = new Map(); // row -> its entry
+/** Draw the entries in view, and a few more; those that stay are kept. */
 function renderList() {
-  const list = $("list"), columns = listColumns();
+  const list = $("list"), spacer = $("spacer");
   const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 6), last = Math.min(state.order.length, first + Math.ceil(list.clientHeight / ROW) + 13);
-  const entries = [];
+  const wanted = new Set(state.order.slice(first, last));
+  for (const [row, entry] of drawn) if (!wanted.has(row)) { entry.remove(); drawn.delete(row); }
+  const columns = listColumns();
   for (let at = first; at < last; at++) {
-    const row = state.order[at], numbers = el("div", { className: "numbers" });
-    for (const [key, , , number] of columns) numbers.append(el("span", {}, key === "row" ? `#${row}` : short(number(row))));
-    const entry = el("div", { className: "row", id: `row-${row}`, role: "option", "aria-selected": row === state.row, "aria-posinset": at + 1, "aria-setsize": state.order.length }, numbers, el("p", {}, preview(row)));
-    entry.dataset.row = row;
-    entry.style.top = `${at * ROW}px`;
-    entries.push(entry);
+    const row = state.order[at];
+    if (!drawn.has(row)) drawn.set(row, buildEntry(row, at, columns));
+    const entry = drawn.get(row);
+    entry.setAttribute("aria-selected", row === state.row);
+    if (spacer.children[at - first] !== entry) spacer.insertBefore(entry, spacer.children[at - first] ?? null);
   }
-  $("spacer").replaceChildren(...entries);
-  const open = entries.some((entry) => Number(entry.dataset.row) === state.row);
-  open ? list.setAttribute("aria-activedescendant", `row-${state.row}`) : list.removeAttribute("aria-activedescendant");
+  drawn.has(state.row) ? list.setAttribute("aria-activedescendant", `row-${state.row}`) : list.removeAttribute("aria-activedescendant");
+}
+
+function buildEntry(row, at, columns) {
+  const numbers = el("div", { className: "numbers" });
+  for (const [key, , , number] of columns) numbers.append(el("span", {}, key === "row" ? `#${row}` : short(number(row))));
+  const entry = el("div", { className: "row", id: `row-${row}`, role: "option", "aria-posinset": at + 1, "aria-setsize": state.order.length }, numbers, el("p", {}, preview(row)));
+  entry.dataset.row = row;
+  entry.style.top = `${at * ROW}px`;
+  return entry;
+}
+
+function redrawList() {
+  for (const entry of drawn.values()) entry.remove();
+  drawn.clear();
+  renderList();
 }
 
 /** How a rollout begins, without special tokens and roles. */
@@ -376,38 +342,6 @@ function renderLegend(scale) {
 }
 
 // ------------------------------------------------------------------ charts
-
-function clear(svg, label) {
-  const width = svg.clientWidth || 600, height = svg.clientHeight || 104;
-  svg.replaceChildren();
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.setAttribute("aria-label", label);
-  return { width, height };
-}
-
-/** One line for each batch; a dot where a neighbour is missing. */
-function lineChart(svg, label, series, xLabel, unit) {
-  const { width, height } = clear(svg, label), left = 44, right = 8, top = 8, bottom = 18;
-  const known = series.flatMap((values) => Array.from(values).filter(Number.isFinite));
-  if (!known.length) return void draw(svg, "text", { x: left, y: height / 2 }, "no numbers");
-  let low = Math.min(0, ...known), high = Math.max(0, ...known);
-  if (low === high) high = low + 1;
-  const count = Math.max(...series.map((values) => values.length));
-  const x = (i) => left + ((i + 0.5) / count) * (width - left - right), y = (value) => top + ((high - value) / (high - low)) * (height - top - bottom);
-  draw(svg, "line", { class: "axis", x1: left, x2: width - right, y1: y(0), y2: y(0) });
-  for (const value of new Set([low, high])) draw(svg, "text", { x: left - 6, y: y(value) + 3, "text-anchor": "end" }, short(value));
-  draw(svg, "text", { x: left, y: height - 4 }, unit);
-  draw(svg, "text", { x: width - right, y: height - 4, "text-anchor": "end" }, xLabel);
-  series.forEach((values, k) => {
-    let path = "";
-    for (let i = 0; i < values.length; i++) {
-      if (!Number.isFinite(values[i])) continue;
-      path += `${Number.isFinite(values[i - 1]) ? "L" : "M"}${x(i).toFixed(1)} ${y(values[i]).toFixed(1)}`;
-      if (values.length < 12) draw(svg, "circle", { class: k ? "dot b" : "dot", cx: x(i), cy: y(values[i]), r: 3 });
-    }
-    draw(svg, "path", { class: k ? "series b" : "series", d: path });
-  });
-}
 
 function renderCharts() {
   const { name, label, unit, sizes } = state.quantity, title = sizes ? `${label}, absolute` : label;
@@ -653,7 +587,7 @@ $("about").textContent = `${sides[0].count} rollouts, ${total.toLocaleString("en
 $("quantity").append(...quantities.map((quantity) => el("option", { value: quantity.name }, quantity.label)));
 $("dark").setAttribute("aria-pressed", isDark());
 choose(quantities[0]);
-idsReady.then(renderList);
+idsReady.then(redrawList); // with the previews
 // The numbers of the rollouts follow the script.
 document.addEventListener("DOMContentLoaded", async () => {
   if (sides[0].count) await open(state.order[0]);

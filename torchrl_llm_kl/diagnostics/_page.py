@@ -60,7 +60,7 @@ class View:
 
 def write_page(view: View, path: Path) -> None:
     """Write the page. The numbers are streamed: the page is never in memory as a whole."""
-    script, style = _resource("_inspector.js"), _resource("_inspector.css")
+    script, style = _resource("_parts.js") + _resource("_inspector.js"), _resource("_inspector.css")
     index = {token: i for i, token in enumerate(view.texts)}
     context = {
         "title": visible(view.title),

@@ -152,7 +152,8 @@ class Side:
         """Mean and largest absolute number of each rollout; float32 ``[S]``, NaN without any."""
         values = self.values(quantity)
         if values is None:
-            return torch.full((2, self.count), math.nan).unbind()
+            nothing = torch.full((self.count,), math.nan)
+            return nothing, nothing
         known = ~values.isnan()
         rows, numbers = self.rows[known], values[known].double()
         largest = torch.full((self.count,), math.nan, dtype=torch.float64)
@@ -191,7 +192,7 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
         return next((choice for choice in choices if any(set(choice) <= names for names in have)), ())
 
     estimated = {side.estimated for side in sides if "kl" in side.columns}
-    how = {(True,): "k3 estimate", (False,): "exact"}.get(tuple(sorted(estimated)), "exact or k3")
+    how = "exact or k3" if len(estimated) > 1 else "k3 estimate" if True in estimated else "exact"
     before = first(("log_prob", "old_log_prob"), ("log_prob", "sampler_log_prob"))
     choices = [
         Quantity("kl", f"KL to the reference ({how})", "nats", "size", first(("kl",)), "KL(policy ‖ reference)"),

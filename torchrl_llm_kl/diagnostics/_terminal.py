@@ -32,7 +32,7 @@ def render_terminal(view: View, quantity: Quantity, rollouts: int, around: int) 
     colours = _colours()
     parts: list[Any] = [_legend(view, quantity, colours, Text)]
     for excerpt in excerpts(view, quantity, rollouts, around):
-        parts += [Text(f"\nrollout {excerpt.row}", style="bold").append(f"  {excerpt.facts}", style="dim")]
+        parts += [Text(f"\nrollout {excerpt.row}", style="bold").append(f"  {excerpt.facts}", style="not bold dim")]
         parts.append(_tokens(excerpt, colours, Text))
     return Group(*parts)
 
@@ -54,7 +54,7 @@ def _tokens(excerpt: Excerpt, colours: dict[int, str], text: type[Text]) -> Text
 
 
 def _legend(view: View, quantity: Quantity, colours: dict[int, str], text: type[Text]) -> Text:
-    out = text(visible(view.title), style="bold").append(f"  {visible(quantity.label)}  ", style="not bold")
+    out = text(visible(view.title), style="bold").append(f"  {visible(quantity.label)}\n", style="not bold")
     if quantity.numeric:
         scale = scale_of(quantity, view.sides)
         steps = range(-STEPS if quantity.kind == "signed" else 1, STEPS + 1)

@@ -1,0 +1,83 @@
+"use strict";
+// Decoding, numbers as text, elements and charts: functions that know nothing of the page.
+
+function bytesOf(text) {
+  const raw = atob(text), out = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
+  return out;
+}
+const floats = (text) => new Float32Array(bytesOf(text).buffer);
+
+async function inflated(id) {
+  const packed = new Blob([bytesOf(document.getElementById(id).textContent)]);
+  return new Uint8Array(await new Response(packed.stream().pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
+}
+
+/** Numbers of four bytes from their byte planes. */
+function joined(planes, from, count) {
+  const out = new Uint8Array(4 * count);
+  for (let k = 0; k < 4; k++) for (let i = 0; i < count; i++) out[4 * i + k] = planes[from + k * count + i];
+  return out.buffer;
+}
+
+function el(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) name in node ? (node[name] = value) : node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+function draw(parent, tag, attributes, text) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  parent.append(node);
+  return node;
+}
+/** The shortest decimal that is this float32. */
+function exact(value) {
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "–" : value > 0 ? "∞" : "-∞";
+  for (let digits = 1; digits < 9; digits++) if (Math.fround(value.toPrecision(digits)) === value) return String(Number(value.toPrecision(digits)));
+  return String(Number(value.toPrecision(9)));
+}
+function short(value) {
+  if (!Number.isFinite(value)) return exact(value);
+  const size = Math.abs(value);
+  return size && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+}
+/** Rounded up: a fifth of it is a round number. */
+function nice(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return value && [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((factor) => Number((factor * power).toPrecision(3))).find((rounded) => rounded >= value);
+}
+
+function clear(svg, label) {
+  const width = svg.clientWidth || 600, height = svg.clientHeight || 104;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("aria-label", label);
+  return { width, height };
+}
+
+/** One line for each batch; a dot where a neighbour is missing. */
+function lineChart(svg, label, series, xLabel, unit) {
+  const { width, height } = clear(svg, label), left = 44, right = 8, top = 8, bottom = 18;
+  const known = series.flatMap((values) => Array.from(values).filter(Number.isFinite));
+  if (!known.length) return void draw(svg, "text", { x: left, y: height / 2 }, "no numbers");
+  let low = Math.min(0, ...known), high = Math.max(0, ...known);
+  if (low === high) high = low + 1;
+  const count = Math.max(...series.map((values) => values.length));
+  const x = (i) => left + ((i + 0.5) / count) * (width - left - right), y = (value) => top + ((high - value) / (high - low)) * (height - top - bottom);
+  draw(svg, "line", { class: "axis", x1: left, x2: width - right, y1: y(0), y2: y(0) });
+  for (const value of new Set([low, high])) draw(svg, "text", { x: left - 6, y: y(value) + 3, "text-anchor": "end" }, short(value));
+  draw(svg, "text", { x: left, y: height - 4 }, unit);
+  draw(svg, "text", { x: width - right, y: height - 4, "text-anchor": "end" }, xLabel);
+  series.forEach((values, k) => {
+    let path = "";
+    for (let i = 0; i < values.length; i++) {
+      if (!Number.isFinite(values[i])) continue;
+      path += `${Number.isFinite(values[i - 1]) ? "L" : "M"}${x(i).toFixed(1)} ${y(values[i]).toFixed(1)}`;
+      if (values.length < 12) draw(svg, "circle", { class: k ? "dot b" : "dot", cx: x(i), cy: y(values[i]), r: 3 });
+    }
+    draw(svg, "path", { class: k ? "series b" : "series", d: path });
+  });
+}
