@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
-    from torchrl_llm_kl.algorithms import make_algorithm
+    from torchrl_llm_kl.algorithms import from_trinity, from_trl, from_verl, make_algorithm
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
         AdaptiveKLCoefficient,
@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "advantages": ("Advantage",),
-    "algorithms": ("make_algorithm",),
+    "algorithms": ("from_trinity", "from_trl", "from_verl", "make_algorithm"),
     "estimators": (
         "AdaptiveEntropyCoefficient",
         "AdaptiveKLCoefficient",
@@ -99,6 +99,9 @@ __all__ = [
     "ScoreStore",
     "TokenCritic",
     "ValueLoss",
+    "from_trinity",
+    "from_trl",
+    "from_verl",
     "get_estimator",
     "get_objective",
     "make_algorithm",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import Scalar, check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, get_advantage
@@ -433,5 +434,5 @@ def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
     raise TypeError(
         f"{algorithm.name} has no setting {name!r}. Settings: {', '.join(_FIELDS)}; of the objective: "
         f"{', '.join(accepted['objective']) or 'none'}; of the advantage: {', '.join(accepted['advantage']) or 'none'}."
-        f"{did_you_mean(name, known)}"
+        f"{foreign_hint(name, known) or did_you_mean(name, known)}"
     )
