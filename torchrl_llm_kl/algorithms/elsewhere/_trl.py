@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -85,12 +86,10 @@ def _given(config: Any) -> dict[str, Any]:
     """The settings of a configuration that differ from those of one without arguments."""
     fields = [f for f in dataclasses.fields(config) if f.init]
     default: Any = None
-    with warnings.catch_warnings():
+    # Without such an accelerator: compare with the plain defaults.
+    with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError, RuntimeError):
         warnings.simplefilter("ignore")
-        try:
-            default = type(config)(output_dir=config.output_dir, use_cpu=config.use_cpu, bf16=config.bf16)
-        except (TypeError, ValueError, RuntimeError):  # no such accelerator here: compare with the plain defaults
-            pass
+        default = type(config)(output_dir=config.output_dir, use_cpu=config.use_cpu, bf16=config.bf16)
     plain = {f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default for f in fields}
     values = {f.name: getattr(config, f.name) for f in fields}
     return {
