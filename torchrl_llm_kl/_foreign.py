@@ -476,7 +476,11 @@ VERL: Mapping[str, Foreign] = _table(
         **{f"{_ACTOR}.{name}.*": None for name in ("fsdp_config", "megatron", "checkpoint", "profiler", "qat")},
         **{f"{_ACTOR}.router_replay.*": None, f"{_ACTOR}.strategy": "fsdp", f"{_ACTOR}.rollout_n": None},
         **{f"{_ACTOR}.ulysses_sequence_parallel_size": 1, f"{_ACTOR}.freeze_vision_tower": False},
-        **{"actor_rollout_ref.model.*": None, "actor_rollout_ref.hybrid_engine": True},
+        **{
+            "actor_rollout_ref.model.*": None,
+            "actor_rollout_ref.hybrid_engine": True,
+            "actor_rollout_ref.nccl_timeout": 600,
+        },
     ),
     *_outside("the reference is scored as the actor is", **{"actor_rollout_ref.ref.*": None}),
     _is(f"{_ROLLOUT}.n", 1, "group_size", "and `repeat_times`"),

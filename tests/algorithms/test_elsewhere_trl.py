@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from elsewhere_batches import PROMPT, ROWS, WIDTH, agree, make_batch, make_model, ours, rollouts
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close

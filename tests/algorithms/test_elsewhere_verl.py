@@ -131,7 +131,7 @@ def test_verls_whole_configuration_translates(monkeypatch: pytest.MonkeyPatch) -
 
     found = from_verl(folder("verl") / "trainer/config/_generated_ppo_trainer.yaml")
     assert repr(found.recipe) == repr(from_verl([]).recipe)
-    assert not [row for row in found.refused if not row.name.startswith("distillation")]
+    assert not found.refused
 
 
 # ------------------------------------------------------------------ by hand
@@ -219,14 +219,15 @@ def test_an_adaptive_coefficient() -> None:
 def test_sampling() -> None:
     found = from_verl([f"{R}.temperature=0.7", f"{R}.top_k=-1", f"{R}.top_p=0.9"])
     assert (found.sampling.temperature, found.sampling.top_k, found.sampling.top_p) == (0.7, 0, 0.9)
-    assert [row.name for row in found.sampled] == [f"{R}.temperature", f"{R}.top_p", f"{R}.top_k"][:1] + [
-        f"{R}.top_p",
-        f"{R}.top_k",
-    ]
+    assert [row.name for row in found.sampled] == [f"{R}.temperature", f"{R}.top_p", f"{R}.top_k"]
 
 
 def test_the_same_from_a_file_yaml_a_mapping_and_overrides(tmp_path: Path) -> None:
-    text = "algorithm:\n  adv_estimator: grpo\nactor_rollout_ref:\n  actor:\n    optim:\n      lr: 1e-6\n    clip_ratio_high: 0.28\n"
+    text = f"""
+        {G}: {{adv_estimator: grpo}}
+        actor_rollout_ref:
+          actor: {{optim: {{lr: 1e-6}}, clip_ratio_high: 0.28}}
+        """
     file = tmp_path / "grpo.yaml"
     file.write_text(text)
     nested = {"algorithm": {"adv_estimator": "grpo"}}

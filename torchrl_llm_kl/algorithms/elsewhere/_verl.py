@@ -122,6 +122,10 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
     reader.copy(f"{_A}entropy_coeff", "entropy_coeff")
     _aggregation(reader, mode)
     _corrections(reader)
+    for section, switch in (("distillation.", "distillation.enabled"), (f"{_G}pf_ppo.", f"{_G}use_pf_ppo")):
+        if not given.get(switch):
+            for name in [name for name in given if name.startswith(section)]:
+                reader.out(name, f"no effect in verl without {switch}")
     reader.group(algorithm, f"{_R}n")
     return reader.finish(algorithm, reader.sample(f"{_R}temperature", f"{_R}top_p", f"{_R}top_k"))
 
