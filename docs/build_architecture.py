@@ -41,7 +41,7 @@ HOLDS = {
     "transforms": "TorchRL transforms: retrieve log-probs, compute the KL",
     "advantages": "advantages of groups, tokens and trajectories",
     "losses": "objectives, terms, aggregation, PolicyLoss",
-    "algorithms": "typed presets, make_algorithm",
+    "algorithms": "typed presets, make_algorithm, translations of other libraries' settings",
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
 }

@@ -552,5 +552,6 @@ def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
         more = [f"{', '.join(row.section for row in same)}: {other!r}" for other, same in others if same[0].section]
         of = " of make_algorithm" if here.isidentifier() and here.islower() and here not in accepted else " here"
         also = f" ({'; '.join(more)})" if more else ""
-        said.append(f" {library}'s {name!r} is {here!r}{of}{also}{f': {first.note}' if first.note else ''}.")
+        note = f"{', ' if first.note.startswith('and ') else ': '}{first.note}" if first.note else ""
+        said.append(f" {library}'s {name!r} is {here!r}{of}{also}{note}.")
     return "".join(said)
