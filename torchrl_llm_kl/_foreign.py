@@ -342,7 +342,7 @@ TRINITY: Mapping[str, Foreign] = _table(
     *_outside(_OPTIMIZER, **{"algorithm__optimizer__*": None}),
     *_outside("of the model's own forward", algorithm__enable_router_replay=False),
     *_outside(
-        "True reads the sampler's log-probs as old ones: `parts.loss.set_keys(old_log_prob=...)`; scored here",
+        "Trinity reads the sampler's log-probs as old ones: `parts.loss.set_keys(old_log_prob=...)`, with their key",
         algorithm__bypass_old_logprobs=True,
     ),
     _is("algorithm.rollout_correction.*", None, "loss_args"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from elsewhere_batches import PROMPT, agree, make_batch, make_model, ours
 from torch import Tensor, nn
 
-from losses.peers import load
+from losses.peers import folder, load
 from torchrl_llm_kl import from_trinity
 from torchrl_llm_kl._foreign import TRINITY
 from torchrl_llm_kl.algorithms import ALGORITHMS
@@ -122,26 +123,20 @@ def test_the_loss_is_trinitys(
     agree(ours(model, batch, found), theirs(monkeypatch, model, batch, CASES[name]))
 
 
-def test_trinitys_algorithms_and_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of Trinity's algorithms translates to the functions of its default_config."""
-    algorithms = load(
-        monkeypatch,
-        "trinity",
-        "trinity.algorithm.algorithm",
-        stubs=("trinity.common.config", "trinity.common.constants", "trinity.utils.log"),
-    )
-    types = [x for x in vars(algorithms).values() if isinstance(x, type) and hasattr(x, "default_config")]
-    configs = {
-        cls.__name__.removesuffix("Algorithm").lower(): cls.default_config()
-        for cls in types
-        if cls.__name__ != "AlgorithmType"
-    }
+def test_trinitys_algorithms_and_their_functions() -> None:
+    """Each of Trinity's algorithms translates to the functions of its default_config, read from the source."""
+    tree = ast.parse((folder("trinity") / "algorithm" / "algorithm.py").read_text(encoding="utf-8"))
+    configs = {}
+    for cls in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
+        made = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "default_config"]
+        returned = [node.value for node in ast.walk(made[0]) if isinstance(node, ast.Return)] if made else []
+        if returned and returned[0] is not None:
+            configs[cls.name.removesuffix("Algorithm").lower()] = ast.literal_eval(returned[0])
     spelled = {name.replace("_", ""): name for name in _trinity._KNOWN}
-    assert set(configs) == {*spelled, "cpt"}
+    names = {"reinforceplusplus": "reinforceplusplus", "onpolicydistill": "on_policy_distill", **spelled}
+    assert {names[kind] for kind in configs} == set(_trinity._KNOWN)
     for kind, config in configs.items():
-        if kind == "cpt":
-            continue
-        recipe = from_trinity({"algorithm_type": spelled[kind]}).recipe
+        recipe = from_trinity({"algorithm_type": names[kind]}).recipe
         assert recipe["objective"] == config["policy_loss_fn"], kind
         if kind != "dpo":
             assert recipe["kl_loss"] == config.get("kl_loss_fn", "k2"), kind
@@ -249,6 +244,15 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert (preset.objective, preset.repeat_times) == ("ppo", 8)
 
 
+def test_old_log_probs_are_the_samplers_by_default() -> None:
+    (row,) = [row for row in from_trinity({"algorithm_type": "grpo"}).outside if not row.given]
+    assert row.name == "algorithm.bypass_old_logprobs"
+    assert "set_keys(old_log_prob=...)" in row.note
+    scored = from_trinity({"algorithm_type": "grpo", "bypass_old_logprobs": False}).outside
+    assert [row.note for row in scored] == ["nothing: old log-probs are scored here"]
+    assert not from_trinity({"algorithm_type": "dpo"}).outside
+
+
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "mix", "dpo", "sft"])
 def test_each_given_setting_is_in_one_list(kind: str) -> None:
     given = {name.replace("*", "x"): row.default for name, row in TRINITY.items() if "_args" not in name}
@@ -313,6 +317,7 @@ def test_refused(settings: dict[str, Any], name: str, reason: str) -> None:
         ({"algorithm_type": "grpoo"}, "no algorithm_type 'grpoo'.*Did you mean 'grpo'"),
         ({"algorithm_type": "cpt"}, "masking_strategy='generic'"),
         ({"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_ratio_c": 2.0}}, "needs clip_range"),
+        ({"algorithm_type": "grpo", "policy_loss_fn_args": {}}, "needs clip_range"),
         ({"algorithm_type": "grpo", "policy_loss_fn": "pppo"}, "policy_loss_fn: unknown objective 'pppo'"),
         ({"algorithm_type": "grpo", "kl_loss_fn_args": {"adaptive": True}}, "needs target_kl and horizon"),
     ],

@@ -197,6 +197,34 @@ def test_rloo_has_its_kl_in_the_reward() -> None:
     assert [row.name for row in from_trl({"num_iterations": 2}, trainer="rloo").refused] == ["num_iterations"]
 
 
+def test_rloos_gradient_is_that_of_trls_trainer(
+    trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """On answers of the policy, where the ratio is 1. TRL's value is the mean advantage, without the answers' lengths."""
+    model.zero_grad(set_to_none=True)
+    whole = model(batch["ids"]).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+    log_prob = whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0]
+    mask = batch["mask"].double()
+    own = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, **_: x),
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        aux_loss_enabled=False,
+        _metrics={"train": collections.defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_prob, log_prob, None),
+    )
+    ids = {"prompt_ids": batch["ids"], "prompt_mask": mask, "completion_ids": batch["ids"], "completion_mask": mask}
+    old = {"old_logps": (log_prob.detach() * mask).sum(-1), "advantages": batch["advantage"]}
+    trl.RLOOTrainer._compute_loss(own, model, {**ids, **old}).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    found = from_trl({"beta": 0.0}, trainer="rloo")
+    _, gradients = ours(model, {**batch, "old": log_prob.detach()}, found)
+    assert max(float(gradient.abs().max()) for gradient in expected) > 1e-3
+    for got, want in zip(gradients, expected, strict=True):
+        assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
 # ------------------------------------------------------------------ preferences
 
 PAIRED: dict[str, dict[str, Any]] = {
@@ -287,6 +315,18 @@ def test_other_trainers(settings: dict[str, Any], trainer: Any, objective: str) 
     found = from_trl(settings, trainer=trainer)
     more = {"reference": "data"} if trainer == "kto" else {}
     assert found.make(nn.Linear(1, 1), **more).algorithm.objective == objective
+
+
+@pytest.mark.parametrize("kind", ["nll", "dft"])
+def test_sft(model: nn.Module, batch: dict[str, Tensor], kind: str) -> None:
+    """Minus the mean log-prob; for dft each times the probability, without gradient."""
+    found = ours(model, batch, from_trl({"loss_type": kind}, trainer="sft"))
+    model.zero_grad(set_to_none=True)
+    whole = model(batch["ids"]).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+    log_prob = whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0][batch["mask"]]
+    loss = -(log_prob * (log_prob.detach().exp() if kind == "dft" else 1)).mean()
+    loss.backward()
+    agree(found, (loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
 
 
 # ------------------------------------------------------------------ every setting has a place
@@ -394,6 +434,8 @@ def test_further_arguments_of_make(model: nn.Module) -> None:
     assert (parts.loss.sampling.temperature, parts.loss.sampling.top_k) == (0.7, 5)
     assert float(parts.loss.clip_low) == pytest.approx(0.1)
     assert len(parts.loss.corrections) == 1
+    more = found.make(model, loss_args={"corrections": [ImportanceWeights(high=1.5)]}).loss.corrections
+    assert [float(each.high) for each in more] == [3.0, 1.5]
 
 
 def test_the_table_of_a_translation() -> None:

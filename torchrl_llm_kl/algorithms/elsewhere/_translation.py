@@ -54,7 +54,7 @@ class Translation:
             temperature alone.
         translated: settings that ``algorithm`` and ``overrides`` hold.
         sampled: settings that ``sampling`` holds.
-        outside: settings of the loop around the loss, with what to do.
+        outside: settings of the loop around the loss, with what to do; a default of the library that asks for something, too.
         refused: settings without a counterpart and unknown ones, with the reason.
     """
 
@@ -109,9 +109,10 @@ class Translation:
         for name, given in (("group_size", "group_key"), ("temperature", "sampling")):
             if given in more:
                 own.pop(name, None)
-        loss_args = {**own.pop("loss_args", {}), **(more.pop("loss_args", None) or {})}
-        if loss_args:
-            own["loss_args"] = loss_args
+        ours, theirs = own.pop("loss_args", {}), more.pop("loss_args", None) or {}
+        both = [*ours.get("corrections", ()), *theirs.get("corrections", ())]
+        if ours or theirs:
+            own["loss_args"] = {**ours, **theirs, **({"corrections": both} if both else {})}
         return make_algorithm(self.algorithm, actor, **{**own, **more})
 
     def __str__(self) -> str:
@@ -218,6 +219,10 @@ class Reader:
         """A setting of the loop, if it was given."""
         self._place("outside", name, note)
 
+    def tell(self, name: str) -> None:
+        """A setting of the loop that matters if it was not given too."""
+        self._place("outside", name, "", default=True)
+
     def refuse(self, name: str, note: str) -> None:
         """A setting without a counterpart, given or default."""
         self._lists["override"].pop(name, None)
@@ -228,11 +233,11 @@ class Reader:
         loss_args = self.overrides.setdefault("loss_args", {})
         loss_args.setdefault("corrections", []).append(New(correction, **settings))
 
-    def _place(self, place: Place, name: str, note: str) -> None:
+    def _place(self, place: Place, name: str, note: str, *, default: bool = False) -> None:
         if any(name in rows for rows in self._lists.values()):
             return
         given = name in self.given
-        if given or place in ("override", "refused"):
+        if given or default or place in ("override", "refused"):
             row = find_row(self.rows, name)
             here = row.here if row and place in ("override", "sampling") else ""
             self._lists[place][name] = Setting(name, self[name], here, note or (row.note if row else ""), given)

@@ -64,7 +64,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, Any]) -> Translat
         ... ''')
         >>> found.algorithm, found.overrides["group_size"], found.overrides["kl_loss_coeff"]
         ('grpo', 8, 0.01)
-        >>> [row.name for row in found.outside]
+        >>> [row.name for row in found.outside if row.given]
         ['algorithm.optimizer.lr']
     """
     found = read_mapping(config, "a configuration of Trinity-RFT")
@@ -100,6 +100,10 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, Any]) -> Translat
         reader.overrides["keep_best"] = False  # Trinity trains on all that its workflow returns
     _mixture(reader, preset.schema)
     _corrections(reader)
+    if reader["algorithm.bypass_old_logprobs"] and preset.on_policy and kind != "raft":
+        reader.tell("algorithm.bypass_old_logprobs")
+    else:
+        reader.out("algorithm.bypass_old_logprobs", "nothing: old log-probs are scored here")
     if reader["algorithm.repeat_times"] is None:
         reader.given.pop("algorithm.repeat_times")
     if kind in ("sft", "dpo", "raft"):
@@ -113,6 +117,11 @@ def _arguments(reader: Reader, prefix: str) -> dict[str, Any]:
     """The arguments below a path, without those that the table places elsewhere."""
     names = [name for name in reader.given if name.startswith(prefix)]
     return {name.removeprefix(prefix): reader.given[name] for name in names if name not in reader.rows}
+
+
+def _written(reader: Reader) -> bool:
+    """Whether `policy_loss_fn_args` is there, so that Trinity's `default_args` are not used."""
+    return any(name.startswith(_P) or (name == _P[:-1] and value is not None) for name, value in reader.given.items())
 
 
 def _objective(reader: Reader, default: str) -> str:
@@ -129,7 +138,7 @@ def _objective(reader: Reader, default: str) -> str:
     elif reader["algorithm.policy_loss_fn"]:
         reader.take("algorithm.policy_loss_fn")
     given = {key: value for key, value in _arguments(reader, _P).items() if key != "loss_agg_mode"}
-    written = any(key.startswith(_P) for key in reader.given)
+    written = _written(reader)
     for key in given:
         if key in spec.hyperparameters.accepted:
             reader.take(f"{_P}{key}", f"{name}'s")
@@ -236,7 +245,7 @@ def _aggregation(reader: Reader, objective: str) -> None:
     reader.take("algorithm.loss_agg_mode")
     reader.overrides["aggregation"] = mode
     inner = f"{_P}loss_agg_mode"
-    written = any(key.startswith(_P) for key in reader.given)
+    written = _written(reader)
     if inner in reader.given:
         reader.out(inner, "no effect in Trinity: algorithm.loss_agg_mode replaces it")
     elif written and objective in _OWN_AGGREGATION and mode != _OWN_AGGREGATION[objective]:
