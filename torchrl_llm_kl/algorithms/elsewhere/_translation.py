@@ -176,7 +176,7 @@ class New(partial[Any]):
 
     def __repr__(self) -> str:
         given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.keywords.items())]
-        return f"{self.func.__name__}({', '.join(given)})"  # type: ignore[attr-defined]
+        return f"{self.func.__name__}({', '.join(given)})"
 
 
 def show(value: Any) -> str:

@@ -87,7 +87,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, Any]) -> Translat
     objective = _objective(reader, "ppo" if kind == "dapo" else preset.objective)
     if preset.advantage is not None:
         _advantage(reader, preset.advantage)
-    trains = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
+    trains: dict[str, Any] = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
     if kind == "dpo":
         for name in [name for name in reader.given if name.startswith("algorithm.kl_loss_fn")]:
             reader.refuse(name, "the objective is KL-regularised already; Trinity adds another KL to it")
@@ -126,7 +126,7 @@ def _written(reader: Reader) -> bool:
 
 def _objective(reader: Reader, default: str) -> str:
     """The objective and its hyper-parameters."""
-    name = reader["algorithm.policy_loss_fn"] or default
+    name: Any = reader["algorithm.policy_loss_fn"] or default
     try:
         spec = spec_of(get_objective(name))
     except ValueError as error:
@@ -152,13 +152,13 @@ def _objective(reader: Reader, default: str) -> str:
         )
     own = {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own}
     reader.overrides |= {"objective": name, "objective_args": own}
-    return name
+    return str(name)
 
 
 def _advantage(reader: Reader, default: str) -> None:
     """The advantage and its hyper-parameters."""
     given = reader["algorithm.advantage_fn"]
-    name = _ADVANTAGES.get(given, given) or default
+    name: Any = _ADVANTAGES.get(given, given) or default
     try:
         spec = advantage_spec(get_advantage(name))
     except ValueError as error:
@@ -182,7 +182,7 @@ def _advantage(reader: Reader, default: str) -> None:
     reader.overrides |= {"advantage": spec.name, "advantage_args": own}
 
 
-def _kl(reader: Reader, place: str, trains: dict[str, str]) -> None:
+def _kl(reader: Reader, place: str, trains: dict[str, Any]) -> None:
     """The KL of one place: Trinity's `kl_loss_fn` or `kl_penalty_fn`."""
     name = f"algorithm.{'kl_loss_fn' if place == 'kl_loss' else 'kl_penalty_fn'}"
     estimator = reader[name] or trains[place]
@@ -206,7 +206,7 @@ def _kl(reader: Reader, place: str, trains: dict[str, str]) -> None:
 _IN_TRAINER = ("gae", "reinforce_plus_plus", "rloo", "remax", "on_policy_distill", "jsd", "clip_b", "clip_v")
 
 
-def _kl_reward(reader: Reader, trains: dict[str, str]) -> None:
+def _kl_reward(reader: Reader, trains: dict[str, Any]) -> None:
     given = reader["algorithm.advantage_fn"] or ""
     advantage = reader.overrides.get("advantage")
     in_trainer = (

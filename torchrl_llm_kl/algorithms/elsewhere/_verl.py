@@ -133,7 +133,7 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
 def _read(config: Any) -> dict[str, Any]:
     """The settings by path. A value that refers to another setting is one that verl's own files give it: its default."""
     if isinstance(config, Sequence) and not isinstance(config, str):
-        found = {}
+        found: dict[str, Any] = {}
         for each in config:
             name, equals, text = each.partition("=")
             if not equals:
