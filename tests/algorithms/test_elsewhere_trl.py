@@ -317,6 +317,28 @@ def test_other_trainers(settings: dict[str, Any], trainer: Any, objective: str) 
     assert found.make(nn.Linear(1, 1), **more).algorithm.objective == objective
 
 
+@pytest.mark.parametrize(("kind", "point"), [("kto", 0.3), ("apo_zero_unpaired", 0.0)])
+def test_kto(model: nn.Module, batch: dict[str, Tensor], kind: str, point: float) -> None:
+    """TRL's formulas for the two kinds of answers, with a given KL."""
+    settings = {"loss_type": kind, "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    chosen = torch.tensor([True, False, False, True, True, False])
+    data = rollouts(batch)
+    data["chosen"], data["reference_point"] = chosen, torch.full((ROWS,), point)
+    model.zero_grad(set_to_none=True)
+    loss = from_trl(settings, trainer="kto").make(model, reference="data").loss(data).total_loss
+    loss.backward()
+    found = loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    whole = model(batch["ids"]).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+    log_prob = whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0]
+    ratio = ((log_prob - batch["ref"]) * batch["mask"]).sum(-1)
+    desirable = 1.5 * (1 - torch.sigmoid(0.4 * (ratio - point)))
+    undesirable = 0.5 * (1 - torch.sigmoid(0.4 * (point - ratio)))
+    expected = torch.where(chosen, desirable, undesirable).mean()
+    expected.backward()
+    agree(found, (expected.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+
+
 @pytest.mark.parametrize("kind", ["nll", "dft"])
 def test_sft(model: nn.Module, batch: dict[str, Tensor], kind: str) -> None:
     """Minus the mean log-prob; for dft each times the probability, without gradient."""

@@ -217,6 +217,7 @@ def test_an_adaptive_coefficient() -> None:
 
 
 def test_sampling() -> None:
+    assert from_verl([f"{R}.temperature=null"]).sampling.temperature == 1.0
     found = from_verl([f"{R}.temperature=0.7", f"{R}.top_k=-1", f"{R}.top_p=0.9"])
     assert (found.sampling.temperature, found.sampling.top_k, found.sampling.top_p) == (0.7, 0, 0.9)
     assert [row.name for row in found.sampled] == [f"{R}.temperature", f"{R}.top_p", f"{R}.top_k"]

@@ -117,8 +117,9 @@ _VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 
 
 def _grpo(reader: Reader) -> Translation:
-    kind, level = reader.take("loss_type"), reader.take("importance_sampling_level")
+    kind, level = reader["loss_type"], reader.take("importance_sampling_level")
     _known("loss_type", kind, _GRPO)
+    reader.take("loss_type", "TRL averages each micro-batch, here it is the whole batch" if kind == "bnpo" else "")
     _known("importance_sampling_level", level, ("token", "sequence"))
     algorithm, objective, aggregation = _GRPO[kind]
     if level == "sequence" and objective in ("ppo", "dapo", "dr_grpo"):
