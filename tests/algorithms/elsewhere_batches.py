@@ -15,7 +15,7 @@ from torchrl_llm_kl.estimators import KLPlacementWarning
 from toy_models import tiny_model
 from toy_tokenizer import build_tokenizer
 
-PROMPT, WIDTH, ROWS = 3, 5, 6
+PROMPT, WIDTH, ROWS = 3, 8, 24
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
@@ -28,22 +28,29 @@ def make_model(folder: Path) -> nn.Module:
 
 
 def make_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Tokens with responses of several lengths, log-probs near the policy's, and advantages of both signs."""
+    """Answers of the model, of 1 to 8 tokens, with ratios around all clip bounds, and advantages of both signs."""
     rng = torch.Generator().manual_seed(3)
-    vocab = model.config.vocab_size
-    ids = torch.randint(10, vocab, (ROWS, PROMPT + WIDTH), generator=rng)
-    length = torch.tensor([5, 3, 1, 4, 5, 2])
-    mask = torch.arange(WIDTH) < length[:, None]
+
+    def uniform(*shape: int) -> Tensor:
+        return 2 * torch.rand(*shape, generator=rng, dtype=torch.float64) - 1
+
+    ids = torch.randint(10, model.config.vocab_size, (ROWS, PROMPT), generator=rng)  # type: ignore[union-attr, arg-type]
     with torch.no_grad():
-        lp = model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][:, PROMPT - 1 :]
-    noise = torch.randn(3, ROWS, WIDTH, generator=rng, dtype=torch.float64)
+        for _ in range(WIDTH):
+            chosen = torch.multinomial(model(ids).logits[:, -1].softmax(-1), 1, generator=rng)
+            ids = torch.cat([ids, chosen], 1)
+        whole = model(ids).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+        log_prob = whole.gather(-1, ids[:, PROMPT:, None])[..., 0]
+    # Of some answers the geometric mean of the ratios is far from 1, of most it is near.
+    old = log_prob + 0.3 * uniform(ROWS, 1) ** 3 + 0.4 * uniform(ROWS, WIDTH)
+    advantage = uniform(ROWS)
     return {
         "ids": ids,
-        "mask": mask,
-        "old": lp + 0.4 * noise[0],
-        "ref": lp + 0.3 * noise[1],
-        "sampler": lp + 0.4 * noise[0] + 0.3 * noise[2],
-        "advantage": torch.tensor([1.3, -0.7, 0.4, -1.1, -0.2, 0.9], dtype=torch.float64),
+        "mask": torch.arange(WIDTH) < torch.arange(ROWS)[:, None] % WIDTH + 1,
+        "old": old,
+        "ref": log_prob + 0.5 * uniform(ROWS, WIDTH),
+        "sampler": old + 0.4 * uniform(ROWS, WIDTH),
+        "advantage": advantage.sign() * (0.2 + advantage.abs()),
     }
 
 
@@ -86,3 +93,8 @@ def agree(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tenso
     assert max(float(gradient.abs().max()) for gradient in expected[1]) > 1e-3
     for got, want in zip(found[1], expected[1], strict=True):
         assert_close(got, want, **CLOSE)
+
+
+def differ(found: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> bool:
+    """Whether two losses have other gradients."""
+    return max(float((a - b).abs().max()) for a, b in zip(found[1], other[1], strict=True)) > 1e-5

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from elsewhere_batches import PROMPT, ROWS, WIDTH, agree, make_batch, make_model, ours, rollouts
+from elsewhere_batches import PROMPT, ROWS, WIDTH, agree, differ, make_batch, make_model, ours, rollouts
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -108,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.12},
     "gspo, dapo's mean": {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon": 0.1},
     "delta": {"loss_type": "grpo", "delta": 1.25, "epsilon": 0.2},
-    "delta, dapo": {"delta": 1.5, "epsilon_high": 0.28},
+    "delta, dapo": {"delta": 1.35, "epsilon_high": 0.28},
     "beta": {"beta": 0.1},
     "beta, k3": {"beta": 0.1, "use_bias_correction_kl": False, "loss_type": "grpo"},
     "beta, gspo": {"beta": 0.2, "use_bias_correction_kl": False, "importance_sampling_level": "sequence"},
@@ -135,6 +135,20 @@ def test_the_loss_is_that_of_trls_trainer(
     by_name, by_config = from_trl(CASES[name]), from_trl(config)
     assert by_name.algorithm == by_config.algorithm
     assert repr(by_name.recipe) == repr(by_config.recipe)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_batch_shows_each_setting(model: nn.Module, batch: dict[str, Tensor], name: str) -> None:
+    """Without one of them the gradients above are others; scale_rewards changes the advantage instead."""
+    found = ours(model, batch, from_trl(CASES[name]))
+    for key, value in CASES[name].items():
+        without = from_trl({other: kept for other, kept in CASES[name].items() if other != key})
+        if key != "scale_rewards" and value != TRL["grpo"][key].default and not without.refused and (name, key) != SAME:
+            assert differ(found, ours(model, batch, without)), key
+
+
+#: bnpo is the default's mean, of the micro-batch.
+SAME = ("bnpo", "loss_type")
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -321,7 +335,7 @@ def test_other_trainers(settings: dict[str, Any], trainer: Any, objective: str) 
 def test_kto(model: nn.Module, batch: dict[str, Tensor], kind: str, point: float) -> None:
     """TRL's formulas for the two kinds of answers, with a given KL."""
     settings = {"loss_type": kind, "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.5}
-    chosen = torch.tensor([True, False, False, True, True, False])
+    chosen = torch.arange(ROWS) % 3 == 0
     data = rollouts(batch)
     data["chosen"], data["reference_point"] = chosen, torch.full((ROWS,), point)
     model.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from elsewhere_batches import PROMPT, agree, make_batch, make_model, ours
+from elsewhere_batches import PROMPT, agree, differ, make_batch, make_model, ours
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -106,6 +106,16 @@ def test_the_loss_is_verls(
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     found = from_verl([GRPO, *CASES[name]])
     agree(ours(model, batch, found), theirs(core, model, batch, CASES[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "nothing" not in name and name != "dro"])
+def test_the_batch_shows_each_setting(model: nn.Module, batch: dict[str, Tensor], name: str) -> None:
+    """Without one of them the gradients above are others."""
+    found = ours(model, batch, from_verl([GRPO, *CASES[name]]))
+    for setting in CASES[name]:
+        without = from_verl([GRPO, *(other for other in CASES[name] if other != setting)])
+        if not without.refused:
+            assert differ(found, ours(model, batch, without)), setting
 
 
 def test_the_table_has_verls_fields_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
