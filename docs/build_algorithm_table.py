@@ -46,6 +46,8 @@ section (`policy_loss_fn_args`, `kl_loss_fn`, `advantage_fn_args`, ...) are acce
 docstrings of `torchrl_llm_kl.losses` and `torchrl_llm_kl.advantages` describe them. A preset is a typed, frozen dataclass:
 a type checker reports a wrong name. A name that another library gives to another setting (`epsilon`: the advantage's here,
 the clip range in TRL) is refused with both meanings: pass `advantage_epsilon=` or `clip_low=` and `clip_high=`.
+Configurations of TRL, Trinity-RFT and verl translate as a whole: `from_trl(config).make(actor)` ([settings of other
+libraries](elsewhere.md)).
 
 Data of several turns goes to `multi_step_grpo` or `gigpo`. The other presets compare single answers: `group_size`
 refuses neighbours whose prompts differ, and a group key that they share gives a warning.

@@ -20,6 +20,7 @@ PICTURE = Path(__file__).with_name("architecture.png")
 
 #: The layers from bottom to top. Those in one row do not import one another; each may import from every row before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("_foreign",),
     ("_registry", "_numerics"),
     ("masks", "ragged", "head"),
     ("rollouts", "scoring", "estimators"),
@@ -29,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 HOLDS = {
+    "_foreign": "settings of TRL, Trinity-RFT and verl: their names there and here",
     "_registry": "one registry: names, aliases, did-you-mean; hyper-parameter names",
     "_numerics": "checks of shapes, ranges and finiteness; float32 promotion; masked means",
     "ragged": "variable-length data in one form, and its conversions",
@@ -40,7 +42,7 @@ HOLDS = {
     "transforms": "TorchRL transforms: retrieve log-probs, compute the KL",
     "advantages": "advantages of groups, tokens and trajectories",
     "losses": "objectives, terms, aggregation, PolicyLoss",
-    "algorithms": "typed presets, make_algorithm",
+    "algorithms": "typed presets, make_algorithm, translations of other libraries' settings",
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
     "cli": "the command line",

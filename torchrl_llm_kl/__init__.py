@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
-    from torchrl_llm_kl.algorithms import make_algorithm
+    from torchrl_llm_kl.algorithms import from_trinity, from_trl, from_verl, make_algorithm
     from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, RunMonitor, diagnose, inspect_tokens
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
@@ -43,7 +43,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "advantages": ("Advantage",),
-    "algorithms": ("make_algorithm",),
+    "algorithms": ("from_trinity", "from_trl", "from_verl", "make_algorithm"),
     "diagnostics": ("Diagnosis", "Doctor", "RunMonitor", "diagnose", "inspect_tokens"),
     "estimators": (
         "AdaptiveEntropyCoefficient",
@@ -105,6 +105,9 @@ __all__ = [
     "TokenCritic",
     "ValueLoss",
     "diagnose",
+    "from_trinity",
+    "from_trl",
+    "from_verl",
     "get_estimator",
     "get_objective",
     "inspect_tokens",

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from torchrl_llm_kl._foreign import foreign_hint
+
 T = TypeVar("T")
 
 
@@ -146,7 +148,7 @@ class Hyperparameters:
             also = f" (or {', '.join(self.aliases)})" if self.aliases else ""
             raise TypeError(
                 f"{self.owner} has no hyper-parameter {key!r}; it has {', '.join(self.names) or 'none'}{also}."
-                f"{did_you_mean(key, [*self.names, *self.aliases])}"
+                f"{foreign_hint(key, self.names) or did_you_mean(key, [*self.names, *self.aliases])}"
             )
         if len(targets) > 1:
             return {} if value is None else dict.fromkeys(targets, value)

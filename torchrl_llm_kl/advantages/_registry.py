@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape, widen
 from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
 
@@ -226,7 +227,8 @@ def _instead_of(key: str, spec: AdvantageSpec) -> str:
         return f": {spec.obsolete[key]}."
     if key in spec.refused:
         return f": {spec.refused[key][1]}."
-    return f"; it has {', '.join(spec.hyper) or 'none'}.{did_you_mean(key, spec.hyper)}"
+    hint = foreign_hint(key, spec.hyper) or did_you_mean(key, spec.hyper)
+    return f"; it has {', '.join(spec.hyper) or 'none'}.{hint}"
 
 
 def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:

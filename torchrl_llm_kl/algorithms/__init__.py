@@ -6,6 +6,7 @@ from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides
 from torchrl_llm_kl.algorithms._make import make_algorithm
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts, mix_buffers
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, Entry, Schema, SchemaError
+from torchrl_llm_kl.algorithms.elsewhere import Setting, Translation, from_trinity, from_trl, from_verl
 from torchrl_llm_kl.algorithms.presets import (
     ALGORITHMS,
     AlgorithmName,
@@ -26,9 +27,14 @@ __all__ = [
     "Entry",
     "Schema",
     "SchemaError",
+    "Setting",
+    "Translation",
     "UnknownAlgorithmError",
     "algorithm_table",
     "flag_table",
+    "from_trinity",
+    "from_trl",
+    "from_verl",
     "get_algorithm",
     "make_algorithm",
     "mix_buffers",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import Scalar, check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, get_advantage
@@ -32,7 +33,7 @@ class Algorithm:
         advantage: a name of :func:`~torchrl_llm_kl.advantages.get_advantage`; None if the objective needs no advantage.
         advantage_args: its hyper-parameters, where they differ from its own defaults.
         aggregation: how terms are summed over tokens; None for the objective's own way.
-        kl_loss: estimator of the KL to the reference in the loss; ``"none"`` for no KL.
+        kl_loss: estimator of the KL to the reference in the loss, or a function of the same signature; ``"none"`` for no KL.
         kl_loss_coeff: its weight: a number, a tensor or a coefficient module.
         kl_reward: estimator of the KL to the reference in the reward; ``"none"`` for no KL.
         kl_reward_coeff: its weight.
@@ -69,7 +70,7 @@ class Algorithm:
     advantage: AdvantageName | None = None
     advantage_args: AdvantageArgs = field(default_factory=AdvantageArgs)
     aggregation: Aggregation | None = None
-    kl_loss: EstimatorName = "none"
+    kl_loss: EstimatorName | Callable[..., Tensor] = "none"
     kl_loss_coeff: Coefficient = 1e-3
     kl_reward: EstimatorName = "none"
     kl_reward_coeff: Coefficient = 1e-3
@@ -202,7 +203,7 @@ class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
     advantage: AdvantageName | None
     advantage_args: AdvantageArgs
     aggregation: Aggregation | None
-    kl_loss: EstimatorName
+    kl_loss: EstimatorName | Callable[..., Tensor]
     kl_loss_coeff: Coefficient
     kl_reward: EstimatorName
     kl_reward_coeff: Coefficient
@@ -433,5 +434,5 @@ def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
     raise TypeError(
         f"{algorithm.name} has no setting {name!r}. Settings: {', '.join(_FIELDS)}; of the objective: "
         f"{', '.join(accepted['objective']) or 'none'}; of the advantage: {', '.join(accepted['advantage']) or 'none'}."
-        f"{did_you_mean(name, known)}"
+        f"{foreign_hint(name, known) or did_you_mean(name, known)}"
     )

@@ -12,6 +12,7 @@ from tensordict import NestedKey
 from torch import nn
 from typing_extensions import Unpack
 
+from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
@@ -357,7 +358,7 @@ def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
         if name not in known:
             raise TypeError(
                 f"loss_args must not hold {name!r}, it may hold {', '.join(known)}: hyper-parameters of the objective go to "
-                "make_algorithm itself."
+                f"make_algorithm itself.{foreign_hint(name, known)}"
             )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, ParamSpec, cast
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_is_number, check_is_scalar, check_same_shape
 from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clean
@@ -342,7 +343,8 @@ def _computed(spec: ObjectiveSpec, key: str) -> str:
 def _unknown(spec: ObjectiveSpec, key: str) -> str:
     message = f"{spec.name} has no hyper-parameter {key!r}"
     if key not in spec.aliases and key not in spec.obsolete:
-        return f"{message}; it has {', '.join(spec.hyper) or 'none'}.{did_you_mean(key, spec.hyper)}"
+        hint = foreign_hint(key, spec.hyper) or did_you_mean(key, spec.hyper)
+        return f"{message}; it has {', '.join(spec.hyper) or 'none'}.{hint}"
     own = " and ".join(map(repr, spec.aliases.get(key, ())))
     return (
         f"{message}: {f'pass {own}' if own else 'leave it out'}. PolicyLoss and make_algorithm translate the names of other "

@@ -1,0 +1,100 @@
+"""A small batch of rollouts for losses of this package and of others, on one model."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from torchrl_llm_kl.estimators import KLPlacementWarning
+from toy_models import tiny_model
+from toy_tokenizer import build_tokenizer
+
+PROMPT, WIDTH, ROWS = 3, 8, 24
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def make_model(folder: Path) -> nn.Module:
+    """In double precision, saved in the folder."""
+    made = tiny_model("qwen2", seed=0, vocab_size=len(build_tokenizer(pad_token="<|pad|>"))).double()
+    made.save_pretrained(folder)
+    made.config._name_or_path = str(folder)  # TRL loads the reference from there
+    return made
+
+
+def make_batch(model: nn.Module) -> dict[str, Tensor]:
+    """Answers of the model, of 1 to 8 tokens, with ratios around all clip bounds, and advantages of both signs."""
+    rng = torch.Generator().manual_seed(3)
+
+    def uniform(*shape: int) -> Tensor:
+        return 2 * torch.rand(*shape, generator=rng, dtype=torch.float64) - 1
+
+    ids = torch.randint(10, model.config.vocab_size, (ROWS, PROMPT), generator=rng)  # type: ignore[union-attr, arg-type]
+    with torch.no_grad():
+        for _ in range(WIDTH):
+            chosen = torch.multinomial(model(ids).logits[:, -1].softmax(-1), 1, generator=rng)
+            ids = torch.cat([ids, chosen], 1)
+        whole = model(ids).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+        log_prob = whole.gather(-1, ids[:, PROMPT:, None])[..., 0]
+    # Of some answers the geometric mean of the ratios is far from 1, of most it is near.
+    old = log_prob + 0.3 * uniform(ROWS, 1) ** 3 + 0.4 * uniform(ROWS, WIDTH)
+    advantage = uniform(ROWS)
+    return {
+        "ids": ids,
+        "mask": torch.arange(WIDTH) < torch.arange(ROWS)[:, None] % WIDTH + 1,
+        "old": old,
+        "ref": log_prob + 0.5 * uniform(ROWS, WIDTH),
+        "sampler": old + 0.4 * uniform(ROWS, WIDTH),
+        "advantage": advantage.sign() * (0.2 + advantage.abs()),
+    }
+
+
+def rollouts(batch: dict[str, Tensor]) -> TensorDict:
+    """The batch as this package reads it; padding on the right is outside the mask."""
+    full = [row[: PROMPT + int(n)] for row, n in zip(batch["ids"], batch["mask"].sum(-1), strict=True)]
+
+    def whole(values: Tensor) -> list[Tensor]:
+        return [torch.cat([torch.zeros(PROMPT), row[mask]]) for row, mask in zip(values, batch["mask"], strict=True)]
+
+    rows = []
+    for i in range(ROWS):
+        names = {"log_probs": "old", "ref_log_probs": "ref", "sampler_log_probs": "sampler"}
+        following = {key: TensorDict(full=whole(batch[name])[i]) for key, name in names.items()}
+        rows.append(
+            TensorDict(
+                tokens=TensorDict(prompt=batch["ids"][i, :PROMPT], full=full[i]),
+                next=TensorDict(**following),
+                advantage=batch["advantage"][i],
+            )
+        )
+    return lazy_stack(rows)
+
+
+def ours(model: nn.Module, batch: dict[str, Tensor], translation: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a translation and the gradients of all parameters."""
+    model.zero_grad(set_to_none=True)
+    more = {"reference": "data"} if translation.overrides.get("kl_loss", "none") != "none" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLPlacementWarning)
+        loss = translation.make(model, **more).loss
+    out = loss(rollouts(batch))
+    out.total_loss.backward()
+    return out.total_loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def agree(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]) -> None:
+    """Values and gradients are the same, and the gradients are not 0."""
+    assert_close(found[0].double(), expected[0].double(), **CLOSE)
+    assert max(float(gradient.abs().max()) for gradient in expected[1]) > 1e-3
+    for got, want in zip(found[1], expected[1], strict=True):
+        assert_close(got, want, **CLOSE)
+
+
+def differ(found: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> bool:
+    """Whether two losses have other gradients."""
+    return max(float((a - b).abs().max()) for a, b in zip(found[1], other[1], strict=True)) > 1e-5

@@ -1,0 +1,362 @@
+"""The result of a translation, and the reader that sorts each setting into one of its lists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row
+from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl.advantages import advantage_spec, get_advantage
+from torchrl_llm_kl.algorithms._algorithm import apply_overrides
+from torchrl_llm_kl.algorithms._make import make_algorithm
+from torchrl_llm_kl.algorithms._parts import AlgorithmParts
+from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
+from torchrl_llm_kl.losses import Correction
+from torchrl_llm_kl.scoring import Sampling
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of another library and what became of it.
+
+    Args:
+        name: its path there.
+        value: its value there.
+        here: its name in this package; empty if it has none.
+        note: what to do with it, or why it has no counterpart.
+        given: False for a default of that library.
+    """
+
+    name: str
+    value: Any
+    here: str = ""
+    note: str = ""
+    given: bool = True
+
+
+@dataclass(frozen=True)
+class Translation:
+    """An algorithm of another library in this package's terms.
+
+    Each setting that was given is in exactly one of ``translated``, ``sampled``, ``outside`` and ``refused``. ``print`` shows
+    them as a table.
+
+    Args:
+        library: whose settings they are.
+        algorithm: the preset.
+        recipe: :attr:`overrides`, with modules that are yet to be constructed.
+        sampling: how that library samples. Its log-probs may be those of all tokens nevertheless: :meth:`make` passes the
+            temperature alone.
+        translated: settings that ``algorithm`` and ``overrides`` hold.
+        sampled: settings that ``sampling`` holds.
+        outside: settings of the loop around the loss, with what to do; a default of the library that asks for something, too.
+        refused: settings without a counterpart and unknown ones, with the reason.
+    """
+
+    library: Library
+    algorithm: AlgorithmName
+    recipe: Mapping[str, Any]
+    sampling: Sampling = field(default_factory=Sampling)
+    translated: tuple[Setting, ...] = ()
+    sampled: tuple[Setting, ...] = ()
+    outside: tuple[Setting, ...] = ()
+    refused: tuple[Setting, ...] = ()
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Arguments of :func:`make_algorithm` that make it do what the library does, its defaults included.
+
+        Coefficients and corrections, which hold state, are new ones each time.
+        """
+        return {name: _fresh(value) for name, value in self.recipe.items()}
+
+    def make(self, actor: Any, *, without_refused: bool = False, **more: Any) -> AlgorithmParts:
+        """Call :func:`make_algorithm` with the preset and the overrides.
+
+        Args:
+            actor: the model to train.
+
+        Keyword Args:
+            without_refused: go on without the settings that are refused.
+            more: further arguments, such as ``reference=`` and ``critic=``; they replace overrides of the same name.
+                ``loss_args`` add to those of the translation, ``group_key`` takes the place of ``group_size``, ``sampling``
+                that of ``temperature``.
+
+        Raises:
+            ValueError: if settings are refused, with the reasons.
+
+        Example:
+            >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+            >>> from torchrl_llm_kl import from_trl
+            >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=8, intermediate_size=8,
+            ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
+            >>> parts = from_trl({"loss_type": "dr_grpo", "max_completion_length": 64}).make(model)
+            >>> parts.loss.max_len
+            64
+        """
+        if self.refused and not without_refused:
+            reasons = "; ".join(f"{row.name}={row.value!r}: {row.note}" for row in self.refused)
+            raise ValueError(
+                f"{len(self.refused)} of {self.library}'s settings have no counterpart here ({reasons}). Change them, or pass "
+                "without_refused=True to train without them."
+            )
+        own = self.overrides
+        for name, given in (("group_size", "group_key"), ("temperature", "sampling")):
+            if given in more:
+                own.pop(name, None)
+        ours, theirs = own.pop("loss_args", {}), more.pop("loss_args", None) or {}
+        both = [*ours.get("corrections", ()), *theirs.get("corrections", ())]
+        if ours or theirs:
+            own["loss_args"] = {**ours, **theirs, **({"corrections": both} if both else {})}
+        return make_algorithm(self.algorithm, actor, **{**own, **more})
+
+    def __str__(self) -> str:
+        lines = [f"{self.library} -> make_algorithm({self.algorithm!r}, actor, ...)", ""]
+        width = max((len(name) for name in self.recipe), default=0)
+        lines += [f"  {name:<{width}} = {show(value)}" for name, value in self.recipe.items()]
+        lines += ["", f"sampled from {self.sampling}"]
+        for title, rows in self._lists():
+            if rows:
+                lines += ["", title]
+                width = max(len(f"{row.name} = {show(row.value)}") for row in rows)
+                lines += [f"  {f'{row.name} = {show(row.value)}':<{width}}  {_what(row)}".rstrip() for row in rows]
+        return "\n".join(lines)
+
+    def __rich__(self) -> Any:
+        """A table of `rich`."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            title=Text(f"{self.library} -> make_algorithm({self.algorithm!r}, actor, ...)"), title_justify="left"
+        )
+        for column in ("", "setting", "value", "here"):
+            table.add_column(column)
+        for name, value in self.recipe.items():
+            table.add_row(*map(Text, ("override", name, show(value), "")))
+        for title, rows in self._lists():
+            table.add_section()
+            for row in rows:
+                table.add_row(*map(Text, (title.partition(" (")[0], row.name, show(row.value), _what(row))))
+        return table
+
+    def _lists(self) -> list[tuple[str, tuple[Setting, ...]]]:
+        return [
+            ("translated", self.translated),
+            ("sampled", self.sampled),
+            ("outside (settings of the loop)", self.outside),
+            ("refused (no counterpart)", self.refused),
+        ]
+
+
+def _what(row: Setting) -> str:
+    here = f"-> {row.here}" if row.here else ""
+    default = "" if row.given else "default"
+    return "; ".join(filter(None, (here, row.note, default)))
+
+
+def _fresh(value: Any) -> Any:
+    """A coefficient or correction of its own for each loss: they hold state."""
+    if isinstance(value, New):
+        return value()
+    if isinstance(value, dict):
+        return {name: _fresh(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_fresh(inner) for inner in value]
+    return value
+
+
+class New(partial[Any]):
+    """A module to construct for each :meth:`Translation.make`; shown as the call."""
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.keywords.items())]
+        return f"{self.func.__name__}({', '.join(given)})"
+
+
+def show(value: Any) -> str:
+    """A value for a table."""
+    if isinstance(value, partial) and not isinstance(value, New):
+        return New.__repr__(value)  # type: ignore[arg-type]
+    if callable(value) and hasattr(value, "__name__"):
+        return str(value.__name__)
+    return repr(value)
+
+
+# ------------------------------------------------------------------ sorting
+
+
+class Reader:
+    """Reads settings by the table of their library, and notes where each goes.
+
+    Whatever no rule took is placed by :meth:`finish` as its row says; a setting that another makes ineffective is outside.
+    """
+
+    def __init__(self, library: Library, rows: Mapping[str, Foreign], given: Mapping[str, Any]) -> None:
+        self.library, self.rows, self.given = library, rows, dict(given)
+        self.overrides: dict[str, Any] = {}
+        self._lists: dict[Place, dict[str, Setting]] = {"override": {}, "sampling": {}, "outside": {}, "refused": {}}
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a setting, or its default."""
+        return self.given[name] if name in self.given else self.rows[name].default
+
+    def take(self, name: str, note: str = "") -> Any:
+        """The value of a setting that the caller translates."""
+        self._place("override", name, note)
+        return self[name]
+
+    def copy(self, name: str, own: str) -> None:
+        """Pass a setting on under its own name here."""
+        self.overrides[own] = self.take(name)
+
+    def out(self, name: str, note: str) -> None:
+        """A setting of the loop, if it was given."""
+        self._place("outside", name, note)
+
+    def tell(self, name: str) -> None:
+        """A setting of the loop that matters if it was not given too."""
+        self._place("outside", name, "", default=True)
+
+    def refuse(self, name: str, note: str) -> None:
+        """A setting without a counterpart, given or default."""
+        self._lists["override"].pop(name, None)
+        self._place("refused", name, note)
+
+    def correct(self, correction: Callable[..., Correction], **settings: Any) -> None:
+        """Add a correction to the loss."""
+        loss_args = self.overrides.setdefault("loss_args", {})
+        loss_args.setdefault("corrections", []).append(New(correction, **settings))
+
+    def _place(self, place: Place, name: str, note: str, *, default: bool = False) -> None:
+        if any(name in rows for rows in self._lists.values()):
+            return
+        given = name in self.given
+        if given or default or place in ("override", "refused"):
+            row = find_row(self.rows, name)
+            here = row.here if row and place in ("override", "sampling") else ""
+            self._lists[place][name] = Setting(name, self[name], here, note or (row.note if row else ""), given)
+
+    def sample(self, temperature: str, top_p: str, top_k: str, min_p: str | None = None) -> Sampling:
+        """The distribution that tokens are drawn from; -1 and None are no truncation."""
+        for name in (temperature, top_p, top_k, *([min_p] if min_p else [])):
+            self._place("sampling", name, "")
+        drawn = Sampling(
+            float(1.0 if self[temperature] is None else self[temperature]),
+            max(int(self[top_k] or 0), 0),
+            float(1.0 if self[top_p] is None else self[top_p]),
+            float((self[min_p] if min_p else None) or 0.0),
+        )
+        self.overrides["temperature"] = drawn.temperature
+        return drawn
+
+    def group(self, algorithm: AlgorithmName, name: str) -> None:
+        """The number of answers to a prompt."""
+        answers = self.take(name)
+        self.overrides["repeat_times"] = answers
+        advantage = self.overrides.get("advantage", get_algorithm(algorithm).advantage)
+        if answers > 1 and advantage is not None and "group" in advantage_spec(get_advantage(advantage)).needs:
+            self.overrides["group_size"] = answers
+
+    def finish(self, algorithm: AlgorithmName, sampling: Sampling | None = None) -> Translation:
+        """Place what is left, and check that the algorithm exists."""
+        for name, value in self.given.items():
+            row = find_row(self.rows, name)
+            if any(name in rows for rows in self._lists.values()):
+                continue
+            if row is None:
+                known = [known for known in self.rows if not known.endswith("*")]
+                leaf = {known.rpartition(".")[2]: known for known in known}
+                near = did_you_mean(name, known) or did_you_mean(name.rpartition(".")[2], leaf)
+                note = f"{self.library} has no such setting.{near}"
+                self._lists["refused"][name] = Setting(name, value, "", note)
+            elif row.place == "outside" or (row.place == "refused" and value == row.default):
+                self._lists["outside"][name] = Setting(name, value, "", row.note)
+            elif row.place == "refused":
+                self._lists["refused"][name] = Setting(name, value, "", row.note)
+            else:
+                note = f"no effect in {self.library} beside these settings: leave it out"
+                self._lists["outside"][name] = Setting(name, value, "", note)
+        apply_overrides(
+            get_algorithm(algorithm),
+            {name: value for name, value in self.overrides.items() if name not in _OF_MAKE and not _is_new(value)},
+        )
+        lists = {place: tuple(rows.values()) for place, rows in self._lists.items()}
+        return Translation(
+            self.library,
+            algorithm,
+            self.overrides,
+            sampling or Sampling(),
+            translated=lists["override"],
+            sampled=lists["sampling"],
+            outside=lists["outside"],
+            refused=lists["refused"],
+        )
+
+
+#: Arguments of make_algorithm that are no settings of a preset.
+_OF_MAKE = ("group_size", "temperature", "max_len", "loss_args")
+
+
+def _is_new(value: Any) -> bool:
+    return isinstance(value, New)
+
+
+# ------------------------------------------------------------------ files
+
+
+def read_mapping(settings: Any, what: str) -> Mapping[str, Any]:
+    """A mapping from a YAML file, its text, or a mapping."""
+    if isinstance(settings, Mapping):
+        return settings
+    if not isinstance(settings, (str, os.PathLike)):
+        raise TypeError(f"expected {what}: a path, YAML or a mapping, got {type(settings).__name__}.")
+    import yaml
+
+    text = os.fspath(settings)
+    if isinstance(settings, os.PathLike) or ("\n" not in text and Path(text).is_file()):
+        text = Path(text).read_text(encoding="utf-8")
+    elif "\n" not in text and text.endswith((".yaml", ".yml")):
+        raise FileNotFoundError(f"no file {text!r}: expected {what}, as a path, YAML or a mapping.")
+    found = yaml.load(text, Loader=_loader())
+    if not isinstance(found, Mapping):
+        raise ValueError(f"expected {what}: a mapping of settings, got {type(found).__name__} from {text[:60]!r}.")
+    return found
+
+
+def read_scalar(text: str) -> Any:
+    """The value of ``name=text``."""
+    import yaml
+
+    return yaml.load(text, Loader=_loader())
+
+
+def _loader() -> Any:
+    """YAML's safe loader, which reads ``1e-6`` as a number, as OmegaConf does."""
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"^[-+]?(?:\d[\d_]*)(?:\.[\d_]*)?[eE][-+]?\d+$|^[-+]?\.\d[\d_]*(?:[eE][-+]?\d+)?$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as paths with dots; an empty mapping keeps its own path."""
+    out: dict[str, Any] = {}
+    for name, value in settings.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            out |= flatten(value, f"{path}.")
+        else:
+            out[path] = value
+    return out

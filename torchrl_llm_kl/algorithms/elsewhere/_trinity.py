@@ -1,0 +1,313 @@
+"""Trinity-RFT's configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_llm_kl._foreign import TRINITY
+from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl.advantages import advantage_spec, get_advantage
+from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, flatten, read_mapping
+from torchrl_llm_kl.algorithms.presets import ALGORITHMS, get_algorithm
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
+from torchrl_llm_kl.losses import get_objective, spec_of
+
+#: Trinity's algorithms under another name here.
+_ALGORITHMS = {"reinforceplusplus": "reinforce_plus_plus", "grpo_verl": "grpo"}
+#: Trinity's advantages that the registry has under another name.
+_ADVANTAGES = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
+#: Presets of this package that Trinity has.
+_KNOWN = (
+    "sft", "ppo", "grpo", "dapo", "rloo", "opmd", "asymre", "dpo", "topr", "cispo", "gspo", "sapo", "mix", "mix_chord",
+    "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd", "reinforceplusplus", "grpo_verl",
+)  # fmt: skip
+#: Arguments of a loss in Trinity's constructors, which hold where some arguments are given; `default_args` holds elsewhere.
+_CONSTRUCTOR = {"rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}}
+_DEFAULT_ARGS = {
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "clip_ratio_c": 3.0},
+    "mix": {"clip_low": 0.2, "clip_high": 0.2},
+    "rec": {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+}
+#: Losses that need a clip range as soon as any of their arguments is given.
+_NEED_CLIP = ("ppo", "gspo", "mix", "mix_chord")
+#: What Trinity's constructors take for an aggregation where `policy_loss_fn_args` leaves it out.
+_OWN_AGGREGATION = {"gspo": "seq-mean-token-mean"}
+_WITHOUT_AGGREGATION = ("dpo", "rec")
+_P = "algorithm.policy_loss_fn_args."
+
+
+def from_trinity(config: str | os.PathLike[str] | Mapping[str, Any]) -> Translation:
+    """Translate a configuration of Trinity-RFT 0.6.
+
+    Args:
+        config: the path of a YAML file, YAML, or a mapping: a whole configuration or its section ``algorithm``.
+
+    Returns:
+        A :class:`Translation`, which does what Trinity does with these settings, by its defaults too: the aggregation is
+        ``token-mean`` for every algorithm, one answer is sampled unless ``repeat_times`` says otherwise, ``dapo`` clips at
+        0.2 on both sides. ``docs/differences.md`` lists where the losses differ, whatever the settings.
+
+    Raises:
+        FileNotFoundError: for a path without a file.
+        ValueError: for an unknown algorithm or function, or arguments that Trinity refuses.
+
+    Example:
+        >>> found = from_trinity('''
+        ... algorithm:
+        ...   algorithm_type: grpo
+        ...   repeat_times: 8
+        ...   kl_loss_fn_args: {kl_coef: 0.01}
+        ...   optimizer: {lr: 1e-6}
+        ... ''')
+        >>> found.algorithm, found.overrides["group_size"], found.overrides["kl_loss_coeff"]
+        ('grpo', 8, 0.01)
+        >>> [row.name for row in found.outside if row.given]
+        ['algorithm.optimizer.lr']
+    """
+    found = read_mapping(config, "a configuration of Trinity-RFT")
+    if "algorithm" not in found and any(f"algorithm.{name}" in TRINITY for name in found):
+        found = {"algorithm": found}
+    reader = Reader("Trinity-RFT", TRINITY, flatten(found))
+    for name in [name for name, value in reader.given.items() if value is None and name in TRINITY]:
+        if TRINITY[name].place == "override" and TRINITY[name].default is None:
+            reader.out(name, "nothing: null is Trinity's default")
+    kind = reader.take("algorithm.algorithm_type")
+    if kind == "cpt":
+        raise ValueError(
+            "algorithm_type='cpt' trains on all tokens: make_algorithm('sft', actor, masking_strategy='generic')."
+        )
+    if kind not in _KNOWN:
+        known = ", ".join(_KNOWN)
+        raise ValueError(f"Trinity-RFT has no algorithm_type {kind!r}; it has {known}.{did_you_mean(kind, _KNOWN)}")
+    algorithm: Any = _ALGORITHMS.get(kind, kind)
+    preset = get_algorithm(algorithm)
+    objective = _objective(reader, "ppo" if kind == "dapo" else preset.objective)
+    if preset.advantage is not None:
+        _advantage(reader, preset.advantage)
+    trains: dict[str, Any] = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
+    if kind == "dpo":
+        for name in [name for name in reader.given if name.startswith("algorithm.kl_loss_fn")]:
+            reader.refuse(name, "the objective is KL-regularised already; Trinity adds another KL to it")
+    else:
+        _kl(reader, "kl_loss", trains)
+    _kl_reward(reader, trains)
+    _entropy(reader)
+    _aggregation(reader, objective)
+    if kind == "raft":
+        reader.overrides["keep_best"] = False  # Trinity trains on all that its workflow returns
+    _mixture(reader, preset.schema)
+    _corrections(reader)
+    if reader["algorithm.bypass_old_logprobs"] and preset.on_policy and kind != "raft":
+        reader.tell("algorithm.bypass_old_logprobs")
+    else:
+        reader.out("algorithm.bypass_old_logprobs", "nothing: old log-probs are scored here")
+    if reader["algorithm.repeat_times"] is None:
+        reader.given.pop("algorithm.repeat_times")
+    if kind in ("sft", "dpo", "raft"):
+        reader.out("algorithm.repeat_times", "of the sampler")
+    else:
+        reader.group(algorithm, "algorithm.repeat_times")
+    return reader.finish(algorithm, reader.sample("model.temperature", "model.top_p", "model.top_k"))
+
+
+def _arguments(reader: Reader, prefix: str) -> dict[str, Any]:
+    """The arguments below a path, without those that the table places elsewhere."""
+    names = [name for name in reader.given if name.startswith(prefix)]
+    return {name.removeprefix(prefix): reader.given[name] for name in names if name not in reader.rows}
+
+
+def _written(reader: Reader) -> bool:
+    """Whether `policy_loss_fn_args` is there, so that Trinity's `default_args` are not used."""
+    return any(name.startswith(_P) or (name == _P[:-1] and value is not None) for name, value in reader.given.items())
+
+
+def _objective(reader: Reader, default: str) -> str:
+    """The objective and its hyper-parameters."""
+    name: Any = reader["algorithm.policy_loss_fn"] or default
+    try:
+        spec = spec_of(get_objective(name))
+    except ValueError as error:
+        raise ValueError(f"algorithm.policy_loss_fn: {error}") from None
+    assert spec is not None
+    if name in ("sapo", "dpo"):
+        notes = {"sapo": "Trinity has no gradient through the gate", "dpo": "Trinity adds the batch up to one pair"}
+        reader.take("algorithm.policy_loss_fn", notes[name])
+    elif reader["algorithm.policy_loss_fn"]:
+        reader.take("algorithm.policy_loss_fn")
+    given = {key: value for key, value in _arguments(reader, _P).items() if key != "loss_agg_mode"}
+    written = _written(reader)
+    for key in given:
+        if key in spec.hyperparameters.accepted:
+            reader.take(f"{_P}{key}", f"{name}'s")
+    known = {key: value for key, value in given.items() if key in spec.hyperparameters.accepted}
+    own = spec.hyperparameters.translate({key: value for key, value in known.items() if value is not None})
+    own |= {key: None for key in known if known[key] is None and key == "clip_ratio_c"}
+    if written and name in _NEED_CLIP and not {"clip_low", "clip_high"} <= own.keys():
+        raise ValueError(
+            f"Trinity's {name} needs clip_range, or clip_range_low and clip_range_high, in policy_loss_fn_args as soon as it "
+            "holds anything: its default holds without any arguments alone."
+        )
+    own = {**(_CONSTRUCTOR if written else _DEFAULT_ARGS).get(name, {}), **own}
+    reader.overrides |= {"objective": name, "objective_args": own}
+    return str(name)
+
+
+def _advantage(reader: Reader, default: str) -> None:
+    """The advantage and its hyper-parameters."""
+    given = reader["algorithm.advantage_fn"]
+    name: Any = _ADVANTAGES.get(given, given) or default
+    try:
+        spec = advantage_spec(get_advantage(name))
+    except ValueError as error:
+        raise ValueError(f"algorithm.advantage_fn: {error}") from None
+    if given:
+        reader.take("algorithm.advantage_fn")
+    prefix = "algorithm.advantage_fn_args."
+    known = {key: value for key, value in _arguments(reader, prefix).items() if key in spec.hyperparameters.accepted}
+    ineffective = [key for key in known if key in spec.hyperparameters.obsolete]
+    for key in known:
+        if key in ineffective:
+            reader.out(f"{prefix}{key}", f"nothing: {spec.hyperparameters.obsolete[key]}")
+        elif key in spec.hyperparameters.refused and known[key] != spec.hyperparameters.refused[key][0]:
+            reader.refuse(f"{prefix}{key}", spec.hyperparameters.refused[key][1])
+        else:
+            reader.take(f"{prefix}{key}", f"{spec.name}'s")
+    kept = [key for key in known if key not in ineffective and key not in spec.hyperparameters.refused]
+    own = spec.hyperparameters.translate({key: known[key] for key in kept})
+    if spec.name == "gae":
+        own["whiten"] = True
+    reader.overrides |= {"advantage": spec.name, "advantage_args": own}
+
+
+def _kl(reader: Reader, place: str, trains: dict[str, Any]) -> None:
+    """The KL of one place: Trinity's `kl_loss_fn` or `kl_penalty_fn`."""
+    name = f"algorithm.{'kl_loss_fn' if place == 'kl_loss' else 'kl_penalty_fn'}"
+    estimator = reader[name] or trains[place]
+    if reader[name]:
+        reader.take(name)
+    trains[place] = reader.overrides[place] = estimator
+    if estimator == "none":
+        return
+    coeff = reader.take(f"{name}_args.kl_coef")
+    if reader[f"{name}_args.adaptive"]:
+        target, horizon = (reader.take(f"{name}_args.{part}") for part in ("target_kl", "horizon"))
+        reader.take(f"{name}_args.adaptive", "`AdaptiveKLCoefficient`; call its `update` after each step")
+        if target is None or horizon is None:
+            raise ValueError(f"{name}_args: an adaptive KL coefficient needs target_kl and horizon.")
+        reader.overrides[f"{place}_coeff"] = New(AdaptiveKLCoefficient, coeff, target=target, horizon=horizon)
+    else:
+        reader.overrides[f"{place}_coeff"] = coeff
+
+
+#: Advantages that Trinity computes in its trainer, the only ones that see a KL in the reward.
+_IN_TRAINER = ("gae", "reinforce_plus_plus", "rloo", "remax", "on_policy_distill", "jsd", "clip_b", "clip_v")
+
+
+def _kl_reward(reader: Reader, trains: dict[str, Any]) -> None:
+    given = reader["algorithm.advantage_fn"] or ""
+    advantage = reader.overrides.get("advantage")
+    in_trainer = (
+        advantage in _IN_TRAINER or given.endswith("_verl") or reader["algorithm.algorithm_type"] == "grpo_verl"
+    )
+    if advantage is None or (not in_trainer and reader["algorithm.kl_penalty_fn"] not in (None, "none")):
+        note = "Trinity skips it for this advantage: pass kl_reward= to have it"
+        for name in [name for name in reader.given if name.startswith("algorithm.kl_penalty_fn")]:
+            reader.out(name, note)
+        reader.overrides["kl_reward"] = "none"
+    else:
+        _kl(reader, "kl_reward", trains)
+
+
+def _entropy(reader: Reader) -> None:
+    kind = reader["algorithm.entropy_loss_fn"]
+    if kind not in (None, "none", "default", "mix"):
+        raise ValueError(f"Trinity-RFT has no entropy_loss_fn {kind!r}; it has none, default, mix.")
+    coeff = "algorithm.entropy_loss_fn_args.entropy_coef"
+    without = reader["algorithm.algorithm_type"] in (
+        "sft", "asymre", "raft", "sppo", "on_policy_distill", "jsd"
+    )  # fmt: skip
+    if kind is not None:
+        reader.take("algorithm.entropy_loss_fn")
+    if kind == "none" or (kind is None and without):
+        reader.overrides["entropy_coeff"] = 0.0
+    else:
+        reader.copy(coeff, "entropy_coeff")
+    if kind == "mix":
+        reader.overrides["leave_out_experts"] = True
+
+
+def _aggregation(reader: Reader, objective: str) -> None:
+    """Trinity's `loss_agg_mode` replaces the one in `policy_loss_fn_args`, which replaces the objective's own."""
+    mode = reader["algorithm.loss_agg_mode"] or "token-mean"
+    reader.take("algorithm.loss_agg_mode")
+    reader.overrides["aggregation"] = mode
+    inner = f"{_P}loss_agg_mode"
+    written = _written(reader)
+    if inner in reader.given:
+        reader.out(inner, "no effect in Trinity: algorithm.loss_agg_mode replaces it")
+    elif written and objective in _OWN_AGGREGATION and mode != _OWN_AGGREGATION[objective]:
+        _mixed(reader, _OWN_AGGREGATION[objective], mode)
+    elif objective in _WITHOUT_AGGREGATION and mode != "token-mean":
+        _mixed(reader, "seq-mean-token-sum" if objective == "dpo" else "token-mean", mode)
+    if objective == "dpo":
+        reader.overrides["aggregation"] = "seq-mean-token-sum"
+    if reader.overrides["aggregation"] == "seq-mean-token-sum-norm":
+        if reader["model.max_response_tokens"] is None:
+            reader.refuse("algorithm.loss_agg_mode", "it divides by the padded length: give model.max_response_tokens")
+        else:
+            reader.refuse(
+                "algorithm.loss_agg_mode",
+                "Trinity divides the sum by the length alone, here it is divided by the number of sequences too",
+            )
+
+
+def _mixed(reader: Reader, own: str, others: str) -> None:
+    """The objective is summed in another way than the other terms are."""
+    reader.overrides["aggregation"] = own
+    kl, coeff = reader.overrides.get("kl_loss", "none"), reader.overrides.get("entropy_coeff", 0.0)
+    if kl != "none" or coeff != 0:
+        reader.refuse(
+            "algorithm.loss_agg_mode",
+            f"Trinity sums the objective by {own} and the KL and entropy by {others}; here all terms are summed in one way: "
+            f"set loss_agg_mode to {own} and name it in policy_loss_fn_args too",
+        )
+
+
+def _mixture(reader: Reader, schema: str) -> None:
+    ratio = "algorithm.sample_strategy_args.expert_data_ratio"
+    strategy = reader["algorithm.sample_strategy"]
+    if schema == "mix":
+        if strategy is not None:
+            reader.take("algorithm.sample_strategy")
+        reader.copy(ratio, "expert_data_ratio")
+    elif strategy is not None:
+        reader.out("algorithm.sample_strategy", "the buffer of the loop decides which rows it draws")
+
+
+def _corrections(reader: Reader) -> None:
+    """Trinity passes verl's settings on."""
+    prefix = "algorithm.rollout_correction."
+    given = _arguments(reader, prefix)
+    own = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+    for name, value in given.items():
+        if name in own:
+            reader.take(f"{prefix}{name}")
+            if value is not None:
+                reader.overrides.setdefault("loss_args", {})[name] = value
+        elif name == "bypass_mode" and value:
+            note = "read the sampler's log-probs as old ones, `set_keys(old_log_prob=...)`, and correct nothing"
+            reader.refuse(f"{prefix}{name}", note)
+        elif name in ("bypass_mode", "loss_type", "rollout_is_batch_normalize"):
+            if value in (False, "ppo_clip", None):
+                reader.out(f"{prefix}{name}", "nothing: it is the only way here")
+            else:
+                reader.refuse(f"{prefix}{name}", "not supported: see `losses.rollout_corrections`")
+        else:
+            near = did_you_mean(name, (*own, "bypass_mode", "loss_type", "rollout_is_batch_normalize"))
+            reader.refuse(f"{prefix}{name}", f"verl has no such setting.{near}")
+
+
+assert set(_KNOWN) <= {*ALGORITHMS, *_ALGORITHMS}

@@ -1,0 +1,403 @@
+"""TRL's configurations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, get_args
+
+from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign
+from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation
+from torchrl_llm_kl.algorithms.presets import AlgorithmName
+from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, corrected_k3
+from torchrl_llm_kl.losses import (
+    ImportanceWeights,
+    OffPolicySequenceMask,
+    TopEntropyMask,
+    get_objective,
+    spec_of,
+)
+
+Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft"]
+#: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
+UNCLAMPED_K3 = partial(corrected_k3, ratio_max=math.inf)
+#: TRL adds it to standard deviations.
+_EPSILON = 1e-4
+
+
+def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
+    """Translate a configuration of TRL 1.16.
+
+    Args:
+        config: a ``GRPOConfig``, ``RLOOConfig``, ``DPOConfig``, ``KTOConfig`` or ``SFTConfig``, or a mapping with settings of
+            one. Of a configuration, settings that differ from TRL's defaults count as given.
+
+    Keyword Args:
+        trainer: whose settings a mapping holds.
+
+    Returns:
+        A :class:`Translation`, which does what TRL does with these settings, by its defaults too: no KL, ``loss_type="dapo"``,
+        advantages over the standard deviation plus 1e-4, the sequence mask on vLLM's log-probs.
+
+    Raises:
+        TypeError: for another configuration.
+        ValueError: for a value that TRL does not know either.
+
+    Example:
+        >>> found = from_trl({"beta": 0.04, "epsilon_high": 0.28, "learning_rate": 1e-6, "num_generations": 8})
+        >>> found.algorithm, found.overrides["clip_high"], found.overrides["kl_loss_coeff"], found.overrides["group_size"]
+        ('dapo', 0.28, 0.04, 8)
+        >>> [(row.name, row.note) for row in found.outside]
+        [('learning_rate', 'the optimiser and its schedule')]
+        >>> from_trl({"num_generation": 8}).refused[0].note
+        "TRL has no such setting. Did you mean 'num_generations'?"
+    """
+    if not isinstance(config, Mapping):
+        kinds = {f"{name.upper()}Config": name for name in get_args(Trainer)}
+        found = [kinds[base.__name__] for base in type(config).__mro__ if base.__name__ in kinds]
+        if not found:
+            raise TypeError(
+                f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {type(config).__name__}: pass the settings "
+                "that matter as a mapping."
+            )
+        trainer, config = found[0], _given(config)
+    if trainer not in get_args(Trainer):
+        raise ValueError(
+            f"unknown trainer {trainer!r}; known: {', '.join(get_args(Trainer))}.{did_you_mean(trainer, TRL)}"
+        )
+    reader = Reader("TRL", {**_training(), **TRAINING, **TRL[trainer]}, config)
+    return {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "kto": _kto, "sft": _sft}[trainer](reader)
+
+
+def _training() -> dict[str, Foreign]:
+    """All of transformers' TrainingArguments."""
+    from transformers import TrainingArguments
+
+    note = "of transformers' trainer: it belongs to the loop"
+    return {f.name: Foreign("TRL", f.name, None, "outside", "", note) for f in dataclasses.fields(TrainingArguments)}
+
+
+def _given(config: Any) -> dict[str, Any]:
+    """The settings of a configuration that differ from those of one without arguments."""
+    fields = [f for f in dataclasses.fields(config) if f.init]
+    default: Any = None
+    # Without such an accelerator: compare with the plain defaults.
+    with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError, RuntimeError):
+        warnings.simplefilter("ignore")
+        default = type(config)(output_dir=config.output_dir, use_cpu=config.use_cpu, bf16=config.bf16)
+    plain = {f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default for f in fields}
+    values = {f.name: getattr(config, f.name) for f in fields}
+    return {
+        name: value
+        for name, value in values.items()
+        if value != (plain[name] if default is None or name in ("output_dir", "use_cpu") else getattr(default, name))
+        and value is not dataclasses.MISSING
+    }
+
+
+# ------------------------------------------------------------------ GRPO
+
+#: loss_type -> (preset, objective, aggregation).
+_GRPO: dict[str, tuple[AlgorithmName, str, str]] = {
+    "grpo": ("grpo", "ppo", "seq-mean-token-mean"),
+    "bnpo": ("grpo", "ppo", "token-mean"),
+    "dapo": ("dapo", "dapo", "token-mean"),
+    "dr_grpo": ("dr_grpo", "dr_grpo", "seq-mean-token-sum-norm"),
+    "cispo": ("cispo", "cispo", "token-mean"),
+    "sapo": ("sapo", "sapo", "seq-mean-token-mean"),
+    "luspo": ("luspo", "ppo", "seq-mean-token-sum"),
+    "vespo": ("grpo", "vespo", "token-mean"),
+}
+_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+
+
+def _grpo(reader: Reader) -> Translation:
+    kind, level = reader["loss_type"], reader.take("importance_sampling_level")
+    _known("loss_type", kind, _GRPO)
+    reader.take("loss_type", "TRL averages each micro-batch, here it is the whole batch" if kind == "bnpo" else "")
+    _known("importance_sampling_level", level, ("token", "sequence"))
+    algorithm, objective, aggregation = _GRPO[kind]
+    if level == "sequence" and objective in ("ppo", "dapo", "dr_grpo"):
+        objective = "luspo" if kind == "luspo" else "gspo"
+        algorithm = "gspo" if kind == "grpo" else algorithm
+    elif level == "sequence" and kind != "vespo":
+        reader.refuse("importance_sampling_level", f"{kind} has the ratio of each token here")
+    reader.overrides |= {"objective": objective, "aggregation": aggregation}
+    if kind == "dr_grpo":
+        _max_len(reader)
+    _grpo_bounds(reader, kind, objective)
+    _grpo_advantage(reader)
+    _grpo_kl(reader, level)
+    _grpo_entropy(reader, aggregation)
+    _grpo_corrections(reader, kind)
+    reader.group(algorithm, "num_generations")
+    return reader.finish(algorithm, reader.sample("temperature", "top_p", "top_k", "min_p"))
+
+
+def _max_len(reader: Reader) -> None:
+    if reader["max_completion_length"] is None:
+        reader.refuse("max_completion_length", "the loss divides by it: pass a number")
+    else:
+        reader.copy("max_completion_length", "max_len")
+
+
+def _bounds(reader: Reader) -> tuple[float, float]:
+    """TRL's epsilon and epsilon_high."""
+    low, high = reader.take("epsilon"), reader["epsilon_high"]
+    if high is None:
+        return low, low
+    reader.take("epsilon_high")
+    return low, high
+
+
+def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
+    if objective == "sapo":
+        reader.copy("sapo_temperature_pos", "tau_pos")
+        reader.copy("sapo_temperature_neg", "tau_neg")
+    elif objective == "vespo":
+        for name in _VESPO:
+            reader.copy(name, name.removeprefix("vespo_"))
+    elif objective == "cispo":
+        name = "epsilon" if reader["epsilon_high"] is None else "epsilon_high"
+        bound = reader.take(name)
+        reader.overrides["clip_low"] = 1.0
+        if bound >= 1:
+            reader.overrides["clip_high"] = bound - 1
+        else:
+            reader.refuse(
+                name,
+                f"for cispo it is the bound itself, so that {bound} lowers every weight to {bound} at most; here the bound is "
+                "1 + clip_high. TRL recommends epsilon_high=5.0",
+            )
+    else:
+        low, high = _bounds(reader)
+        reader.overrides |= {"clip_low": low, "clip_high": high}
+        if objective in ("ppo", "dapo", "dr_grpo"):
+            reader.overrides["clip_ratio_c"] = None
+        delta = reader["delta"]
+        if delta is not None and objective in ("gspo", "luspo"):
+            reader.refuse("delta", "a sequence's ratio has no dual clip here")
+        elif delta is not None and delta < 1 + high:
+            reader.refuse("delta", f"it bounds gains too, below 1 + epsilon_high = {1 + high:g}: pass at least that")
+        elif delta is not None:
+            reader.copy("delta", "clip_ratio_c")
+
+
+def _grpo_advantage(reader: Reader) -> None:
+    way = reader["multi_objective_aggregation"]
+    _known("multi_objective_aggregation", way, ("sum_then_normalize", "normalize_then_sum"))
+    if way == "normalize_then_sum":
+        reader.take("multi_objective_aggregation")
+        reader.overrides |= {"advantage": "gdpo", "advantage_epsilon": _EPSILON, "schema": "rewards"}
+        if reader["reward_weights"] is not None:
+            reader.copy("reward_weights", "reward_weights")
+        return
+    reader.out("reward_weights", "weigh the rewards before they are added up")
+    scale = {True: "group", False: "none"}.get(reader["scale_rewards"], reader["scale_rewards"])
+    _known("scale_rewards", scale, ("group", "batch", "none"))
+    reader.take("scale_rewards")
+    if scale == "none":
+        reader.overrides["advantage"] = "dr_grpo"
+    else:
+        reader.overrides |= {"advantage": "grpo", "advantage_epsilon": _EPSILON, "std": scale}
+
+
+def _grpo_kl(reader: Reader, level: str) -> None:
+    reader.overrides["kl_loss"] = "none"
+    reader.take("beta")
+    if reader["beta"] == 0:
+        return
+    if reader["use_bias_correction_kl"] and level == "sequence":
+        reader.refuse(
+            "use_bias_correction_kl", "with importance_sampling_level='sequence' the KL is times the sequence's ratio"
+        )
+        return
+    reader.overrides["kl_loss"] = UNCLAMPED_K3 if reader.take("use_bias_correction_kl") else "k3"
+    reader.overrides["kl_loss_coeff"] = reader["beta"]
+
+
+def _grpo_entropy(reader: Reader, aggregation: str) -> None:
+    adaptive, coeff = reader["use_adaptive_entropy"], reader["entropy_coef"]
+    if not adaptive and coeff == 0:
+        return
+    name = "use_adaptive_entropy" if adaptive else "entropy_coef"
+    if aggregation != "token-mean":
+        reader.refuse(
+            name, f"TRL averages the entropy over tokens, and this loss is {aggregation} here with all its terms"
+        )
+    elif reader["top_entropy_quantile"] < 1:
+        reader.refuse(name, "beside top_entropy_quantile TRL's bonus is of the chosen tokens alone, here of all")
+    elif adaptive:
+        names = {"entropy_coef": "init", "entropy_target": "target", "entropy_coef_delta": "delta"}
+        names |= {"entropy_coef_min": "low", "entropy_coef_max": "high"}
+        reader.take(name)
+        settings = {own: reader.take(name) for name, own in names.items()}
+        reader.overrides["entropy_coeff"] = New(AdaptiveEntropyCoefficient, **settings)
+    else:
+        reader.copy("entropy_coef", "entropy_coeff")
+
+
+def _grpo_corrections(reader: Reader, kind: str) -> None:
+    vllm = reader["use_vllm"] and reader["vllm_importance_sampling_correction"]
+    if reader["off_policy_mask_threshold"] is not None:
+        if vllm:
+            reader.refuse(
+                "off_policy_mask_threshold", "with use_vllm TRL compares with the sampler, here with old log-probs"
+            )
+        else:
+            reader.correct(OffPolicySequenceMask, delta=reader.take("off_policy_mask_threshold"))
+    fraction = reader["top_entropy_quantile"]
+    if fraction == 0:
+        reader.refuse("top_entropy_quantile", "0 leaves one token: pass a fraction above 0")
+    elif fraction < 1:
+        reader.correct(TopEntropyMask, fraction=reader.take("top_entropy_quantile"))
+    if not vllm:
+        if reader["use_vllm"]:
+            reader.take("use_vllm")
+            reader.take("vllm_importance_sampling_correction")
+        return
+    reader.take("use_vllm")
+    if kind == "vespo":
+        reader.refuse("vllm_importance_sampling_correction", "TRL puts the weights into the weight of the sequence")
+        return
+    reader.take("vllm_importance_sampling_correction")
+    level, _, mode = reader.take("vllm_importance_sampling_mode").partition("_")
+    _known("vllm_importance_sampling_mode", (level, mode), [(a, b) for a in _LEVELS for b in ("truncate", "mask")])
+    high = "vllm_importance_sampling_clip_max"
+    if reader["vllm_importance_sampling_cap"] is not None:
+        high = "vllm_importance_sampling_cap"
+    low = reader["vllm_importance_sampling_clip_min"]
+    if low is not None:
+        reader.take("vllm_importance_sampling_clip_min")
+    reader.correct(ImportanceWeights, level=level, mode=mode, low=low, high=reader.take(high))
+
+
+_LEVELS = ("token", "sequence")
+
+# ------------------------------------------------------------------ RLOO
+
+
+def _rloo(reader: Reader) -> Translation:
+    reader.overrides |= {"objective": "ppo", "aggregation": "seq-mean-token-sum", "clip_ratio_c": None}
+    low, high = _bounds(reader)
+    reader.overrides |= {"clip_low": low, "clip_high": high}
+    steps = reader["steps_per_generation"] or 1
+    accumulated = reader.given.get("gradient_accumulation_steps", 1)
+    reused = "num_iterations" if reader["num_iterations"] > 1 else "steps_per_generation"
+    if reader["num_iterations"] > 1 or steps > accumulated:
+        reader.refuse(
+            reused,
+            "TRL clips the ratio of the whole answer, here it is that of each token: the same while all answers are the "
+            "policy's own, one step for each batch",
+        )
+    reader.overrides["kl_loss"] = "none"
+    reader.take("beta")
+    if reader["beta"] != 0:
+        reader.overrides |= {"kl_reward": "k1", "kl_reward_coeff": reader["beta"]}
+    reader.group("rloo", "num_generations")
+    return reader.finish("rloo", reader.sample("temperature", "top_p", "top_k", "min_p"))
+
+
+# ------------------------------------------------------------------ preferences, and experts' answers
+
+#: loss_type -> (preset, objective).
+_DPO = {
+    "sigmoid": "dpo",
+    "sigmoid_norm": "dpo",
+    **{
+        name: name
+        for name in (
+            "hinge",
+            "ipo",
+            "exo_pair",
+            "nca_pair",
+            "robust",
+            "bco_pair",
+            "sppo_hard",
+            "aot",
+            "aot_unpaired",
+            "apo_zero",
+            "apo_down",
+            "discopop",
+        )
+    },
+}
+_DPO_NOTES = {
+    "bco_pair": "`dpo` for `sigmoid`; an entry `reference_point` of 0 for TRL's loss",
+    "aot": "TRL sorts each micro-batch, here the batch is sorted once: `loss.batch_inputs`",
+    "aot_unpaired": "TRL sorts each micro-batch, here the batch is sorted once: `loss.batch_inputs`",
+}
+
+
+def _dpo(reader: Reader) -> Translation:
+    given = reader["loss_type"]
+    kinds = [given] if isinstance(given, str) else list(given)
+    kind = kinds[0]
+    _known("loss_type", kind, (*_DPO, "sft"))
+    reader.take("loss_type", _DPO_NOTES.get(kind, ""))
+    objective = _DPO.get(kind, "dpo")
+    if len(kinds) > 1 or kind == "sft":
+        what = "the likelihood of the chosen answer" if kind == "sft" else "a sum of several preference losses"
+        reader.refuse("loss_type", f"no preset is {what}: build a PolicyLoss with terms=")
+    spec = spec_of(get_objective(objective))  # type: ignore[arg-type]
+    assert spec is not None
+    reader.overrides["objective"] = objective
+    reader.copy("beta", "beta")
+    if kind in ("ipo", "sigmoid_norm"):
+        reader.overrides["length_normalised"] = True
+    if kind in ("robust", "exo_pair", "aot", "aot_unpaired"):
+        reader.copy("label_smoothing", "label_smoothing")
+    if kind == "discopop":
+        reader.copy("discopop_tau", "tau")
+    if reader["ld_alpha"] is not None:
+        _option(reader, spec.hyper, "ld_alpha", "ld_alpha", reader["ld_alpha"])
+    if reader["use_weighting"]:
+        _option(reader, spec.hyper, "use_weighting", "weighting", "aligned")
+    divergence, alpha = reader["f_divergence_type"], reader["f_alpha_divergence_coef"]
+    if divergence != "reverse_kl" and "f_divergence" in spec.hyper:
+        reader.take("f_divergence_type")
+        if divergence == "alpha_divergence":
+            reader.take("f_alpha_divergence_coef")
+            if not 0 <= alpha <= 1:
+                reader.refuse("f_alpha_divergence_coef", f"f_alpha = 1 - {alpha} must be in (0, 1]")
+            elif alpha == 1:
+                divergence = "reverse_kl"
+            else:
+                reader.overrides["f_alpha"] = 1 - alpha
+        reader.overrides["f_divergence"] = divergence
+    return reader.finish("dpo")
+
+
+def _option(reader: Reader, accepted: Any, name: str, own: str, value: Any) -> None:
+    if own in accepted:
+        reader.take(name)
+        reader.overrides[own] = value
+    else:
+        reader.refuse(name, f"{reader.overrides['objective']} has no {own} here")
+
+
+def _kto(reader: Reader) -> Translation:
+    kind = reader.take("loss_type")
+    _known("loss_type", kind, ("kto", "apo_zero_unpaired"))
+    for name in ("beta", "desirable_weight", "undesirable_weight"):
+        reader.copy(name, name)
+    return reader.finish("kto")
+
+
+def _sft(reader: Reader) -> Translation:
+    kind = reader.take("loss_type")
+    _known("loss_type", kind, ("nll", "dft"))
+    reader.overrides |= {"objective": {"nll": "sft", "dft": "sft_is"}[kind], "aggregation": "token-mean"}
+    return reader.finish("sft")
+
+
+def _known(name: str, value: Any, known: Any) -> None:
+    if value not in known:
+        raise ValueError(
+            f"TRL has no {name}={value!r}; it has {', '.join(map(str, known))}.{did_you_mean(value, map(str, known))}"
+        )

@@ -1,0 +1,267 @@
+"""verl's configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_llm_kl._foreign import VERL
+from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl.algorithms.elsewhere._translation import (
+    New,
+    Reader,
+    Translation,
+    flatten,
+    read_mapping,
+    read_scalar,
+)
+from torchrl_llm_kl.algorithms.presets import AlgorithmName
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
+
+_A, _R, _G = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
+_C = f"{_G}rollout_correction."
+_CLIP = (f"{_A}clip_ratio_low", f"{_A}clip_ratio_high")
+
+#: adv_estimator -> (preset, advantage, its arguments).
+_ADVANTAGES: dict[str, tuple[AlgorithmName, str, dict[str, Any]]] = {
+    "gae": ("ppo", "gae", {"whiten": True}),
+    "grpo": ("grpo", "grpo", {}),
+    "grpo_vectorized": ("grpo", "grpo", {}),
+    "gdpo": ("gdpo", "gdpo", {}),
+    "grpo_passk": ("pass_at_k", "pass_at_k", {}),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}),
+    "rloo": ("rloo", "rloo", {}),
+    "rloo_vectorized": ("rloo", "rloo", {}),
+    "opo": ("opo", "opo", {}),
+    "reinforce_plus_plus": ("reinforce_plus_plus", "reinforce_plus_plus", {}),
+    "remax": ("grpo", "remax", {}),
+    "optimal_token_baseline": ("optimal_token_baseline", "optimal_token_baseline", {}),
+    "tir_optimal_token_baseline": ("optimal_token_baseline", "optimal_token_baseline", {}),
+}
+#: loss_mode -> (objective, its arguments, verl's settings -> its own names).
+_LOSSES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "vanilla": ("ppo", {}, {f"{_A}clip_ratio_c": "clip_ratio_c"}),
+    "dppo_tv": ("dppo", {"divergence": "tv"}, {f"{_A}clip_ratio_c": "clip_ratio_c"}),
+    "dppo_kl": ("dppo", {"divergence": "kl"}, {f"{_A}clip_ratio_c": "clip_ratio_c"}),
+    "gspo": ("gspo", {}, {}),
+    "sapo": ("sapo", {}, {f"{_A}tau_pos": "tau_pos", f"{_A}tau_neg": "tau_neg"}),
+    "gpg": ("gpg", {}, {}),
+    "clip_cov": (
+        "clip_cov",
+        {},
+        {
+            f"{_A}policy_loss.clip_cov_ratio": "fraction",
+            f"{_A}policy_loss.clip_cov_lb": "cov_low",
+            f"{_A}policy_loss.clip_cov_ub": "cov_high",
+        },
+    ),
+    "kl_cov": (
+        "kl_cov",
+        {},
+        {f"{_A}policy_loss.kl_cov_ratio": "fraction", f"{_A}policy_loss.ppo_kl_coef": "objective_coeff"},
+    ),
+    "geo_mean": ("gmpo", {}, {}),
+    "dro": ("dro", {"level": "token"}, {f"{_A}policy_loss.dro_beta": "beta"}),
+    "cispo": ("cispo", {}, {}),
+}
+_CLIPPED = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "clip_cov", "geo_mean", "cispo")
+#: verl's names of estimators -> those here. Its k3 has the clamps of `low_var_kl`.
+_ESTIMATORS = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "low_var_kl",
+    "k3": "low_var_kl",
+}
+
+
+def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]) -> Translation:
+    """Translate a configuration of verl 0.9.
+
+    Args:
+        config: the path of a YAML file, YAML, a mapping, or a list of Hydra's overrides (``"algorithm.adv_estimator=grpo"``).
+            What it leaves out has verl's default.
+
+    Returns:
+        A :class:`Translation`, which does what verl does with these settings, by its defaults too: GAE and a critic, no KL,
+        ``clip_ratio_low`` and ``_high`` of 0.2 whatever ``clip_ratio`` says, a dual clip at 3, the mean over tokens.
+        ``docs/differences.md`` lists where the losses differ, whatever the settings.
+
+    Raises:
+        FileNotFoundError: for a path without a file.
+        ValueError: for an unknown advantage, loss or estimator, or a value that refers to another setting.
+
+    Example:
+        >>> found = from_verl(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
+        ...     "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.clip_ratio_high=0.28"])
+        >>> found.algorithm, found.overrides["group_size"], found.overrides["kl_loss"], found.overrides["clip_high"]
+        ('grpo', 8, 'low_var_kl', 0.28)
+        >>> print(from_verl(["actor_rollout_ref.actor.clip_ratio=0.3"]).outside[0].note)
+        no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these
+    """
+    given = _read(config)
+    reader = Reader("verl", VERL, given)
+    algorithm = _advantage(reader)
+    mode = reader.take(f"{_A}policy_loss.loss_mode")
+    if mode == "bypass_mode":
+        reader.refuse(f"{_A}policy_loss.loss_mode", VERL[f"{_C}bypass_mode"].note)
+        mode = "vanilla"
+    _known("loss_mode", mode, _LOSSES)
+    objective, fixed, names = _LOSSES[mode]
+    reader.overrides |= {"objective": objective, **fixed}
+    for name, own in names.items():
+        reader.copy(name, own)
+    if mode == "dro" and not (reader[f"{_A}policy_loss.dro_beta"] or 0) > 0:
+        raise ValueError("policy_loss.dro_beta must be a positive number with loss_mode='dro': verl has no default.")
+    if mode in _CLIPPED:
+        _clip(reader)
+    _kl(reader)
+    reader.copy(f"{_A}entropy_coeff", "entropy_coeff")
+    _aggregation(reader, mode)
+    _corrections(reader)
+    for section, switch in (("distillation.", "distillation.enabled"), (f"{_G}pf_ppo.", f"{_G}use_pf_ppo")):
+        if not given.get(switch):
+            for name in [name for name in given if name.startswith(section)]:
+                reader.out(name, f"no effect in verl without {switch}")
+    reader.group(algorithm, f"{_R}n")
+    return reader.finish(algorithm, reader.sample(f"{_R}temperature", f"{_R}top_p", f"{_R}top_k"))
+
+
+def _read(config: Any) -> dict[str, Any]:
+    """The settings by path. A value that refers to another setting is one that verl's own files give it: its default."""
+    if isinstance(config, Sequence) and not isinstance(config, str):
+        found: dict[str, Any] = {}
+        for each in config:
+            name, equals, text = each.partition("=")
+            if not equals:
+                raise ValueError(f"expected 'path=value', as in 'algorithm.adv_estimator=grpo', got {each!r}.")
+            value = read_scalar(text)
+            found |= flatten({name.strip().lstrip("+"): value})
+    else:
+        found = flatten(read_mapping(config, "a configuration of verl"))
+    found = {name: value for name, value in found.items() if not name.endswith("_target_")}
+    for name, value in found.items():
+        row = VERL.get(name)
+        if isinstance(value, str) and "${" in value and row is not None and row.place in ("override", "sampling"):
+            if name != f"{_R}response_length":
+                raise ValueError(
+                    f"{name}={value!r} refers to another setting: resolve it first (`OmegaConf.to_container`)."
+                )
+            found = {key: given for key, given in found.items() if key != name}
+    return found
+
+
+def _known(name: str, value: Any, known: Any) -> None:
+    if value not in known:
+        raise ValueError(f"verl has no {name} {value!r}; it has {', '.join(known)}.{did_you_mean(value, known)}")
+
+
+def _advantage(reader: Reader) -> AlgorithmName:
+    name = reader.take(f"{_G}adv_estimator")
+    if name == "gpg":
+        reader.refuse(f"{_G}adv_estimator", "verl scales it by the share of rewards that are not 0, of the whole batch")
+        name = "grpo"
+    _known("adv_estimator", name, _ADVANTAGES)
+    algorithm, advantage, args = _ADVANTAGES[name]
+    divides = f"{_G}norm_adv_by_std_in_grpo"
+    if advantage == "grpo":
+        advantage = "grpo" if reader.take(divides) else "dr_grpo"
+    elif advantage == "pass_at_k":
+        reader.copy(divides, "std_normalize")
+    elif advantage == "gdpo":
+        if reader[f"{_G}gdpo_reward_weights"] is not None:
+            reader.copy(f"{_G}gdpo_reward_weights", "reward_weights")
+        if not reader[divides]:
+            reader.refuse(
+                divides, "without the division the rewards are not normalised apart: add them up, use dr_grpo"
+            )
+    if advantage in ("gae", "reinforce_plus_plus"):
+        reader.copy(f"{_G}gamma", "gamma")
+    if advantage == "gae":
+        reader.copy(f"{_G}lam", "lam")
+    reader.overrides |= {"advantage": advantage, **args}
+    return algorithm
+
+
+def _clip(reader: Reader) -> None:
+    """``clip_ratio_low`` and ``_high`` have numbers by default, so that ``clip_ratio`` alone changes nothing."""
+    both = f"{_A}clip_ratio"
+    bounds = []
+    for name in _CLIP:
+        value = reader.take(name)
+        bounds.append(reader.take(both) if value is None else value)
+    if None not in [reader[name] for name in _CLIP]:
+        reader.out(
+            both, "no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these"
+        )
+    reader.overrides |= dict(zip(("clip_low", "clip_high"), bounds, strict=True))
+
+
+def _estimator(reader: Reader, name: str) -> str:
+    value = reader.take(name)
+    base, plus = (value[:-1], "+") if value.endswith("+") else (value, "")
+    _known(name.rpartition(".")[2], base, _ESTIMATORS)
+    own = _ESTIMATORS[base]
+    return own if own == "k2" else own + plus
+
+
+def _kl(reader: Reader) -> None:
+    """The KL in the loss, and in the reward."""
+    reader.take(f"{_A}use_kl_loss")
+    reader.overrides["kl_loss"] = "none"
+    if reader[f"{_A}use_kl_loss"]:
+        reader.overrides["kl_loss"] = _estimator(reader, f"{_A}kl_loss_type")
+        reader.copy(f"{_A}kl_loss_coef", "kl_loss_coeff")
+    reader.take(f"{_G}use_kl_in_reward")
+    reader.overrides["kl_reward"] = "none"
+    if reader[f"{_G}use_kl_in_reward"]:
+        reader.overrides["kl_reward"] = _estimator(reader, f"{_G}kl_penalty").removesuffix("+")
+        kind, coeff = reader.take(f"{_G}kl_ctrl.type"), reader.take(f"{_G}kl_ctrl.kl_coef")
+        _known("kl_ctrl.type", kind, ("fixed", "adaptive"))
+        if kind == "adaptive":
+            target, horizon = (reader.take(f"{_G}kl_ctrl.{name}") for name in ("target_kl", "horizon"))
+            coeff = New(AdaptiveKLCoefficient, coeff, target=target, horizon=horizon)
+        reader.overrides["kl_reward_coeff"] = coeff
+
+
+def _aggregation(reader: Reader, mode: str) -> None:
+    name = f"{_A}loss_agg_mode"
+    aggregation = reader.take(name)
+    if aggregation == "token-sum":
+        reader.refuse(name, "a sum over tokens grows with the batch: here it is a mean")
+        return
+    known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    _known("loss_agg_mode", aggregation, known)
+    if aggregation == "seq-mean-token-sum-norm":
+        length = next(
+            key
+            for key in (f"{_A}loss_scale_factor", f"{_R}response_length", "data.max_response_length")
+            if reader[key] is not None
+        )
+        reader.copy(length, "max_len")
+    # sapo and geo_mean ignore it; one number per sequence has the same mean by token-mean and by sequences.
+    own = {"sapo": ("seq-mean-token-mean",), "geo_mean": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+    if aggregation not in own.get(mode, (aggregation,)):
+        terms = reader.overrides["kl_loss"] != "none" or reader.overrides["entropy_coeff"] != 0
+        if terms:
+            reader.refuse(
+                name,
+                f"verl sums {mode} by {own[mode][0]} and the KL and entropy by {aggregation}; here all terms are summed in one "
+                f"way: set {own[mode][0]}",
+            )
+        aggregation = own[mode][0]
+        reader.overrides.pop("max_len", None)
+    reader.overrides["aggregation"] = aggregation
+
+
+def _corrections(reader: Reader) -> None:
+    pairs = (("rollout_is", "rollout_is_threshold"), ("rollout_rs", "rollout_rs_threshold"))
+    for name, threshold in pairs:
+        if reader[f"{_C}{name}"] is not None:
+            own = reader.overrides.setdefault("loss_args", {})
+            own[name] = reader.take(f"{_C}{name}")
+            if reader[f"{_C}{threshold}"] is not None:
+                own[threshold] = reader.take(f"{_C}{threshold}")
