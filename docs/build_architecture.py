@@ -139,9 +139,9 @@ def draw() -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import FancyBboxPatch
 
-    colours = ["#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#f6d5d5"]
+    colours = ["#f4f4f4", "#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#f6d5d5"]
     step, half = 1.7, 0.42
-    figure, axes = plt.subplots(figsize=(11, 9.0))
+    figure, axes = plt.subplots(figsize=(11, 10.5))
     place: dict[str, tuple[float, float]] = {}
     for height, row in enumerate(LAYERS):
         for i, layer in enumerate(row):

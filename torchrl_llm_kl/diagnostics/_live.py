@@ -79,8 +79,8 @@ class RunMonitor:
         >>> monitor = RunMonitor(kl_target=0.5, every=0)
         >>> monitor.add({"ESS": torch.tensor(0.9), "clip_fraction": torch.tensor(0.02)})
         >>> monitor.add({"ESS": torch.tensor(0.8), "clip_fraction": torch.tensor(0.04)})
-        >>> monitor.step(0, kl=0.3)
-        {'ESS': 0.85..., 'clip_fraction': 0.03..., 'kl': 0.3}
+        >>> {name: round(value, 4) for name, value in monitor.step(0, kl=0.3).items()}
+        {'ESS': 0.85, 'clip_fraction': 0.03, 'kl': 0.3}
         >>> monitor.status
         'KL 0.300/0.5  clipped 3.0%  ESS 0.85'
     """
@@ -253,6 +253,16 @@ def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
 
     Raises:
         FileNotFoundError: if there is no such page.
+
+    Example:
+        >>> import tempfile
+        >>> from torchrl.record import CSVLogger
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = Path(folder, "rollouts.html")
+        ...     _ = page.write_text("<p>")
+        ...     log_page(CSVLogger("run", log_dir=folder), "rollouts", page, 20)
+        ...     Path(folder, "run", "rollouts", "20.html").read_text()
+        '<p>'
     """
     page = Path(page)
     if not page.is_file():
