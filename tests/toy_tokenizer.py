@@ -45,3 +45,16 @@ def build_tokenizer(
     fast.add_special_tokens({"additional_special_tokens": list(extra_special_tokens)})
     fast.chat_template = chat_template
     return fast
+
+
+class Words:
+    """A tokenizer whose ids are places in a list."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.words[i] for i in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.words[i] for i in ids)

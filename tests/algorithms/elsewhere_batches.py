@@ -98,3 +98,9 @@ def agree(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tenso
 def differ(found: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> bool:
     """Whether two losses have other gradients."""
     return max(float((a - b).abs().max()) for a, b in zip(found[1], other[1], strict=True)) > 1e-5
+
+
+def scored(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the response by a plain forward."""
+    whole = (model(batch["ids"]).logits / temperature).log_softmax(-1)[:, PROMPT - 1 : -1]
+    return whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0], -(whole.exp() * whole).sum(-1)

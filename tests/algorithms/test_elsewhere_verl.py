@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from elsewhere_batches import PROMPT, agree, differ, make_batch, make_model, ours
+from elsewhere_batches import agree, differ, make_batch, make_model, ours, scored
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -32,12 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
 @pytest.fixture(scope="module")
 def batch(model: nn.Module) -> dict[str, Tensor]:
     return make_batch(model)
-
-
-def scored(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the response by a plain forward."""
-    whole = (model(batch["ids"]).logits / temperature).log_softmax(-1)[:, PROMPT - 1 : -1]
-    return whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0], -(whole.exp() * whole).sum(-1)
 
 
 # ------------------------------------------------------------------ verl's own functions

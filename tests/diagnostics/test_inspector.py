@@ -23,22 +23,9 @@ from torchrl_llm_kl.diagnostics._quantities import Quantity, Side, available, ma
 from torchrl_llm_kl.diagnostics._texts import token_texts, visible
 from toy_models import tiny_model
 from toy_rollouts import OUTCOMES, collect, make_model, make_policy, make_tokenizer
-from toy_tokenizer import build_tokenizer
+from toy_tokenizer import Words, build_tokenizer
 
 NAN, INF = math.nan, math.inf
-
-
-class Words:
-    """A tokenizer whose ids are places in a list."""
-
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [self.words[i] for i in ids]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.words[i] for i in ids)
 
 
 LETTERS = Words(*"abcdefghij")

@@ -17,7 +17,7 @@ import torch
 
 from torchrl_llm_kl import Ragged, inspect_tokens
 from torchrl_llm_kl.diagnostics import TokenColumns
-from toy_tokenizer import build_tokenizer
+from toy_tokenizer import Words, build_tokenizer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no chromium to test in: playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -65,19 +65,6 @@ def batch(seed: int = 0, answers: int = 4) -> TokenColumns:
     columns = {name: values.masked_fill(~mask, NAN) for name, values in columns.items()}
     reward = torch.rand(len(rows), generator=generator)
     return TokenColumns(tokens, mask, columns, {"reward": reward}, torch.arange(len(rows)) // answers)
-
-
-class Words:
-    """A tokenizer whose ids are places in a list."""
-
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [self.words[i] for i in ids]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.words[i] for i in ids)
 
 
 # ---------------------------------------------------------------------- the browser
