@@ -223,7 +223,7 @@ def refuse(wrap: str, kind: str) -> tuple[float, str, float]:
 
 def out_of_memory(wrap: str, where: str, room: int) -> tuple[int, float]:
     """On rank 1 part of the model has room for so many tokens. The budget in the end, and the difference."""
-    from torchrl_llm_kl.scoring import _scorer
+    from torchrl_llm_kl.scoring import _run
 
     model = build()
 
@@ -235,7 +235,7 @@ def out_of_memory(wrap: str, where: str, room: int) -> tuple[int, float]:
     modules = {"embedding": decoder.embed_tokens, "layer": layers_of(model)[1].mlp, "norm": decoder.norm}
     if where in modules:
         modules[where].register_forward_pre_hook(lambda _, args: check(args[0].shape[1]))
-    plain_read = _scorer.read
+    plain_read = _run.read
 
     def read(states: Any, *args: Any, **options: Any) -> Any:
         if where == "head" and loss.scorer.tokens_per_batch > room:
@@ -244,13 +244,13 @@ def out_of_memory(wrap: str, where: str, room: int) -> tuple[int, float]:
 
     run, loss = wrapped(wrap, model)
     optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
-    _scorer.read = read
+    _run.read = read
     try:
         for _ in range(STEPS):
             step(run, loss, _mine())
             optimizer.step(), optimizer.zero_grad()
     finally:
-        _scorer.read = plain_read
+        _run.read = plain_read
     return loss.scorer.tokens_per_batch, difference(loss, _three_steps())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
-from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _scorer
+from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Scores, read
 from torchrl_llm_kl.service._wire import Request, Settings
@@ -343,7 +343,7 @@ def test_no_other_budget_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) ->
         raise torch.OutOfMemoryError
 
     scorer = LogProbScorer(tiny_model(), deterministic=True)
-    monkeypatch.setattr(_scorer, "_attempt", fail)
+    monkeypatch.setattr(_run, "_attempt", fail)
     with pytest.raises(torch.OutOfMemoryError):
         scorer.score([[1, 2, 3]])
     assert scorer.tokens_per_batch is None
