@@ -95,6 +95,10 @@ def all_finite(*tensors: Tensor) -> bool:
     return math.isfinite(total) or all(bool(x.isfinite().all()) for x in tensors)
 
 
+#: What the message of :func:`check_finite` contains, also where it comes from another process.
+NOT_FINITE = "expected a finite number"
+
+
 def check_finite(
     named: Mapping[str, Tensor], *, read: Tensor | None = None, place: Callable[[int], str], advice: str
 ) -> None:
@@ -125,7 +129,7 @@ def check_finite(
         if bool(bad.any()):
             at = int(bad.nonzero()[0])
             found = float(value.reshape(-1)[at])
-            raise ValueError(f"{name} is {found} at {place(at)}: expected a finite number. {advice}")
+            raise ValueError(f"{name} is {found} at {place(at)}: {NOT_FINITE}. {advice}")
 
 
 # ------------------------------------------------------------------ arithmetic

@@ -268,3 +268,15 @@ def test_the_real_inspector(cli: Cli, tmp_path: Path, model: str) -> None:
     assert cli("inspect", path, "--tokenizer", model).stdout.strip()
     cli("inspect", path, "--tokenizer", model, "--html", tmp_path / "page.html")
     assert "<html" in (tmp_path / "page.html").read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({"full": FULL.float(), "prompt": FULL[:, :2]}, "expected integer token ids"),
+        (FULL, "expected a nested TensorDict"),
+    ],
+)
+def test_tokens_of_another_type_are_a_wrong_input(cli: Cli, tmp_path: Path, tokens: Any, message: str) -> None:
+    torch.save({"tokens": tokens}, tmp_path / "batch.pt")
+    assert message in error_of(cli("check", tmp_path / "batch.pt", code=2))

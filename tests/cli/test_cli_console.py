@@ -247,3 +247,21 @@ def test_without_a_checkout_the_demo_says_where_it_is(
 def test_typer_s_exit_and_abort_pass(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrl_llm_kl.cli._tables.show_version", raising(typer.Exit(7)))
     assert not cli("version", code=7).stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_stream_without_unicode(encoding: str) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "torchrl_llm_kl", *words]
+        return subprocess.run(
+            command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=True
+        )
+
+    assert b"\\u2016" in run("estimators").stdout
+    assert "‖" in str(json.loads(run("estimators", "--json").stdout))
+
+
+def test_a_closed_stream() -> None:
+    command = f"{sys.executable} -m torchrl_llm_kl version >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -108,6 +108,7 @@ def test_without_a_prompt_the_first_token_has_no_prefix() -> None:
         ({"tokens": "34", "prompt_length": 1}, "malformed", "`tokens` of str"),
         ({"tokens": [[3, 4]], "prompt_length": 1}, "malformed", "[3, 4] in `tokens`"),
         ({"tokens": [3, 4], "mask": [1]}, "malformed", "has 1 numbers in `mask`, expected 2"),
+        ({"tokens": [3, 4], "mask": 5}, "malformed", "has `mask` of int, expected a list"),
         ({"tokens": [3, 4], "mask": [0, 2]}, "malformed", "1 at the tokens to score"),
         ({"messages": "hi"}, "malformed", "`messages` of str"),
         ({"messages": [HI]}, "malformed", "expected an object with `role`"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -462,3 +463,46 @@ def test_a_version_without_an_inspector_says_so(
     monkeypatch.delattr(diagnostics, "inspect_tokens", raising=False)
     data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     assert "leave the option out" in error_of(cli("score", model, data, "--html", tmp_path / "x.html", code=2))
+
+
+@pytest.mark.parametrize(
+    ("out", "html", "message"),
+    [
+        ("data.jsonl", None, "DATA and --out are one file"),
+        (None, "data.jsonl", "DATA and --html are one file"),
+        ("./folder/../data.jsonl", None, "DATA and --out are one file"),
+        ("scores", "scores", "--out and --html are one file"),
+        ("scores", "scores.run.json", "--html and the record of --out are one file"),
+    ],
+)
+def test_no_file_is_written_over_another(
+    cli: Cli, tmp_path: Path, model: str, out: str | None, html: str | None, message: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
+    before = data.read_bytes()
+    options = [
+        word for name, path in (("--out", out), ("--html", html)) if path for word in (name, f"{tmp_path}/{path}")
+    ]
+    assert message in error_of(cli("score", model, data, *options, "--overwrite", code=2))
+    assert data.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "folder"]
+
+
+@pytest.mark.filterwarnings("ignore:.*full forward")
+def test_a_reference_of_nan_is_an_error(cli: Cli, tmp_path: Path, model: str) -> None:
+    broken = make_model(make_tokenizer(), seed=0)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(math.nan)
+    broken.save_pretrained(tmp_path / "broken")
+    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
+    for estimator in ("k1", "exact"):
+        options = ("--reference", tmp_path / "broken", "--estimator", estimator)
+        assert re.search(
+            r"cannot be scored by \S*broken: .*is nan", error_of(cli("score", model, data, *options, code=2))
+        )
+
+
+def test_a_device_that_is_not_there(cli: Cli, tmp_path: Path, model: str) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
+    assert "cannot load the model" in error_of(cli("score", model, data, "--device", "cuda:99", code=2))

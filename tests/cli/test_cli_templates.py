@@ -88,3 +88,19 @@ def test_wrong_conversations(cli: Cli, tmp_path: Path, model: str) -> None:
 def test_a_tokenizer_without_a_template(cli: Cli, tmp_path: Path) -> None:
     assert re.search("chat template", error_of(cli("templates", saved(tmp_path, None), code=2)))
     assert "there is no folder" in error_of(cli("templates", tmp_path / "none", code=2))
+
+
+def test_escape_sequences_of_a_conversation_do_not_reach_the_terminal(cli: Cli, tmp_path: Path, model: str) -> None:
+    messages = [{"role": "user", "content": "\x1b[2J"}, {"role": "assistant", "content": "a\u202eb"}]
+    (tmp_path / "chat.json").write_text(json.dumps(messages))
+    for env in ({}, {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}):
+        text = cli("templates", model, "--conversation", tmp_path / "chat.json", env=env).stdout
+        assert "\\u{1b}[2J" in text
+        assert "a\\u{202e}b" in text
+        assert "\x1b[2J" not in text
+        assert "\u202e" not in text
+
+
+def test_a_conversation_in_another_encoding(cli: Cli, tmp_path: Path, model: str) -> None:
+    (tmp_path / "chat.json").write_bytes(b'[{"role": "user", "content": "\xe9"}]')
+    assert "is not UTF-8" in error_of(cli("templates", model, "--conversation", tmp_path / "chat.json", code=2))

@@ -76,6 +76,19 @@ def test_zeros_with_nothing_to_compare_with() -> None:
     assert (worst.cause, worst.evidence["share"]) == ("zeros", 0.5)
 
 
+def test_a_certain_model_has_zeros_too() -> None:
+    gaps = 30 * torch.rand(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    stored = (1 - (-gaps).exp()).float().log()  # float32 rounds the probability to 1 above 17
+    assert float((stored == 0).double().mean()) > 0.3
+    assert diagnose(batch(log_probs=stored)).worst is None
+
+
+def test_an_empty_batch_passes() -> None:
+    doctor = Doctor()
+    doctor(batch(log_probs=log_probs())[:0])
+    assert doctor.last is None
+
+
 def test_numbers_rounded_to_bfloat16() -> None:
     worst = diagnose(batch(log_probs=log_probs() - 9, sampler_log_probs=(log_probs() - 9).bfloat16().float())).worst
     assert worst is None  # rounding below the floor of an unknown precision

@@ -289,3 +289,19 @@ def test_a_terminal_without_rich_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(builtins, "__import__", without_rich)
     with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[cli\]'"):
         inspect_tokens(columns_of([[0, 1]]), LETTERS, None).print()
+
+
+def test_an_earlier_page_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "page.html"
+    inspect_tokens(columns_of([[1, 2, 3]], log_prob=[0.0, -1.0, -2.0]), LETTERS, path)
+    before = path.read_bytes()
+
+    def full_disk(*_: Any) -> Any:
+        yield {"side": 0, "row": 0, "data": "x" * 100_000}
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("torchrl_llm_kl.diagnostics._page._rollouts", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        inspect_tokens(columns_of([[1, 2, 4]], log_prob=[0.0, -1.0, -2.0]), LETTERS, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

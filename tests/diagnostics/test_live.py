@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,37 @@ def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
     RunMonitor(every=1, policy=policy, reference=reference).look(0, td)
     assert calls == {name: 2 * number for name, number in once.items()}, "the page needs no forward of its own"
     assert metrics["doctor/kl/exact"] > 0
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_an_entry_that_fits_no_token_is_a_finding_and_stops_no_run(scores: bool, tmp_path: Path) -> None:
+    td = batch()
+    td["next", "sampler_log_probs", "full"] = torch.zeros(8, 11)
+    policy = tiny_model() if scores else None
+    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=build_tokenizer(), policy=policy)
+    found = monitor.look(0, td)
+    assert found is not None
+    assert found.worst is not None
+    assert found.worst.cause == "retokenised"
+    assert (tmp_path / "rollouts.html").is_file()
+
+
+def test_a_policy_that_is_broken_is_a_finding_and_stops_no_run(tmp_path: Path) -> None:
+    policy = tiny_model()
+    with torch.no_grad():
+        next(policy.parameters()).fill_(math.nan)
+    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=build_tokenizer(), policy=policy)
+    with pytest.warns(UserWarning, match="nan"):
+        found = monitor.look(0, batch())
+    assert found is not None
+    assert found.worst is not None
+    assert found.worst.cause == "nan"
+    assert "NaN weights" in found.worst.evidence["error"]
+
+
+def test_an_empty_batch_is_not_looked_at() -> None:
+    assert RunMonitor(None, every=1).look(0, batch()[:0]) is None
+    assert RunMonitor(None, every=1).step(0, kl=1.0) == {"kl": 1.0}
 
 
 def test_torchrls_csv_logger(tmp_path: Path) -> None:

@@ -587,6 +587,10 @@ def put(row: int, place: tuple[int, ...], value: list[int]) -> Any:
             put(1, (5, 2), [6, 0]),
             r"experts \[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5",
         ),
+        (
+            put(1, (5, 2), [-56, -100]),  # ids that were stored in too narrow a type
+            r"experts \[-56, -100\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5, or -1",
+        ),
         (put(3, (7, 0), [-1, 0]), r"\[-1, 0\] at sequence 3, position 7, layer 0: expected either all experts"),
         (put(0, (2, 1), [4, 4]), r"\[4, 4\] at sequence 0, position 2, layer 1: expected 2 different experts"),
     ],

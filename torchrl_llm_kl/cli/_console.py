@@ -69,10 +69,14 @@ class Group(TyperGroup):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             warnings.filterwarnings("ignore", category=FutureWarning)
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(AttributeError):  # a stream of a caller's own
+                    stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
             warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
             try:
                 found = super().invoke(ctx)
-                sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
+                if sys.stdout is not None:
+                    sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
                 return found
             except BrokenPipeError:
                 _hush()
@@ -92,7 +96,9 @@ class Group(TyperGroup):
 def _report(error: Exception) -> int:
     """Say what went wrong; returns the exit code."""
     text = str(error.args[0]) if type(error) is KeyError and error.args else str(error)
-    if isinstance(error, CommandError) or (isinstance(error, _OF_INPUT) and text):
+    # The library's own errors of type say what was expected; others are mistakes of code.
+    of_input = isinstance(error, _OF_INPUT) or (isinstance(error, TypeError) and text.startswith("expected "))
+    if isinstance(error, CommandError) or (of_input and text):
         say(text)
         return WRONG_INPUT
     say(f"{type(error).__name__}: {text or 'no message'} (unexpected; {PROGRAM} --debug ... shows the traceback).")
@@ -127,7 +133,8 @@ def shows_colour() -> bool:
 
 def print_json(value: Any) -> None:
     """Write one JSON document; numbers that are not finite as null."""
-    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str))
+    unicode = str(getattr(sys.stdout, "encoding", "")).lower().startswith("utf")
+    print(json.dumps(_finite(value), indent=2, ensure_ascii=not unicode, default=str))
 
 
 def _finite(value: Any) -> Any:

@@ -328,7 +328,8 @@ def _of_ids(value: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(ids):
             raise Unscorable(f"has prompt_length {length!r}, expected a whole number from 0 to {len(ids)}")
         return ids, mask_from_prompt_lengths(torch.tensor([length]), torch.tensor([len(ids)]))
-    mask = _integers([int(x) if isinstance(x, bool) else x for x in value[given]], given)
+    held = value[given]
+    mask = _integers([int(x) if isinstance(x, bool) else x for x in held] if isinstance(held, list) else held, given)
     if len(mask) != len(ids) or bool(((mask != 0) & (mask != 1)).any()):
         raise Unscorable(
             f"has {len(mask)} numbers in `{given}`, expected {len(ids)}, 1 at the tokens to score and 0 elsewhere"

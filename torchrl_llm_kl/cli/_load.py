@@ -37,7 +37,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None) -> 
             name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
         return model.to(place).eval().requires_grad_(False)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:  # the last: no CUDA
         raise CommandError(f"cannot load the model {name!r}{_where(name)}: {_first_sentence(error)}") from error
 
 

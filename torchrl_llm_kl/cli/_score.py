@@ -22,6 +22,7 @@ import torch
 import typer
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
 from torchrl_llm_kl.cli._data import Answer, Encoder, Skip, Source
 from torchrl_llm_kl.cli._load import check_model, load_model, load_tokenizer
@@ -130,6 +131,16 @@ def _check(options: ScoreOptions) -> None:
     for path in (options.out, options.html):
         if path is not None and not path.parent.is_dir():
             raise CommandError(f"there is no folder {path.parent} for {path.name}: create it first.")
+    given = {"DATA": options.data, "--out": options.out, "--html": options.html}
+    files = [(name, path.resolve()) for name, path in given.items() if path is not None]
+    if options.out is not None:
+        files.append(("the record of --out", ScoreFile.record_of(options.out).resolve()))
+    for i, (name, path) in enumerate(files):
+        for other, same in files[:i]:
+            if path == same:
+                raise CommandError(
+                    f"{other} and {name} are one file, {path}: it would be overwritten. Pass another path."
+                )
     check_model(options.model)
     if options.reference is not None:
         check_model(options.reference)
@@ -245,6 +256,7 @@ class Run:
         tokens = Ragged.from_list([answer.tokens for answer in answers])
         mask = torch.cat([answer.mask for answer in answers])
         model, reference = self.scorers[0], self.scorers[1] if len(self.scorers) > 1 else None
+        by = ""
         try:
             if reference is not None and "exact" in self.estimators:
                 scores = model.evaluate(tokens, mask, reference=reference)
@@ -253,11 +265,19 @@ class Run:
                 found = {"log_prob": scores.log_prob, "ref_log_prob": scores.ref_log_prob, "exact": scores.kl}
             else:
                 found = {"log_prob": model.score(tokens, mask)}
+                by = f" by {self.options.reference}"
                 found |= {} if reference is None else {"ref_log_prob": reference.score(tokens, mask)}
         except ValueError as error:
             first, last = answers[0].index, answers[-1].index
-            raise CommandError(f"rows {first} to {last} (from 0) cannot be scored: {error}") from error
+            raise CommandError(f"rows {first} to {last} (from 0) cannot be scored{by}: {error}") from error
         columns = {name: values.values.double() for name, values in found.items()}
+        for name, values in columns.items():  # the model's own have been looked at
+            if not all_finite(values):
+                rows = f"rows {answers[0].index} to {answers[-1].index} (from 0)"
+                raise CommandError(
+                    f"{rows} cannot be scored by {self.options.reference}: its {name} is "
+                    f"{float(values[~values.isfinite()][0])} at a token. Look for NaN weights, or a token that it forbids."
+                )
         for name in self.estimators:
             if name != "exact":
                 estimate = get_estimator(cast(EstimatorName, name))(columns["log_prob"], columns["ref_log_prob"])
@@ -326,7 +346,7 @@ class ScoreFile:
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self.path, self.record = path, path.with_name(f"{path.name}.run.json")
+        self.path, self.record = path, self.record_of(path)
         self._bytes, self.next_row = 0, 0
         self._earlier: dict[str, Any] | None = None
         self._advice = f"pass the same to continue it, --overwrite to begin again, or another --out than {path}"
@@ -348,6 +368,11 @@ class ScoreFile:
             raise CommandError(
                 f"{path} exists, but not {self.record.name}, which says what it holds: pass --overwrite, or another --out."
             )
+
+    @staticmethod
+    def record_of(path: Path) -> Path:
+        """The record beside an output."""
+        return path.with_name(f"{path.name}.run.json")
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise if the earlier run had other settings; those that it lacks are checked as soon as they are known."""
@@ -471,7 +496,7 @@ class Summary:
         found: dict[str, Any] = {"count": len(self.totals[part].counts), **means}
         for name, key in (("perplexity", "log_prob"), ("ref_perplexity", "ref_log_prob")):
             if key in means:
-                value = math.exp(min(700.0, -means[key]["per_token"]))
+                value = math.exp(min(-means[key]["per_token"], 700.0))  # NaN stays one
                 found[name] = {"value": value, "error": value * means[key]["per_token_error"]}
         return found
 

@@ -66,6 +66,8 @@ def read_conversation(path: Path) -> list[Mapping[str, Any]]:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} is not UTF-8: save it as such.") from error
     try:
         value = json.loads(text)
     except ValueError:
@@ -123,18 +125,21 @@ def describe(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, sample: b
 
 
 def _print_text(text: str, spans: Sequence[tuple[int, ...]]) -> None:
-    """The text with its spans in colour, or in brackets where there is no colour."""
+    """The text with its spans in colour, or in brackets where there is no colour; what is invisible is escaped."""
     colour, at = shows_colour(), 0
     from rich.text import Text
 
+    from torchrl_llm_kl.diagnostics._texts import escaped
+
     out = Text()
     for start, end in spans:
-        out.append(text[at:start], style="dim" if colour else "")
+        out.append(escaped(text[at:start]), style="dim" if colour else "")
         out.append(
-            text[start:end] if colour else f"{OPEN}{text[start:end]}{CLOSE}", style="bold green" if colour else ""
+            escaped(text[start:end]) if colour else f"{OPEN}{escaped(text[start:end])}{CLOSE}",
+            style="bold green" if colour else "",
         )
         at = end
-    out.append(text[at:].rstrip("\n"), style="dim" if colour else "")
+    out.append(escaped(text[at:].rstrip("\n")), style="dim" if colour else "")
     if colour:
         console().print(out, soft_wrap=True)
     else:

@@ -71,6 +71,8 @@ REMEDIES: Mapping[str, str] = {
     "clipped": "Fewer updates per batch, a smaller learning rate, or fresher samples.",
     "zero_kl": "As expected before the first update. Later, the reference follows the policy: pass a frozen copy.",
 }
+#: Confidence from which a fault counts.
+SURE = 0.5
 
 
 @dataclass(frozen=True)

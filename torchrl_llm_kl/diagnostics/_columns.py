@@ -14,6 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import NOT_FINITE
 from torchrl_llm_kl.ragged import Ragged, read_column
 from torchrl_llm_kl.rollouts import (
     ModelInterface,
@@ -57,7 +58,7 @@ class TokenColumns:
         rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome.
         prompts: equal numbers for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
         sampled: False if the tokens were rendered from text.
-        unread: with ``strict=False``, why an entry fits no token, by column.
+        unread: with ``strict=False``, why an entry fits no token, by column; under ``log_prob``, that a model's are not finite.
     """
 
     tokens: Ragged
@@ -124,7 +125,7 @@ def read_columns(
         keys: other entries than those of :data:`KEYS`, by column.
         scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
         options: how text and conversations are rendered where the data holds no tokens.
-        strict: False leaves out entries that fit no token, and says why in ``unread``.
+        strict: False leaves out entries that fit no token, and scores that are not finite, and says why in ``unread``.
 
     Raises:
         KeyError: if the data holds no tokens, or there is no such column.
@@ -166,7 +167,12 @@ def read_columns(
             columns["sampler_log_prob"], mask, tokens
         )  # torchrl's wrappers never compute these
         columns["sampler_log_prob"] = columns["sampler_log_prob"].masked_fill(never, math.nan)
-    columns |= _score(tokens, mask, policy, reference, temperature, sampling)
+    try:
+        columns |= _score(tokens, mask, policy, reference, temperature, sampling)
+    except ValueError as error:
+        if strict or NOT_FINITE not in str(error):
+            raise
+        unread["log_prob"] = str(error)
     rows: dict[str, Tensor] = {}
     reward = find_key(tensordict, wanted["reward"])
     if reward is not None:

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl.diagnostics._causes import Finding
+from torchrl_llm_kl.diagnostics._causes import SURE, Finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
 from torchrl_llm_kl.diagnostics._findings import Case, find
 from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
@@ -24,8 +24,6 @@ from torchrl_llm_kl.rollouts import ModelInterface, Scope, TokenisingOptions, re
 from torchrl_llm_kl.scoring import LogProbScorer, Sampling, as_sampling
 
 _LOGGER = logging.getLogger(__name__)
-#: Confidence from which a fault counts.
-SURE = 0.5
 
 
 class DiagnosisWarning(UserWarning):
@@ -227,7 +225,8 @@ def diagnose(
         measures |= retokenised(columns, tokenizer)
     table = Table.of(columns)
     rescorer = None
-    if policy is not None and Rescorer.can_score(policy) and bool(columns.mask.any()):
+    scorable = policy is not None and "log_prob" not in columns.unread and Rescorer.can_score(policy)
+    if scorable and bool(columns.mask.any()):
         rescorer = Rescorer(policy, columns, table, scored)
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, columns.unread)
     found = find(case)
@@ -334,7 +333,7 @@ class Doctor(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Look at a batch, and return it."""
         self.batches += 1
-        if (self.batches - 1) % self.every == 0 and tensordict.numel():
+        if (self.batches - 1) % self.every == 0 and tensordict.batch_size.numel():
             self._report(diagnose(tensordict, **self._arguments))
         return tensordict
 

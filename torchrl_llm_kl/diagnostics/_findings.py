@@ -1,7 +1,7 @@
 """What is wrong with a batch, by cause: hypotheses that are tested on the measures, and on a few sequences scored again.
 
 A difference of sampler and trainer is explained by *predicting* the sampler's log-probs: at another temperature, over what a
-truncation keeps, XX Nothing is scored again unless something was found.
+truncation keeps, at other weights. Nothing is scored again unless something was found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl.diagnostics._causes import Finding, finding
+from torchrl_llm_kl.diagnostics._causes import SURE, Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Mean, Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
@@ -88,9 +88,12 @@ def find(case: Case) -> list[Finding]:
 
 
 def unreadable(case: Case) -> list[Finding]:
-    """Columns that do not fit the tokens."""
+    """Columns that do not fit the tokens, and models whose log-probs are not finite."""
     out = []
     for name, text in case.unread.items():
+        if name == "log_prob":  # scored here
+            out.append(finding("nan", 0.95, column=name, error=text))
+            continue
         lengths = "sequence" in text and "values" in text
         cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"
         out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, column=name, error=text))
@@ -236,6 +239,9 @@ def explain_mismatch(case: Case) -> list[Finding]:
     if case.rescorer is not None and _best(causes) < 0.9:
         causes += _rescored(case, rest, causes)
     causes += _otherwise(case, rest, _best(causes))
+    if _best(found + causes) < SURE:  # there is a fault, even if no cause is likely enough
+        remedy = None if case.rescorer is None else "Diagnose more sequences at once, to tell the causes below apart."
+        causes = [finding("mismatch", SURE, remedy=remedy), *(c for c in causes if c.cause != "mismatch")]
     return found + [Finding(c.cause, c.confidence, {**seen, **c.evidence}, c.remedy, c.severity) for c in causes]
 
 
@@ -253,9 +259,14 @@ def zeros_alone(case: Case) -> list[Finding]:
     out = []
     for name in ("sampler_log_prob", "old_log_prob", "ref_log_prob"):
         share = case.measures.get(f"zeros/{name}", 0.0)
-        if share > 0.2:
+        if share > 0.2 and share > 3 * _nearly_zero(case.table.columns[name]):
             out.append(finding("zeros", 0.5 + share / 3, column=name, share=share))
     return out
+
+
+def _nearly_zero(values: Tensor) -> float:
+    """The share of log-probs that round to 0 at 4 digits, but are not 0: a model that is certain has both."""
+    return float(((values < 0) & (values > -1e-4)).double().mean())
 
 
 def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:

@@ -16,6 +16,7 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
 from torchrl_llm_kl.diagnostics._doctor import Diagnosis, diagnose
 from torchrl_llm_kl.diagnostics._inspector import inspect_tokens
+from torchrl_llm_kl.rollouts import TokenisingOptions
 from torchrl_llm_kl.scoring import Sampling
 
 #: What a progress bar shows, in this order: name there, names in the log of which the first that is known counts, and form.
@@ -102,7 +103,8 @@ class RunMonitor:
         check_range(0, every=every)
         if folder is not None and every and tokenizer is None:
             raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
-        self.loggers = tuple(loggers) if isinstance(loggers, (list, tuple)) else (loggers,)
+        several = isinstance(loggers, (list, tuple))
+        self.loggers = tuple(loggers) if several else () if loggers is None else (loggers,)
         self.every, self.folder, self.tokenizer, self.kl_target = (
             every,
             None if folder is None else Path(folder),
@@ -159,28 +161,27 @@ class RunMonitor:
         Returns:
             The diagnosis; None if this step is not looked at.
         """
-        if not self.every or step % self.every or not batch.numel():
+        if not self.every or step % self.every or not batch.batch_size.numel():
             return None
         self._found = self._look(step, batch)
         return self.diagnosis
 
     def _look(self, step: int, batch: TensorDictBase) -> dict[str, float]:
         """Diagnose a batch and write its page; returns the doctor's numbers, and the confidence of each fault."""
-        models = self._models
-        # One forward serves both.
-        columns = read_columns(batch, **models, **self._reading) if models["policy"] is not None else None
-        data: TensorDictBase | TokenColumns = batch if columns is None else columns
-        reading = (
-            self._reading if columns is None else {name: self._reading[name] for name in ("temperature", "sampling")}
-        )
+        models, scores = self._models, self._models["policy"] is not None
+        data: TensorDictBase | TokenColumns = batch
+        reading = self._reading
+        if scores:  # one forward serves both
+            data = self._columns(batch, **models)
+            reading = {name: self._reading[name] for name in ("temperature", "sampling")}
         self.diagnosis = found = diagnose(data, **models, tokenizer=self.tokenizer, **reading)
         report = f"step {step}\n{found}\n"
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "diagnosis.txt").write_text(report, encoding="utf-8")
             page = self.folder / "rollouts.html"
-            only_data = {} if columns is not None else {"keys": self._reading["keys"]}
-            inspect_tokens(data, self.tokenizer, html=page, title=f"Rollouts of step {step}", **only_data)
+            shown = data if scores else self._columns(batch)
+            inspect_tokens(shown, self.tokenizer, html=page, title=f"Rollouts of step {step}")
             for logger in self.loggers:
                 log_page(logger, "rollouts", page, step)
         if found.faults:
@@ -192,6 +193,11 @@ class RunMonitor:
             if "@" not in name and math.isfinite(value)
         }
         return plain | {f"doctor/fault/{each.cause}": each.confidence for each in found.faults}
+
+    def _columns(self, batch: TensorDictBase, **models: Any) -> TokenColumns:
+        """The batch's columns; an entry that fits no token is a finding, and does not stop the run."""
+        options = None if self.tokenizer is None else TokenisingOptions(self.tokenizer)
+        return read_columns(batch, **models, **self._reading, options=options, strict=False)
 
 
 def _means(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:

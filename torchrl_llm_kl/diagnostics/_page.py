@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class View:
 
 
 def write_page(view: View, path: Path) -> None:
-    """Write the page. The numbers are streamed: the page is never in memory as a whole."""
+    """Write the page, and then put it in the place of an earlier one. The numbers are streamed: it is never in memory."""
     script, style = _resource("_parts.js") + _resource("_inspector.js"), _resource("_inspector.css")
     index = {token: i for i, token in enumerate(view.texts)}
     context = {
@@ -71,7 +72,16 @@ def write_page(view: View, path: Path) -> None:
         "ids": [_deflated(_ids(side, index)) for side in view.sides],
         "rollouts": _rollouts(view),
     }
-    _template("_inspector.html.jinja").stream(context).dump(str(path), encoding="utf-8")
+    if path.exists() and not path.is_file():  # a device or a folder is not replaced
+        _template("_inspector.html.jinja").stream(context).dump(str(path), encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays one
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        _template("_inspector.html.jinja").stream(context).dump(str(part), encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _policy(style: str, script: str | None = None) -> str:

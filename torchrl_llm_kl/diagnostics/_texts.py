@@ -31,10 +31,14 @@ class TokenText:
     special: bool = False
 
 
+def escaped(text: str) -> str:
+    r"""Escape what changes how its neighbours look: ``\u{202e}`` for a direction mark, ``\u{1b}`` for an escape."""
+    return _INVISIBLE.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", text)
+
+
 def visible(text: str) -> str:
     r"""Escape what cannot be seen: ``\u{202e}`` for a direction mark; a sign before each newline and tab."""
-    shown = _INVISIBLE.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", text)
-    return shown.replace("\n", "↵\n").replace("\t", "→\t")
+    return escaped(text).replace("\n", "↵\n").replace("\t", "→\t")
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[TokenText]:

@@ -173,12 +173,14 @@ class Routers:
         return record.clamp_(min=-1).to(self.dtype)
 
     def _check(self, record: Tensor, forwarded: Tensor, request: Request) -> None:
-        missing = record < 0
+        missing = record == -1
         twice = torch.zeros(record.shape[:2], dtype=torch.bool)
         for shift in range(1, self.k):
             twice |= (record[..., shift:] == record[..., :-shift]).any(-1)
         problems = {
-            f"an expert of {self.num_experts}, 0 to {self.num_experts - 1}": (record >= self.num_experts).any(-1),
+            f"an expert of {self.num_experts}, 0 to {self.num_experts - 1}, or -1": (
+                (record >= self.num_experts) | (record < -1)
+            ).any(-1),
             "either all experts of a token or, as -1, none": missing.any(-1) & ~missing.all(-1),
             f"{self.k} different experts; where nothing was recorded, -1 says so": twice & ~missing.any(-1),
         }
