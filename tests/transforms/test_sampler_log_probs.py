@@ -85,7 +85,7 @@ def test_the_samplers_move_and_the_trainers_take_their_place(layout: str, name: 
 def test_a_first_token_that_was_not_scored_is_nan() -> None:
     stored = [[0.0, -2.0], [0.0, -1.5, 0.0, -3.5], [0.0]]
     found = RetrieveLogProb(tiny_model(seed=0), sampler_log_probs_key=SAMPLER)(rollout("lazy", stored=stored))
-    expected = [[NAN, -2.0], [NAN, -1.5, 0.0, -3.5], [0.0]]  # of the last, nothing else shows that 0 is no score
+    expected = [[NAN, -2.0], [NAN, -1.5, 0.0, -3.5], [NAN]]  # of the last, the others show that 0 is no score
     for row, values in zip(responses(found, SAMPLER), expected, strict=True):
         assert_close(torch.tensor(row), torch.tensor(values), equal_nan=True, rtol=0, atol=0)
 
