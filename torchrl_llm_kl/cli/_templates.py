@@ -129,7 +129,7 @@ def _print_text(text: str, spans: Sequence[tuple[int, ...]]) -> None:
     colour, at = shows_colour(), 0
     from rich.text import Text
 
-    from torchrl_llm_kl.diagnostics._texts import escaped
+    from torchrl_llm_kl.diagnostics import escaped
 
     out = Text()
     for start, end in spans:

@@ -9,6 +9,7 @@ from torchrl_llm_kl.diagnostics._inspector import Inspection, inspect_tokens
 from torchrl_llm_kl.diagnostics._live import RunMonitor, log_metrics, log_page, log_text, status_line
 from torchrl_llm_kl.diagnostics._measures import measure
 from torchrl_llm_kl.diagnostics._metrics import METRICS, Metric, Origin, describe_metric
+from torchrl_llm_kl.diagnostics._texts import escaped as escaped
 
 __all__ = [
     "METRICS",
