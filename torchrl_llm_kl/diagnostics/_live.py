@@ -105,12 +105,8 @@ class RunMonitor:
             raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
         several = isinstance(loggers, (list, tuple))
         self.loggers = tuple(loggers) if several else () if loggers is None else (loggers,)
-        self.every, self.folder, self.tokenizer, self.kl_target = (
-            every,
-            None if folder is None else Path(folder),
-            tokenizer,
-            kl_target,
-        )
+        self.folder = None if folder is None else Path(folder)
+        self.every, self.tokenizer, self.kl_target = every, tokenizer, kl_target
         # In a dict: this is no module, and a policy is not its own.
         self._models: dict[str, Any] = {"policy": policy, "reference": reference}
         self._reading: dict[str, Any] = {"temperature": temperature, "sampling": sampling, "keys": keys}
