@@ -20,6 +20,7 @@ PACKAGE = Path(torchrl_llm_kl.__file__).parent
 ORDER = (
     "transforms",
     "algorithms",
+    "tasks",
     "losses",
     "advantages",
     "estimators",

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("masks", "ragged", "head"),
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses"),
-    ("algorithms", "service", "diagnostics"),
+    ("algorithms", "service", "diagnostics", "tasks"),
     ("cli",),
 )
 
@@ -45,6 +45,7 @@ HOLDS = {
     "algorithms": "typed presets, make_algorithm, translations of other libraries' settings",
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
+    "tasks": "your own task: prompts, rewards from functions, tools, as an env",
     "cli": "the command line",
 }
 

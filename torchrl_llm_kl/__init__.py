@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ScoreStore,
         TokenCritic,
     )
+    from torchrl_llm_kl.tasks import FunctionReward, PromptError, RewardError, make_env
     from torchrl_llm_kl.transforms import (
         KLComputation,
         KLRewardTransform,
@@ -65,6 +66,7 @@ _PUBLIC = {
         "TokenCritic",
         "prepare_reference",
     ),
+    "tasks": ("FunctionReward", "PromptError", "RewardError", "make_env"),
     "transforms": (
         "KLComputation",
         "KLRewardTransform",
@@ -85,12 +87,14 @@ __all__ = [
     "Doctor",
     "DualKLCoefficient",
     "FixedKLCoefficient",
+    "FunctionReward",
     "KLComputation",
     "KLRewardTransform",
     "LogProbScorer",
     "LossTerm",
     "PIKLCoefficient",
     "PolicyLoss",
+    "PromptError",
     "Ragged",
     "RecordKept",
     "ReferenceUpdater",
@@ -98,6 +102,7 @@ __all__ = [
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveValue",
+    "RewardError",
     "RunMonitor",
     "SamplerMismatchWarning",
     "Sampling",
@@ -112,6 +117,7 @@ __all__ = [
     "get_objective",
     "inspect_tokens",
     "make_algorithm",
+    "make_env",
     "prepare_reference",
 ]
 
