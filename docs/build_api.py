@@ -22,6 +22,7 @@ ORDER = (
     "algorithms",
     "losses",
     "advantages",
+    "datasets",
     "estimators",
     "scoring",
     "service",
