@@ -23,6 +23,7 @@ ORDER = (
     "tasks",
     "losses",
     "advantages",
+    "datasets",
     "estimators",
     "scoring",
     "service",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import from_trinity, from_trl, from_verl, make_algorithm
+    from torchrl_llm_kl.datasets import from_completions, from_conversations, from_pairs, read_rows
     from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, RunMonitor, diagnose, inspect_tokens
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("from_trinity", "from_trl", "from_verl", "make_algorithm"),
+    "datasets": ("from_completions", "from_conversations", "from_pairs", "read_rows"),
     "diagnostics": ("Diagnosis", "Doctor", "RunMonitor", "diagnose", "inspect_tokens"),
     "estimators": (
         "AdaptiveEntropyCoefficient",
@@ -110,6 +112,9 @@ __all__ = [
     "TokenCritic",
     "ValueLoss",
     "diagnose",
+    "from_completions",
+    "from_conversations",
+    "from_pairs",
     "from_trinity",
     "from_trl",
     "from_verl",
@@ -119,6 +124,7 @@ __all__ = [
     "make_algorithm",
     "make_env",
     "prepare_reference",
+    "read_rows",
 ]
 
 

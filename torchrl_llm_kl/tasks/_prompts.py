@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from torchrl_llm_kl.datasets import DataError, DataSource, read_rows
 
 #: The columns that may hold a prompt, the first of them that a row has.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 
 
-class PromptError(ValueError):
+class PromptError(DataError):
     """A row holds no prompt, or there are no rows; the message names the row and what it holds."""
 
 
@@ -25,7 +26,7 @@ class Prompt:
 
     Args:
         question: the text of the user's last message.
-        messages: the conversation up to the answer; None for a text that is posed as it is.
+        messages: the conversation up to the answer.
         metadata: all other columns of the row, among them ``answer``, the expected one.
     """
 
@@ -35,14 +36,15 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """Prompts by number, checked when they are built; rows of a data set are read when they are posed.
+    """Prompts by number. Those of a file or a list are checked when this is built, rows of a data set when they are posed.
 
     Args:
-        source: texts; rows (dicts with ``prompt``, ``question`` or ``messages``); the path of a JSONL or Parquet file; or a
-            Hugging Face ``Dataset``.
+        source: texts; rows (dicts with ``prompt``, ``question`` or ``messages``); conversations; a dict of columns; the path of
+            a JSONL or Parquet file; or a ``Dataset`` of Hugging Face's ``datasets``.
 
     Raises:
         PromptError: for a row without a prompt, or no rows.
+        DataError: for a file or a row that cannot be read.
         TypeError: for another source.
 
     Example:
@@ -51,33 +53,33 @@ class Prompts(Sequence[Prompt]):
         ([{'role': 'user', 'content': '2 + 2?'}], {'answer': '4', 'level': 1})
     """
 
-    def __init__(self, source: Any) -> None:
-        if isinstance(source, (str, Path)):
-            from torchrl_llm_kl.datasets import read_rows
-
-            source = list(read_rows(source))
-        if not _is_table(source) and (isinstance(source, Mapping) or not isinstance(source, Sequence)):
-            raise TypeError(
-                f"prompts must be a list of texts or rows, the path of a JSONL or Parquet file, or a data set, got "
-                f"{type(source).__name__}. Of a stream, take the first rows: list(itertools.islice(stream, 10_000))."
-            )
-        if not len(source):
+    def __init__(self, source: DataSource) -> None:
+        self._table: Any = source if _is_table(source) else None
+        self._prompts: list[Prompt] = []
+        if self._table is None:
+            rows = read_rows(source)
+            if rows.total is None:
+                raise TypeError(
+                    f"prompts must have a length, and {rows.name} is a stream: pass its first rows, "
+                    "list(itertools.islice(stream, 10_000))."
+                )
+            for row in rows:
+                if row.value is None:
+                    raise rows.error(row, row.problem)
+                self._prompts.append(parse_prompt(row.value, f"{row.place} of {rows.name}"))
+        if not len(self):
             raise PromptError("there are no prompts: found 0 rows, expected at least one.")
-        self._table = source if _is_table(source) else None
-        self._prompts = None if _is_table(source) else [parse_prompt(row, i) for i, row in enumerate(source)]
-        self._length = len(source)
         _ = self[0]
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._prompts if self._table is None else self._table)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if self._prompts is not None:
+        if self._table is None:
             return self._prompts[index]
-        assert self._table is not None
-        return parse_prompt(self._table[int(index)], int(index))
+        return parse_prompt(self._table[int(index)], f"row {int(index) + 1} of the data set")
 
 
 def _is_table(source: Any) -> bool:
@@ -85,46 +87,46 @@ def _is_table(source: Any) -> bool:
     return all(hasattr(source, name) for name in ("__len__", "__getitem__", "column_names"))
 
 
-def parse_prompt(row: Any, index: int) -> Prompt:
-    """The prompt of a row: a text, or a mapping with a column of :data:`PROMPT_COLUMNS`.
+def parse_prompt(row: Any, place: str) -> Prompt:
+    """The prompt of a row: a text, messages, or a mapping with a column of :data:`PROMPT_COLUMNS`.
+
+    Args:
+        row: its value.
+        place: names it in errors.
 
     Raises:
-        PromptError: if there is none.
+        PromptError: if it holds no prompt.
 
     Example:
-        >>> parse_prompt("hi", 0)
+        >>> parse_prompt("hi", "row 1")
         Prompt(question='hi', messages=[{'role': 'user', 'content': 'hi'}], metadata={})
     """
-    if isinstance(row, str):
-        return Prompt(row, [{"role": "user", "content": row}])
     if not isinstance(row, Mapping):
-        raise PromptError(f"row {index} is {row!r:.60}, expected a text or a dict with a prompt.")
+        row = {"prompt": row}
     # Parquet fills missing columns with None.
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         raise PromptError(
-            f"row {index} has no prompt: found the columns {', '.join(map(str, row)) or '(none)'}, expected one of "
+            f"{place} has no prompt: found the columns {', '.join(map(str, row)) or '(none)'}, expected one of "
             f"{', '.join(PROMPT_COLUMNS)}. Rename the column that holds the question."
         )
     value = row[column]
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value, column, index)
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value, column, place)
     metadata = {str(key): item for key, item in row.items() if key != column}
     return Prompt(_question(messages), messages, metadata)
 
 
-def _messages(value: Any, column: str, index: int) -> list[dict[str, Any]]:
+def _messages(value: Any, column: str, place: str) -> list[dict[str, Any]]:
     """Messages without the fields that Parquet fills with None."""
     if not isinstance(value, Sequence) or not value:
-        raise PromptError(f"row {index} has {value!r:.60} as `{column}`, expected a text or a list of messages.")
+        raise PromptError(f"{place} has {value!r:.60} as `{column}`, expected a text or a list of messages.")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise PromptError(
-                f"row {index} has {message!r:.60} in `{column}`, expected a dict with `role` and `content`."
-            )
+            raise PromptError(f"{place} has {message!r:.60} in `{column}`, expected a dict with `role` and `content`.")
     if value[-1]["role"] == "assistant":
         raise PromptError(
-            f"row {index}: `{column}` ends with the assistant's message, expected the prompt alone. Put the expected answer "
-            "into another column."
+            f"{place}: `{column}` ends with the assistant's message, expected the prompt alone. Put the expected answer into "
+            "another column."
         )
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
