@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase, list_to_stack
+from tensordict import TensorDict, TensorDictBase, list_to_stack
 from torch import Tensor
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.data.llm import History
@@ -16,11 +16,21 @@ from torchrl.modules.llm.policies import ChatHistory, Text
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.masks import MissingChatTemplateError
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
-from torchrl_llm_kl.tasks._rewards import FunctionReward, Reward
+from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Reward
+from torchrl_llm_kl.tasks._rows import read_rows_of, stack_rows
+from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, strip_end
 
+#: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
+Reply = Callable[[list[dict[str, Any]], dict[str, Any]], Any]
 #: What the policy reads: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
+
+_NO_TEMPLATE = (
+    "the tokenizer has no chat template: pass template_kwargs={'chat_template': ...}, or, for one turn, apply_template=False "
+    "to pose texts as they are."
+)
 
 
 def make_env(
@@ -31,6 +41,10 @@ def make_env(
     group_size: int = 8,
     num_prompts: int = 1,
     system_prompt: str | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
+    max_turns: int = 1,
+    reply: Reply | None = None,
+    tool_parser: ToolParser | None = None,
     kl_transform: Transform | Sequence[Transform] | None = None,
     timeout: float | None = 30.0,
     reward_workers: int | None = None,
@@ -50,6 +64,11 @@ def make_env(
     with the tokenizer's own chat template; the policy is a torchrl wrapper with the same ``input_mode``. Run it with an
     ``LLMCollector``.
 
+    With ``max_turns`` an answer that calls tools, or that ``reply`` answers, is followed by another one. Each turn is a step:
+    its prompt is the text so far, with the policy's own answers as they were sampled, and its response is the new answer
+    alone, so that a KL or a loss counts each token of the assistant once and none of a tool. The last step has the reward. A
+    row that ends gets its next prompt at once; :func:`whole_groups` collects the rows of a group.
+
     Args:
         prompts: a list of texts or of rows; the path of a JSONL or Parquet file; a Hugging Face ``Dataset``. A row is a dict
             with ``prompt`` or ``question`` (text) or ``messages``; all its other columns are metadata, among them ``answer``.
@@ -62,10 +81,17 @@ def make_env(
         group_size: answers to each prompt; they are neighbours.
         num_prompts: different prompts of a step.
         system_prompt: the first message of conversations that do not begin with one of their own.
+        tools: functions that the policy may call, sync or async, with type hints and a docstring that describes each argument:
+            the chat template shows their schemas. Results, and errors too, go back as messages of the role ``tool``.
+        max_turns: answers of an episode at most.
+        reply: ``(messages, metadata) -> str | None``, sync or async: the user's next message after an answer without calls;
+            None ends the episode.
+        tool_parser: reads the calls of an answer. Default: in the format of the chat template (Hermes and Qwen, Mistral,
+            Llama 3), or by the tokenizer's ``response_template``.
         kl_transform: appended after the reward, whose number it changes: ``make_algorithm(...).kl_transform``, a
             :class:`~torchrl_llm_kl.RetrieveKL`, or several transforms in their order.
-        timeout: seconds for each call of a reward function; see :class:`FunctionReward`.
-        reward_workers: threads for sync functions, and the most async calls at a time.
+        timeout: seconds for each call of a reward function or a tool; see :class:`FunctionReward`.
+        reward_workers: threads for sync functions of the reward, and the most async calls at a time; also of tools.
         reward_weights: of the parts of one function that returns a dict.
         seed: the order of the prompts is a function of it alone, a new permutation each epoch; None: as they come.
         start: prompts that were posed already, by all ranks: a resumed run continues with the next ones.
@@ -84,6 +110,9 @@ def make_env(
         - ``"group"``: int64 ``[B, 1]``, the number of the prompt in the run (pass ``Advantage(group_key="group")``);
         - under ``"next"`` what :class:`FunctionReward` writes: ``"reward"``, ``("rewards", name)`` and
           ``"reward_failures"``; after a ``kl_transform`` that charges the KL, ``"reward"`` has one number per token.
+
+        and with several turns ``"messages"``, the conversation; ``"run"``, the number of the episode, and ``"step"``, that of
+        the turn, int64 ``[B, 1]``: pass ``Advantage("step_wise_grpo", keys={"run": "run", "step": "step"})``.
 
         A prompt that was posed but not answered is posed again after a reset.
 
@@ -118,6 +147,18 @@ def make_env(
             "beginning of the script, or set LIST_TO_STACK=1."
         )
     appended = _transforms(kl_transform)
+    dialog = _dialog(
+        tokenizer,
+        tools,
+        max_turns,
+        reply,
+        tool_parser,
+        input_mode,
+        apply_template,
+        template_kwargs,
+        timeout,
+        reward_workers,
+    )
     base = TaskEnv(
         prompts if isinstance(prompts, Prompts) else Prompts(prompts),
         tokenizer,
@@ -132,6 +173,11 @@ def make_env(
         apply_template=apply_template,
         template_kwargs=template_kwargs,
         device=device,
+        dialog=dialog,
+        max_turns=max_turns,
+        reply=reply,
+        timeout=timeout,
+        workers=reward_workers,
     )
     if not isinstance(reward, FunctionReward):
         reward = FunctionReward(
@@ -143,6 +189,40 @@ def make_env(
     for transform in appended:
         env = env.append_transform(transform)
     return env
+
+
+def _dialog(
+    tokenizer: Any,
+    tools: Sequence[Callable[..., Any]] | None,
+    max_turns: int,
+    reply: Any,
+    parser: ToolParser | None,
+    input_mode: InputMode,
+    apply_template: bool,
+    template_kwargs: Mapping[str, Any] | None,
+    timeout: float | None,
+    workers: int | None,
+) -> Dialog | None:
+    """What continues a conversation after an answer; None for one turn."""
+    check_range(1, max_turns=max_turns)
+    if max_turns == 1:
+        for name, value in (("tools", tools), ("reply", reply), ("tool_parser", parser)):
+            if value:
+                raise ValueError(f"{name}= has no effect with one answer per episode: pass max_turns= of 2 or more.")
+        return None
+    if not tools and reply is None:
+        raise ValueError(f"nothing follows an answer: max_turns={max_turns} needs tools= or reply=.")
+    if parser is not None and not tools:
+        raise ValueError("tool_parser= has no effect without tools=.")
+    if input_mode != "text" or not apply_template:
+        raise ValueError(
+            "several turns need the chat template and input_mode='text', which keeps the text that was sampled: leave out "
+            "input_mode= and apply_template=."
+        )
+    if not getattr(tokenizer, "chat_template", None) and "chat_template" not in (template_kwargs or {}):
+        raise MissingChatTemplateError(_NO_TEMPLATE)
+    own = Tools(tools, timeout=timeout, workers=workers) if tools else None
+    return Dialog(tokenizer, own, template_kwargs or {}, parser)
 
 
 def _transforms(given: Any) -> list[Transform]:
@@ -178,6 +258,11 @@ class TaskEnv(ChatEnv):
         apply_template: bool,
         template_kwargs: Mapping[str, Any] | None,
         device: torch.device | str | None,
+        dialog: Dialog | None,
+        max_turns: int,
+        reply: Reply | None,
+        timeout: float | None,
+        workers: int | None,
     ) -> None:
         check_range(1, group_size=group_size, num_prompts=num_prompts, world_size=world_size)
         check_range(0, start=start)
@@ -196,6 +281,8 @@ class TaskEnv(ChatEnv):
         self.prompts, self.order = prompts, PromptOrder(len(prompts), seed)
         self.group_size, self.num_prompts, self.start = group_size, num_prompts, start
         self.rank, self.world_size, self.apply_template = rank, world_size, apply_template
+        self.dialog, self.max_turns, self.reply = dialog, max_turns, reply
+        self._call_all, self._log = Caller(timeout, workers), FailureLog()
         self._finished = torch.zeros(num_prompts * group_size, dtype=torch.int64)  # prompts of each row
         self._answered = torch.zeros(num_prompts * group_size, dtype=torch.bool)  # whether the row took a step
         self._declare()
@@ -211,6 +298,12 @@ class TaskEnv(ChatEnv):
             shape=shape,
             device=device,
         )
+        if self.dialog is not None:
+            observations, states = self.full_observation_spec.clone(), self.full_state_spec.clone()
+            number = Unbounded(shape=(*shape, 1), dtype=torch.int64, device=device)
+            observations["messages"] = NonTensor(example_data=[], shape=shape, device=device)
+            observations["step"], states["run"] = number, number.clone()
+            self.full_observation_spec, self.full_state_spec = observations, states
         flag = Categorical(2, shape=(*shape, 1), dtype=torch.bool, device=device)
         self.full_done_spec = Composite(
             {name: flag.clone() for name in ("done", "terminated", "truncated")}, shape=shape, device=device
@@ -234,9 +327,14 @@ class TaskEnv(ChatEnv):
         by_position = {p: self.prompts[self.order[p]] for p in positions.unique().tolist()}
         prompts = [by_position[p] for p in positions.tolist()]
         td = TensorDict(batch_size=self.batch_size, device=self.device)
-        td.set("query", NonTensorStack(*(prompt.question for prompt in prompts)))
-        td.set("metadata", NonTensorStack(*(dict(prompt.metadata) for prompt in prompts)))
+        td.set("query", stack_rows(prompt.question for prompt in prompts))
+        td.set("metadata", stack_rows(dict(prompt.metadata) for prompt in prompts))
         td.set("group", positions.unsqueeze(-1).to(self.device or "cpu"))
+        if self.dialog is not None:
+            members = torch.arange(len(positions)) % self.group_size
+            td.set("run", (positions * self.group_size + members).unsqueeze(-1).to(self.device or "cpu"))
+            td.set("step", torch.zeros((*self.batch_size, 1), dtype=torch.int64, device=self.device))
+            td.set("messages", stack_rows(self._conversation(prompt) for prompt in prompts))
         if self.input_mode == "text":
             texts = {p: self._render(prompt) for p, prompt in by_position.items()}
             text = Text._from_tensordict(td.empty())
@@ -264,25 +362,83 @@ class TaskEnv(ChatEnv):
                 )
             return prompt.question
         if not getattr(tokenizer, "chat_template", None) and "chat_template" not in self.template_kwargs:
-            raise MissingChatTemplateError(
-                "the tokenizer has no chat template: pass template_kwargs={'chat_template': ...}, or apply_template=False to "
-                "pose texts as they are."
-            )
-        text = str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs)
+            raise MissingChatTemplateError(_NO_TEMPLATE)
+        tools = {} if self.dialog is None or self.dialog.schemas is None else {"tools": self.dialog.schemas}
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **tools, **self.template_kwargs
         )
-        return _without_bos(text, tokenizer)
+        return _without_bos(str(text), tokenizer)
 
     # ------------------------------------------------------------------ answers
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         next_td = super()._step(tensordict)
         self._answered[:] = True
-        ended = torch.ones((*self.batch_size, 1), dtype=torch.bool, device=self.device)
-        for name in ("done", "terminated"):
-            next_td.set(name, ended.clone())
-        next_td.set("truncated", torch.zeros_like(ended))
+        truncated = torch.zeros((*self.batch_size, 1), dtype=torch.bool, device=self.device)
+        done = torch.ones_like(truncated)
+        if self.dialog is not None:
+            done, truncated = self._continue(tensordict, next_td)
+        for name, flag in (("done", done), ("terminated", done & ~truncated), ("truncated", truncated)):
+            next_td.set(name, flag)
         return next_td
+
+    def _continue(self, td: TensorDictBase, next_td: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Write each row's next prompt and conversation; returns whether its episode ends, and by the limit of turns."""
+        dialog = self.dialog
+        assert dialog is not None
+        prompts, texts = (read_rows_of(td, ("text", part)) or [] for part in ("prompt", "full"))
+        answers = [text.removeprefix(prompt) for prompt, text in zip(prompts, texts, strict=True)]
+        answers = [strip_end(answer, dialog.special) for answer in answers]
+        parsed = [dialog.parse(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        messages = [
+            [*before, dialog.assistant(answer, found)]
+            for before, answer, found in zip(read_rows_of(td, "messages") or [], answers, parsed, strict=True)
+        ]
+        step = torch.stack([torch.as_tensor(row).reshape(1) for row in read_rows_of(td, "step") or []]) + 1
+        last = (step >= self.max_turns).flatten().tolist()
+        replies = self._replies(parsed, messages, read_rows_of(td, "metadata") or [], last)
+        for row, after in enumerate(replies):
+            if after:
+                texts[row] = dialog.next_prompt(texts[row], messages[row], after)
+                messages[row] += after
+        text = Text._from_tensordict(next_td.empty())
+        text.prompt = texts
+        next_td.set("text", text)
+        next_td.set("messages", stack_rows(messages))
+        next_td.set("step", step.to(self.device or "cpu"))
+        flags = torch.tensor([[not after for after in replies], [after is None for after in replies]])
+        done, truncated = flags.unsqueeze(-1).to(self.device or "cpu")
+        return done, truncated
+
+    def _replies(
+        self, parsed: list[Parsed], messages: list[Any], metadata: list[Any], last: list[bool]
+    ) -> list[list[dict[str, Any]] | None]:
+        """What follows each answer: messages; empty at the end of the episode, None if only the limit of turns ends it."""
+        dialog = self.dialog
+        assert dialog is not None
+        calling = [bool(found.calls) for found in parsed]
+        after: list[list[dict[str, Any]] | None] = [
+            None if limit and call else [] for limit, call in zip(last, calling, strict=True)
+        ]
+        rows = [row for row, call in enumerate(calling) if call and not last[row]]
+        if rows and dialog.tools is not None:
+            for row, results in zip(rows, dialog.tools.run([parsed[row].calls for row in rows]), strict=True):
+                after[row] = dialog.tool_messages(parsed[row], results)
+        if self.reply is None:
+            return after
+        rows = [row for row, call in enumerate(calling) if not call]
+        said = self._call_all([Call(self.reply, (list(messages[row]), dict(metadata[row]))) for row in rows])
+        for row, text in zip(rows, said, strict=True):
+            if isinstance(text, Failure) or not (text is None or isinstance(text, str)):
+                error = (
+                    f"{type(text.error).__name__}: {text.error}"
+                    if isinstance(text, Failure)
+                    else f"it returned {text!r:.60}"
+                )
+                self._log.add(f"reply= failed in row {row}, whose episode ends: {error}")
+            elif text is not None:
+                after[row] = None if last[row] else [{"role": "user", "content": text}]
+        return after
 
 
 def _without_bos(text: str, tokenizer: Any) -> str:

@@ -17,8 +17,10 @@ from torchrl.envs import Transform
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import read_column
-from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, leaves, read_conversations, sub_key
+from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations, sub_key
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
+from torchrl_llm_kl.tasks._rows import read_rows_of
+from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
 
 logger = logging.getLogger("torchrl_llm_kl.tasks")
 
@@ -56,7 +58,9 @@ class FunctionReward(Transform):
             use signals.
         workers: threads for sync functions (default one), and the most async calls at a time (default all).
         tokenizer: its special tokens are stripped from the end of an answer. Default: the env's.
-        question_key, answer_key, metadata_key: entries that are read; without metadata a function gets ``{}``.
+        question_key, answer_key: entries of the texts.
+        metadata_key: entry of the other columns; without it a function gets ``{}``.
+        messages_key: entry of the conversation, which a function gets as ``metadata["messages"]`` if the data has it.
         reward_key: where the sum of weight times part goes.
         rewards_key: below it each named part, without its weight.
         failures_key: how many parts of a row failed.
@@ -98,6 +102,7 @@ class FunctionReward(Transform):
         question_key: NestedKey = "query",
         answer_key: NestedKey = ("text", "response"),
         metadata_key: NestedKey = "metadata",
+        messages_key: NestedKey = "messages",
         reward_key: NestedKey = "reward",
         rewards_key: NestedKey = "rewards",
         failures_key: NestedKey = "reward_failures",
@@ -107,11 +112,12 @@ class FunctionReward(Transform):
         self.functions, self.weights = _parts(reward, weights)
         self.named = weights is not None or isinstance(reward, Mapping)
         self.tokenizer = tokenizer
-        self.question_key, self.answer_key, self.metadata_key = question_key, answer_key, metadata_key
+        self.question_key, self.answer_key = question_key, answer_key
+        self.metadata_key, self.messages_key = metadata_key, messages_key
         self.reward_key, self.rewards_key, self.failures_key = reward_key, rewards_key, failures_key
         self._call_all = Caller(timeout, workers)
         self._worked: set[str] = set()
-        self._log = _FailureLog()
+        self._log = FailureLog()
         super().__init__(
             in_keys=[question_key, answer_key, metadata_key],
             out_keys=[reward_key, *(self.part_key(name) for name in self.names), failures_key],
@@ -150,7 +156,8 @@ class FunctionReward(Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         shape = tensordict.batch_size
         questions = self._texts(tensordict, next_tensordict, self.question_key)
-        answers = [self._strip(text) for text in self._answers(tensordict, next_tensordict)]
+        special = self._special()
+        answers = [strip_end(text, special) for text in self._answers(tensordict, next_tensordict)]
         metadata = self._metadata(tensordict, next_tensordict, len(answers))
         rows = [row for row, done in enumerate(_done(next_tensordict)) if done]
         values, failures = self._evaluate(rows, questions, answers, metadata)
@@ -232,7 +239,9 @@ class FunctionReward(Transform):
             raise RewardError(
                 f"{what} failed for all {count} answers of its first batch, first in {where}: {_describe(error)}."
             ) from error
-        self._log.add(f"{what} failed for {len(failed)} of {count} answers, first in {where}: {_describe(error)}")
+        self._log.add(
+            f"{what} failed for {len(failed)} of {count} answers, first in {where}: {_describe(error)}; they count as 0"
+        )
 
     # ------------------------------------------------------------------ what is read
 
@@ -258,34 +267,20 @@ class FunctionReward(Transform):
         return texts
 
     def _column(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[Any] | None:
-        for side in (td, next_td):
-            column = read_column(side, key)
-            if column is not None:
-                flat = list(leaves(column))
-                if len(flat) == 1 and len(flat) != td.batch_size.numel():
-                    flat *= td.batch_size.numel()
-                return flat
-        return None
+        found = read_rows_of(td, key)
+        return read_rows_of(next_td, key) if found is None else found
 
     def _metadata(self, td: TensorDictBase, next_td: TensorDictBase, count: int) -> list[dict[str, Any]]:
         found = self._column(td, next_td, self.metadata_key)
-        return [{} for _ in range(count)] if found is None else found
+        rows = [{} for _ in range(count)] if found is None else [dict(row) for row in found]
+        messages = self._column(next_td, td, self.messages_key)  # with the answer
+        return rows if messages is None else [{**row, "messages": m} for row, m in zip(rows, messages, strict=True)]
 
-    def _strip(self, answer: str) -> str:
-        """The answer without the special tokens at its end."""
+    def _special(self) -> tuple[str, ...]:
         tokenizer = self.tokenizer
-        if tokenizer is None:
-            parent = self.parent
-            tokenizer = None if parent is None else getattr(parent.base_env, "tokenizer", None)
-        return strip_end(answer, tokenizer)
-
-
-def strip_end(text: str, tokenizer: Any) -> str:
-    """A text without the special tokens of a tokenizer at its end; unchanged without a tokenizer."""
-    special = tuple(getattr(tokenizer, "all_special_tokens", ()))
-    while special and text.endswith(special):
-        text = text[: -max(len(token) for token in special if text.endswith(token))]
-    return text
+        if tokenizer is None and self.parent is not None:
+            tokenizer = getattr(self.parent.base_env, "tokenizer", None)
+        return special_tokens(tokenizer)
 
 
 def _parts(reward: Any, weights: Mapping[str, float] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
@@ -340,7 +335,7 @@ def _done(next_td: TensorDictBase) -> list[bool]:
     return [bool(row.any()) for row in rows]
 
 
-class _FailureLog:
+class FailureLog:
     """One line for the first failures, then at most one in :data:`_LOG_EVERY` seconds, with the number of those before."""
 
     def __init__(self) -> None:
@@ -351,5 +346,5 @@ class _FailureLog:
             self._unsaid += 1
             return
         more = f" ({self._unsaid} more lines such as this since the last one)" if self._unsaid else ""
-        logger.warning("%s. It counts as 0%s.", line, more)
+        logger.warning("%s%s.", line, more)
         self._last, self._unsaid = time.monotonic(), 0
