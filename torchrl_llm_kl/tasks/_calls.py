@@ -163,14 +163,9 @@ class Caller:
 
         async def one(job: _Job) -> None:
             async with places:
-                call = job.call
-                task = asyncio.ensure_future(_guarded(call))
+                task = asyncio.ensure_future(_guarded(job))
                 await asyncio.wait({task}, timeout=self.timeout)
-                if job.done:
-                    return
-                if task.done():
-                    job.end(task.result())
-                else:
+                if not job.done:
                     task.cancel()
                     job.end(self._too_long())
 
@@ -202,11 +197,13 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-async def _guarded(call: Call) -> Any:
+async def _guarded(job: _Job) -> None:
     try:
-        return await call.function(*call.args, **call.kwargs)
+        result = await job.call.function(*job.call.args, **job.call.kwargs)
     except (Exception, SystemExit) as error:
-        return Failure(error)
+        result = Failure(error)
+    if not job.done:
+        job.end(result)
 
 
 def _start_loop(owner: Any) -> asyncio.AbstractEventLoop:

@@ -226,7 +226,8 @@ def _dialog(
 
 
 def _transforms(given: Any) -> list[Transform]:
-    transforms = [] if given is None else [given] if isinstance(given, Transform) else list(given)
+    several = isinstance(given, Sequence) and not isinstance(given, Transform)
+    transforms = [] if given is None else list(given) if several else [given]
     for transform in transforms:
         if not isinstance(transform, Transform):
             raise TypeError(
@@ -299,7 +300,8 @@ class TaskEnv(ChatEnv):
             device=device,
         )
         if self.dialog is not None:
-            observations, states = self.full_observation_spec.clone(), self.full_state_spec.clone()
+            observations: Any = self.full_observation_spec.clone()
+            states: Any = self.full_state_spec.clone()
             number = Unbounded(shape=(*shape, 1), dtype=torch.int64, device=device)
             observations["messages"] = NonTensor(example_data=[], shape=shape, device=device)
             observations["step"], states["run"] = number, number.clone()

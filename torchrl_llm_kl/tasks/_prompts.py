@@ -106,9 +106,10 @@ def parse_prompt(row: Any, place: str) -> Prompt:
     # Parquet fills missing columns with None.
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
+        filled = ", ".join(str(name) for name, value in row.items() if value is not None) or "(none)"
         raise PromptError(
-            f"{place} has no prompt: found the columns {', '.join(map(str, row)) or '(none)'}, expected one of "
-            f"{', '.join(PROMPT_COLUMNS)}. Rename the column that holds the question."
+            f"{place} has no prompt: found the columns {filled}, expected one of {', '.join(PROMPT_COLUMNS)}. Rename the "
+            "column that holds the question."
         )
     value = row[column]
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value, column, place)

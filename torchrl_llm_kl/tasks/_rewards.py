@@ -283,8 +283,10 @@ class FunctionReward(Transform):
         return special_tokens(tokenizer)
 
 
-def _parts(reward: Any, weights: Mapping[str, float] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+def _parts(reward: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
     """The functions by name (``""`` for one alone), and the weights of the numbers they return."""
+    functions: dict[str, Any]
+    given: dict[str, Any]
     if isinstance(reward, Mapping):
         if weights is not None:
             raise ValueError(
@@ -293,21 +295,19 @@ def _parts(reward: Any, weights: Mapping[str, float] | None) -> tuple[dict[str, 
         pairs = {
             name: part if isinstance(part, tuple) and len(part) == 2 else (1.0, part) for name, part in reward.items()
         }
-        functions, weights = (
-            {name: pair[1] for name, pair in pairs.items()},
-            {name: pair[0] for name, pair in pairs.items()},
-        )
+        functions = {name: function for name, (_, function) in pairs.items()}
+        given = {name: weight for name, (weight, _) in pairs.items()}
     else:
-        functions, weights = {"": reward}, {"": 1.0} if weights is None else dict(weights)
-    if not weights:
+        functions, given = {"": reward}, {"": 1.0} if weights is None else dict(weights)
+    if not given:
         raise ValueError("there is no reward: expected a function, or named parts such as {'right': function}.")
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"the reward {name!r} must be a function or (weight, function), got {function!r:.60}.")
-    for name, weight in weights.items():
+    for name, weight in given.items():
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
             raise ValueError(f"the weight of {name!r} must be a finite number, got {weight!r}.")
-    return functions, {name: float(weight) for name, weight in weights.items()}
+    return functions, {name: float(weight) for name, weight in given.items()}
 
 
 def _number(value: Any) -> float | Failure:
