@@ -171,7 +171,8 @@ def test_the_kl_is_charged_after_the_reward(tokenizer: Any, padded: bool) -> Non
 
 def test_several_transforms_come_in_their_order(tokenizer: Any) -> None:
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
-    three = [RetrieveLogProb(model, log_probs_full_key=("log_probs", "full")), RetrieveLogProb(ref), KLComputation()]
+    keys = [{"log_probs_full_key": (name, "full")} for name in ("log_probs", "ref_log_probs")]
+    three = [RetrieveLogProb(model, **keys[0]), RetrieveLogProb(ref, **keys[1]), KLComputation()]
     env = make_env(ROWS, right, tokenizer, group_size=2, kl_transform=three)
     assert [type(t).__name__ for t in env.transform] == ["FunctionReward", *(type(t).__name__ for t in three)]
     (batch,) = collected(env, scripted_policy(tokenizer, answers_questions, model=model), 1)
@@ -214,7 +215,7 @@ def test_variables_of_the_template(tokenizer: Any) -> None:
 
 def test_a_base_model_gets_the_text_as_it_is() -> None:
     base = make_tokenizer(None)
-    with pytest.raises(MissingChatTemplateError, match="has no chat template.*apply_template=False"):
+    with pytest.raises(MissingChatTemplateError, match=r"has no chat template.*apply_template=False"):
         make_env(["a"], right, base)
     assert make_env(["a"], right, base, group_size=1, apply_template=False).reset()["text", "prompt"] == ["a"]
     with pytest.raises(ValueError, match="a prompt has 2 messages"):

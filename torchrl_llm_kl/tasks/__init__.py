@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrl_llm_kl.tasks._env import InputMode, Reply, make_env
 from torchrl_llm_kl.tasks._groups import whole_groups
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptError, PromptOrder, Prompts
-from torchrl_llm_kl.tasks._rewards import FunctionReward, Reward, RewardError, RewardFunction
+from torchrl_llm_kl.tasks._rewards import FunctionReward, Reward, RewardError, RewardFunction, reward_metrics
 from torchrl_llm_kl.tasks._tools import ToolCall, ToolParser
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "ToolCall",
     "ToolParser",
     "make_env",
+    "reward_metrics",
     "whole_groups",
 ]

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase, list_to_stack
 from torch import Tensor
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.data.llm import History
-from torchrl.envs import EnvBase, Transform, TransformedEnv
+from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text
 
@@ -185,7 +185,7 @@ def make_env(
         )
     elif reward_weights is not None:
         raise ValueError("reward_weights= belong to a function, and reward is a FunctionReward: give them to that.")
-    env = TransformedEnv(base, reward)
+    env = TransformedEnv(base, Compose(reward))
     for transform in appended:
         env = env.append_transform(transform)
     return env

@@ -335,6 +335,42 @@ def _done(next_td: TensorDictBase) -> list[bool]:
     return [bool(row.any()) for row in rows]
 
 
+def reward_metrics(batch: TensorDictBase) -> dict[str, Tensor]:
+    """Means over the finished answers of a batch, for a :class:`~torchrl_llm_kl.RunMonitor` or a logger.
+
+    Args:
+        batch: of a collector, of any shape; with ``("next", "reward_failures")`` and maybe ``("next", "rewards", name)``.
+
+    Returns:
+        ``"rewards/NAME"``, the mean of each named part; ``"reward_failures"``, the share of answers with a part that failed.
+
+    Raises:
+        MissingEntryError: for a batch without rewards of :class:`FunctionReward`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> part = TensorDict(right=torch.tensor([[1.0], [0.0]]), batch_size=[2])
+        >>> after = TensorDict(rewards=part, reward_failures=torch.tensor([[0], [1]]), batch_size=[2])
+        >>> reward_metrics(TensorDict(next=after, batch_size=[2]))
+        {'rewards/right': tensor(0.5000), 'reward_failures': tensor(0.5000)}
+    """
+    after = batch.reshape(-1)["next"]
+    done = torch.tensor(_done(after))
+
+    def finished(key: NestedKey) -> Tensor:
+        column = read_column(after, key)
+        if column is None:
+            raise MissingEntryError(f"expected {key!r} under 'next', found {describe_entries(after)}.")
+        rows = (torch.stack(column) if isinstance(column, list) else column).reshape(len(done), -1)
+        return rows[done.to(rows.device)].float()
+
+    failed = finished("reward_failures") > 0
+    names = sorted(key[1] for key in after.keys(True) if isinstance(key, tuple) and key[0] == "rewards")
+    return {f"rewards/{name}": finished(("rewards", name)).mean() for name in names} | {
+        "reward_failures": failed.float().mean()
+    }
+
+
 class FailureLog:
     """One line for the first failures, then at most one in :data:`_LOG_EVERY` seconds, with the number of those before."""
 
