@@ -251,6 +251,30 @@ def test_a_copy_of_the_env_poses_the_same_prompts(tokenizer: Any) -> None:
     assert numbers([one], "next", "reward") == numbers([two], "next", "reward")
 
 
+def test_an_env_travels_to_workers(tokenizer: Any) -> None:
+    """As Ray and the multi-process collectors send it: with functions that have no name of their own."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    async def judge(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        return len(answer)
+
+    def echo(text: str) -> str:
+        """Repeat.
+
+        Args:
+            text: what to repeat.
+        """
+        return text
+
+    reward = {"right": lambda q, a, m: right(q, a, m), "judge": judge}
+    kl = RetrieveKL("from_collector", make_model(tokenizer, seed=1))
+    env = make_env(ROWS, reward, tokenizer, group_size=2, tools=[echo], max_turns=2, kl_transform=kl, seed=None)
+    copy = pickle.loads(cloudpickle.dumps(env))
+    (batch,) = collected(copy, scripted_policy(tokenizer, lambda prompt: "x"), 1)
+    assert queries([batch]) == ["q0", "q0"]
+    assert numbers([batch], "next", "rewards", "judge") == [1.0, 1.0]
+
+
 def test_other_transforms_may_follow(tokenizer: Any) -> None:
     env = make_env(ROWS, right, tokenizer, group_size=1).append_transform(StepCounter())
     (batch,) = collected(env, scripted_policy(tokenizer, answers_questions), 1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,18 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.envs.llm.transforms import XMLBlockParser
 
 from torchrl_llm_kl import RetrieveKL, make_algorithm
+from torchrl_llm_kl.masks import render_conversation
 from torchrl_llm_kl.tasks import ToolCall, make_env, whole_groups
-from torchrl_llm_kl.tasks._tools import Dialog, Tools, parse_hermes, parse_llama, parse_mistral, read_calls
+from torchrl_llm_kl.tasks._tools import (
+    Dialog,
+    Tools,
+    parse_hermes,
+    parse_llama,
+    parse_mistral,
+    parse_tagged,
+    read_calls,
+    strip_end,
+)
 from toy_rollouts import make_model, response_log_probs, steps
 from toy_tokenizer import CHATML
 
@@ -142,6 +154,98 @@ def test_tools_need_a_description() -> None:
         Tools([add, add], timeout=None)
     with pytest.raises(TypeError, match="a tool must be a function"):
         Tools(["add"], timeout=None)  # type: ignore[list-item]
+
+
+# ------------------------------------------------------------------ chat templates of models
+
+#: Templates that TRL ships -> what each writes after the raw answer "RAW" and the tool's result "R", by reading it.
+FAMILIES = {
+    "qwen2_5": (
+        "RAW<|im_end|>\n<|im_start|>user\n<tool_response>\nR\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    ),
+    "qwen3": "RAW<|im_end|>\n<|im_start|>user\n<tool_response>\nR\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "qwen3_5_think": (
+        "RAW<|im_end|>\n<|im_start|>user\n<tool_response>\nR\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+    ),
+    "nemotron_3_nano": (
+        "RAW<|im_end|>\n<|im_start|>user\n<tool_response>\nR\n</tool_response>\n<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n"
+    ),
+    "glm4moe": "RAW<|observation|>\n<tool_response>\nR\n</tool_response><|assistant|>",
+    "llama3_1": (
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"R"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
+    ),
+}
+
+
+def describe(city: str, days: int, exact: bool) -> str:
+    """Describe the weather.
+
+    Args:
+        city: where.
+        days: how far ahead.
+        exact: whether to be exact.
+    """
+    return f"{city} {days} {exact}"
+
+
+def of_family(name: str) -> Any:
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    special = sorted(set(re.findall(r"<\|[^|<>\s]+\|>|</?tool_call>", template)))
+    ends = {"llama3_1": "<|eot_id|>", "glm4moe": "<|endoftext|>"}
+    return make_tokenizer(
+        template, extra_special_tokens=special, eos_token=ends.get(name, "<|im_end|>"), bos_token="<bos>"
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+    tokenizer = of_family(name)
+    dialog = Dialog(tokenizer, Tools([describe, add], timeout=None), {})
+    question = {"role": "user", "content": "?"}
+    arguments = {"city": "7", "days": 3, "exact": True}
+    asked = {"id": "call00000", "type": "function", "function": {"name": "describe", "arguments": arguments}}
+    messages = [question, {"role": "assistant", "content": "", "tool_calls": [asked]}]
+    rendered = render_conversation(tokenizer, messages, tools=dialog.schemas)
+    written = rendered.text[slice(*rendered.assistant_spans[-1])]
+    assert "describe" in written
+    assert dialog.parse("", strip_end(written, dialog.special)).calls == [ToolCall("describe", arguments)]
+    assert dialog.parse("", "It is sunny.").calls == []
+    result = {"role": "tool", "name": "describe", "content": "R"}
+    after = dialog.next_prompt("RAW", [question, {"role": "assistant", "content": "RAW"}], [result])
+    want = FAMILIES[name]
+    assert after == (want if want.startswith("RAW") else f"RAW<|eot_id|>{want}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lfm2_v2", r"writes calls in a format that is not known here: .*add\(a=1, b=1\).*Pass tool_parser="),
+        ("deepseekv3", "writes calls in a format that is not known here"),
+        ("gemma3", "does not render results of tools, TemplateError: Conversation roles must alternate"),
+        ("phi3", "does not render results of tools: pass one that does"),
+    ],
+)
+def test_templates_that_cannot_be_used_say_so_at_the_start(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Dialog(of_family(name), Tools([add], timeout=None), {})
+
+
+def test_a_parser_of_ones_own_reads_an_unknown_format() -> None:
+    def parser(text: str) -> list[dict[str, Any]]:
+        found = re.search(r"\[(\w+)\(a=(\d+), b=(\d+)\)\]", text)
+        return [{"name": found[1], "arguments": {"a": int(found[2]), "b": int(found[3])}}] if found else []
+
+    dialog = Dialog(of_family("lfm2_v2"), Tools([add], timeout=None), {}, parser)
+    assert dialog.parse("", "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>").calls == [ADD]
+
+
+def test_values_in_tags_have_the_types_of_the_schema() -> None:
+    call = "<function=describe>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n12\n</parameter>\n"
+    schemas = Tools([describe], timeout=None).schemas
+    (found,) = parse_tagged(f"<tool_call>\n{call}<parameter=exact>\nmaybe\n</parameter>\n</function>", schemas).calls
+    assert found == ToolCall("describe", {"city": "12", "days": 12, "exact": "maybe"})
 
 
 # ------------------------------------------------------------------ an episode
@@ -306,6 +410,16 @@ def test_a_reply_that_fails_ends_the_episode(tokenizer: Any, caplog: pytest.LogC
     (row,) = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=1, total_dialog_turns=1))
     assert row["next", "terminated"].item()
     assert "reply= failed in row 0, whose episode ends: ZeroDivisionError" in caplog.text
+
+
+def test_a_template_that_fails_later_ends_the_episode(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    odd = "{% for m in messages if m.content == '12' %}{{ raise_exception('no twelve') }}{% endfor %}"
+    policy = scripted_policy(tokenizer, lambda prompt: call("add", a=6, b=6))
+    env = toy_env(tokenizer, lambda *_: 1.0, template_kwargs={"chat_template": odd + HERMES})
+    rows = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2))
+    assert [row["next", "truncated"].item() for row in rows] == [True, True]
+    assert [row["next", "reward"].item() for row in rows] == [1.0, 1.0]
+    assert "the template cannot continue row 0, whose episode ends: TemplateError: no twelve" in caplog.text
 
 
 # ------------------------------------------------------------------ groups

@@ -45,12 +45,12 @@ class _Job:
     done: bool = False
     started: float | None = None
 
-    def run(self) -> Any:
+    def run(self, catch: tuple[type[BaseException], ...]) -> Any:
         # A reward never needs a gradient, and the caller's grad mode does not reach its threads.
         try:
             with torch.no_grad():
                 return self.call.function(*self.call.args, **self.call.kwargs)
-        except (Exception, SystemExit) as error:  # generated code may call sys.exit
+        except catch as error:
             return Failure(error)
 
     def end(self, result: Any) -> None:
@@ -109,7 +109,7 @@ class Caller:
             return
         if self.timeout is None and (self.workers or 1) == 1:
             for job in jobs:
-                job.end(job.run())
+                job.end(job.run((Exception, SystemExit)))  # generated code may call sys.exit
             return
         todo, busy, changed = deque(jobs), set[_Job](), threading.Condition()
 
@@ -121,7 +121,7 @@ class Caller:
                     job = todo.popleft()
                     job.started = time.monotonic()
                     busy.add(job)
-                result = job.run()
+                result = job.run((BaseException,))  # whatever it is, the caller waits for an end
                 with changed:
                     busy.discard(job)
                     if job.done:  # left behind: another thread has taken the place of this one
@@ -200,7 +200,7 @@ async def _awaited(value: Any) -> Any:
 async def _guarded(job: _Job) -> None:
     try:
         result = await job.call.function(*job.call.args, **job.call.kwargs)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a cancellation too
         result = Failure(error)
     if not job.done:
         job.end(result)

@@ -86,8 +86,8 @@ def make_env(
         max_turns: answers of an episode at most.
         reply: ``(messages, metadata) -> str | None``, sync or async: the user's next message after an answer without calls;
             None ends the episode.
-        tool_parser: reads the calls of an answer. Default: in the format of the chat template (Hermes and Qwen, Mistral,
-            Llama 3), or by the tokenizer's ``response_template``.
+        tool_parser: reads the calls of an answer. Default: by the tokenizer's ``response_template``, or in the format in which
+            the chat template itself writes calls (that of Hermes and Qwen, of Qwen 3.5 and GLM, of Mistral, or of Llama 3).
         kl_transform: appended after the reward, whose number it changes: ``make_algorithm(...).kl_transform``, a
             :class:`~torchrl_llm_kl.RetrieveKL`, or several transforms in their order.
         timeout: seconds for each call of a reward function or a tool; see :class:`FunctionReward`.
@@ -408,8 +408,7 @@ class TaskEnv(ChatEnv):
         replies = self._replies(parsed, messages, read_rows_of(td, "metadata") or [], last)
         for row, after in enumerate(replies):
             if after:
-                texts[row] = dialog.next_prompt(texts[row], messages[row], after)
-                messages[row] += after
+                replies[row] = self._append(row, texts, messages, after)
         text = Text._from_tensordict(next_td.empty())
         text.prompt = texts
         next_td.set("text", text)
@@ -418,6 +417,21 @@ class TaskEnv(ChatEnv):
         flags = torch.tensor([[not after for after in replies], [after is None for after in replies]])
         done, truncated = flags.unsqueeze(-1).to(self.device or "cpu")
         return done, truncated
+
+    def _append(
+        self, row: int, texts: list[str], messages: list[list[Any]], after: list[dict[str, Any]]
+    ) -> list[dict[str, Any]] | None:
+        """Append to the text and the conversation of a row; returns what was appended, None if the template cannot."""
+        assert self.dialog is not None
+        try:
+            texts[row] = self.dialog.next_prompt(texts[row], messages[row], after)
+        except Exception as error:  # a template may raise anything
+            self._log.add(
+                f"the template cannot continue row {row}, whose episode ends: {type(error).__name__}: {error}"
+            )
+            return None
+        messages[row] += after
+        return after
 
     def _replies(
         self, parsed: list[Parsed], messages: list[Any], metadata: list[Any], last: list[bool]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
-from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
+from torchrl_llm_kl.masks import render_conversation
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 
 #: Reads the calls of an answer: text -> calls, each a :class:`ToolCall` or a dict with ``name`` and ``arguments``; torchrl's
@@ -119,19 +121,38 @@ def parse_llama(text: str) -> Parsed:
     return Parsed("", _json_calls(body))
 
 
-#: What a chat template with calls contains -> how its model writes them.
-_FORMATS: tuple[tuple[str, Callable[[str], Parsed]], ...] = (
-    ("[TOOL_CALLS]", parse_mistral),
-    ("<tool_call>", parse_hermes),
-    ("<|python_tag|>", parse_llama),
-    ('"parameters"', parse_llama),
+_TAGGED = re.compile(r"<tool_call>\s*(?:<function=([^>\n]+)>|([^<\n]+))(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TAGGED_ARGUMENT = re.compile(
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
 )
 
 
-def _format_of(template: Any) -> Callable[[str], Parsed]:
-    """How the model of a chat template writes calls; Hermes' format if the template does not show it."""
-    text = template if isinstance(template, str) else json.dumps(template or "", ensure_ascii=False)
-    return next((parse for mark, parse in _FORMATS if mark in text), parse_hermes)
+def parse_tagged(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+    """Calls whose arguments have tags of their own, as Qwen 3.5, Nemotron 3 and GLM 4.5 write them.
+
+    A value is text if the tool's schema says so, else what it reads as in JSON or Python.
+
+    Example:
+        >>> parse_tagged("<tool_call><function=add><parameter=a>1</parameter></function></tool_call>").calls
+        [ToolCall(name='add', arguments={'a': 1}, error='')]
+    """
+    functions = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
+    calls = []
+    for function, plain, body in _TAGGED.findall(text):
+        name = (function or plain).strip()
+        types = functions.get(name, {}).get("properties", {})
+        found = [(key or other, value or text) for key, value, other, text in _TAGGED_ARGUMENT.findall(body)]
+        calls.append(ToolCall(name, {key: _value(value, types.get(key, {}).get("type")) for key, value in found}))
+    return Parsed(_TAGGED.sub("", text).strip(), calls)
+
+
+def _value(text: str, kind: Any) -> Any:
+    if kind == "string":
+        return text
+    for read in (json.loads, ast.literal_eval):  # some templates write True, others true
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return text
 
 
 def read_calls(parser: Callable[[str], Any], text: str) -> Parsed:
@@ -221,24 +242,27 @@ class Dialog:
     The text that the policy wrote stays as it is; what the template writes after it, up to the next answer, is appended. So
     each prompt begins with the one before and its answer, whatever the template does to earlier answers.
 
+    Calls are read by ``parser``, by the tokenizer's ``response_template``, or in the first known format that reads back what
+    the template itself writes for a call.
+
     Args:
         tokenizer: with the chat template.
         tools: None for a dialog with a user alone.
         template_kwargs: further variables of the template.
-        parser: reads the calls of an answer; by default in the format of the template, or by the tokenizer's
-            ``response_template``.
+        parser: reads the calls of an answer.
 
     Raises:
-        ValueError: if the template does not render the reply to an answer.
+        ValueError: if the template does not render the reply to an answer, or writes calls in an unknown format.
     """
 
     def __init__(
         self, tokenizer: Any, tools: Tools | None, template_kwargs: Mapping[str, Any], parser: ToolParser | None = None
     ) -> None:
         self.tokenizer, self.tools, self.template_kwargs = tokenizer, tools, dict(template_kwargs)
-        template = self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
-        self._parser = parser or (None if _knows_responses(tokenizer) else _format_of(template))
         self.special = special_tokens(tokenizer)
+        self._json_arguments = False  # whether the template wants the arguments of a call as JSON text
+        self._parser = parser
+        self._closing = ""
         self._check()
 
     @property
@@ -281,48 +305,109 @@ class Dialog:
             text: the prompt and the answer as it was sampled.
             messages: the conversation up to and including the answer.
             replies: the messages after it.
+
+        Raises:
+            Exception: of any type, from a template that cannot render this.
         """
+        turn, after = self._rendered([*messages, *replies])
+        own = next((token for token in self.special if turn.endswith(token)), "")
+        closing = own if self._closing else ""  # without an end token, a call may end with a special token of its own
+        return text + ("" if text.endswith(self.special) else closing) + after
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """What the template writes for the last answer of a conversation, and after it."""
         rendered = render_conversation(
             self.tokenizer,
-            _with_calls([*messages, *replies]),
+            _stand_ins(messages, json_arguments=self._json_arguments),
             tools=self.schemas,
             add_generation_prompt=True,
             **self.template_kwargs,
         )
         start, end = rendered.assistant_spans[-1]
-        closing = next((token for token in self.special if rendered.text[start:end].endswith(token)), "")
-        return text + ("" if text.endswith(self.special) else closing) + rendered.text[end:]
+        return rendered.text[start:end], rendered.text[end:]
+
+    # ------------------------------------------------------------------ does the template fit?
 
     def _check(self) -> None:
-        """Try the template on a short dialog."""
-        question = {"role": "user", "content": "?"}
-        parsed = Parsed("", [ToolCall(next(iter(self.tools.functions)))]) if self.tools else Parsed("x", [])
-        mark = "reply-7351"
-        replies = self.tool_messages(parsed, [mark]) if self.tools else [{"role": "user", "content": mark}]
+        """Try the template on a short dialog, and find how it writes calls."""
+        question, mark = {"role": "user", "content": "?"}, "reply-7351"
+        answer = {"role": "assistant", "content": "x"}
         try:
-            after = self.next_prompt("", [question, self.assistant("x", parsed)], replies)
-        except (AssistantMaskError, IndexError) as error:
-            raise ValueError(f"the chat template cannot continue a conversation after an answer: {error}") from error
-        if mark not in after:
-            what = "results of tools" if self.tools else "a user's reply"
+            turn, _ = self._try([question, answer, {"role": "user", "content": mark}], mark, "a user's reply")
+        except ValueError:
+            if self.tools is None:
+                raise
+            turn = ""  # results of tools may still be rendered
+        self._closing = next((token for token in self.special if turn.endswith(token)), "")
+        if self.tools is None:
+            return
+        call = _example(self.tools.schemas[0])
+        asked = [question, self.assistant("x", Parsed("x", [call])), *self.tool_messages(Parsed("x", [call]), [mark])]
+        try:
+            turn, _ = self._try(asked, mark, "results of tools")
+        except ValueError:
+            self._json_arguments = True
+            turn, _ = self._try(asked, mark, "results of tools")
+        plain, told = (
+            self.tokenizer.apply_chat_template([question], tokenize=False, tools=tools, **self.template_kwargs)
+            for tools in (None, self.schemas)
+        )
+        if told == plain:
+            warnings.warn(
+                "the chat template does not show the tools to the model: describe them in system_prompt=, or pass a template "
+                "that does.",
+                stacklevel=5,
+            )
+        if self._parser is None and not _knows_responses(self.tokenizer):
+            self._parser = self._format(asked[:2], call)
+
+    def _try(self, messages: list[dict[str, Any]], mark: str, what: str) -> tuple[str, str]:
+        advice = "pass one that does, template_kwargs={'chat_template': ...}."
+        try:
+            turn, after = self._rendered(messages)
+        except Exception as error:  # a template may raise anything
             raise ValueError(
-                f"the chat template does not render {what}: pass one that does, template_kwargs={{'chat_template': ...}}."
-            )
-        if self.tools:
-            plain = self.tokenizer.apply_chat_template([question], tokenize=False, **self.template_kwargs)
-            told = self.tokenizer.apply_chat_template(
-                [question], tokenize=False, tools=self.schemas, **self.template_kwargs
-            )
-            if told == plain:
-                warnings.warn(
-                    "the chat template does not show the tools to the model: describe them in system_prompt=, or pass a "
-                    "template that does.",
-                    stacklevel=5,
-                )
+                f"the chat template does not render {what}, {type(error).__name__}: {error} — {advice}"
+            ) from error
+        if mark not in after:
+            raise ValueError(f"the chat template does not render {what}: {advice}")
+        return turn, after
+
+    def _format(self, messages: list[dict[str, Any]], call: ToolCall) -> Callable[[str], Any]:
+        """The format in which the template writes a call; Hermes' if it writes none."""
+        assert self.tools is not None
+        if self._json_arguments:
+            function = messages[-1]["tool_calls"][0]["function"]
+            function["arguments"] = json.dumps(function["arguments"])
+        rendered = render_conversation(self.tokenizer, messages, tools=self.schemas, **self.template_kwargs)
+        written = rendered.text[slice(*rendered.assistant_spans[-1])]
+        if call.name not in written:
+            return parse_hermes
+        tagged = partial(parse_tagged, schemas=self.tools.schemas)
+        for parse in (parse_hermes, tagged, parse_mistral, parse_llama):
+            if read_calls(parse, strip_end(written, self.special)).calls == [call]:
+                return parse
+        raise ValueError(
+            f"the chat template writes calls in a format that is not known here: {written!r}. Pass tool_parser=, a function "
+            "text -> [{'name': ..., 'arguments': {...}}, ...]."
+        )
+
+
+def _example(schema: Mapping[str, Any]) -> ToolCall:
+    """A call of a tool, with an argument of each of its types."""
+    values: dict[Any, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+    function = schema["function"]
+    properties = function.get("parameters", {}).get("properties", {})
+    kinds = {name: each.get("type") for name, each in properties.items()}
+    return ToolCall(function["name"], {n: values.get(k, "s") if isinstance(k, str) else "s" for n, k in kinds.items()})
+
+
+# Tokens that end a call are part of an answer.
+_OF_CALLS = re.compile(r"tool[_▁ ]?(?:call|arg)", re.IGNORECASE)
 
 
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """The special tokens of a tokenizer, the longest first; empty without a tokenizer.
+    """The special tokens of a tokenizer but those of calls, the longest first; empty without a tokenizer.
 
     Example:
         >>> special_tokens(None)
@@ -330,6 +415,7 @@ def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     tokens = {*getattr(tokenizer, "all_special_tokens", ()), *(str(token) for token in added if token.special)}
+    tokens = {token for token in tokens if not _OF_CALLS.search(token)}
     return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
 
@@ -345,13 +431,22 @@ def strip_end(text: str, special: tuple[str, ...]) -> str:
     return text
 
 
-def _with_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in which a result always follows a call, as templates demand; calls that could not be read were none."""
-    unknown = {"id": _call_id(0), "type": "function", "function": {"name": "unknown", "arguments": {}}}
-    out = [dict(message) for message in messages]
-    for message, after in pairwise(out):
-        if message["role"] == "assistant" and after["role"] == "tool":
-            message.setdefault("tool_calls", [unknown])
+def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = False) -> list[dict[str, Any]]:
+    """Messages whose answers are a plain word: what follows an answer must not depend on what a policy wrote.
+
+    Each result has its call, as templates demand, even if that could not be read.
+    """
+    out: list[dict[str, Any]] = []
+    for message in map(dict, messages):
+        if message["role"] == "assistant":
+            message = {"role": "assistant", "content": "x"}
+        elif message["role"] == "tool" and out and out[-1]["role"] in ("assistant", "tool"):
+            answer = next(m for m in reversed(out) if m["role"] == "assistant")
+            arguments: Any = "{}" if json_arguments else {}
+            function = {"name": message.get("name", "unknown"), "arguments": arguments}
+            call = {"id": message.get("tool_call_id", _call_id(0)), "type": "function", "function": function}
+            answer["tool_calls"] = [*answer.get("tool_calls", []), call]
+        out.append(message)
     return out
 
 
