@@ -241,6 +241,19 @@ def test_a_parser_of_ones_own_reads_an_unknown_format() -> None:
     assert dialog.parse("", "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>").calls == [ADD]
 
 
+def test_a_parser_that_fails_does_not_stop_the_run(tokenizer: Any) -> None:
+    def parser(text: str) -> list[Any]:
+        return [] if "ok" in text else [][0]
+
+    dialog = Dialog(tokenizer, Tools([add], timeout=None), {}, parser)
+    assert dialog.parse("", "ok").calls == []
+    (found,) = dialog.parse("", "x").calls
+    assert found.error == "the call cannot be read: IndexError: list index out of range"
+    plain = Dialog(tokenizer, Tools([add], timeout=None), {})
+    (found,) = plain.parse("", "<tool_call>" + "[" * 100_000).calls
+    assert found.error
+
+
 def test_values_in_tags_have_the_types_of_the_schema() -> None:
     call = "<function=describe>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n12\n</parameter>\n"
     schemas = Tools([describe], timeout=None).schemas
@@ -441,7 +454,7 @@ def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> No
     )
     env = toy_env(tokenizer, group_size=2, kl_transform=parts.kl_transform)
     policy = scripted_policy(tokenizer, answer, model=model)
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=32)
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=24)
     seen: list[int] = []
     for batch in whole_groups(collector, group_size=2, num_groups=2):
         runs = batch["run"].flatten().tolist()
@@ -463,7 +476,7 @@ def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> No
             assert torch.sign(row["advantage"]).item() == (outcome[run] > other) - (outcome[run] < other)
         parts.loss(prepared).total_loss.backward()
     collector.shutdown()
-    assert len(seen) == len(set(seen)) >= 4
+    assert len(seen) == len(set(seen)) >= 2
 
 
 # ------------------------------------------------------------------ arguments

@@ -300,12 +300,12 @@ class TaskEnv(ChatEnv):
             device=device,
         )
         if self.dialog is not None:
-            observations: Any = self.full_observation_spec.clone()
-            states: Any = self.full_state_spec.clone()
+            env: Any = self  # torchrl's setters are untyped
+            observations, states = env.full_observation_spec.clone(), env.full_state_spec.clone()
             number = Unbounded(shape=(*shape, 1), dtype=torch.int64, device=device)
             observations["messages"] = NonTensor(example_data=[], shape=shape, device=device)
             observations["step"], states["run"] = number, number.clone()
-            self.full_observation_spec, self.full_state_spec = observations, states
+            env.full_observation_spec, env.full_state_spec = observations, states
         flag = Categorical(2, shape=(*shape, 1), dtype=torch.bool, device=device)
         self.full_done_spec = Composite(
             {name: flag.clone() for name in ("done", "terminated", "truncated")}, shape=shape, device=device

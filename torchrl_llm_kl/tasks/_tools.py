@@ -271,13 +271,16 @@ class Dialog:
         return None if self.tools is None else self.tools.schemas
 
     def parse(self, prompt: str, answer: str) -> Parsed:
-        """The calls of an answer to a prompt; none without tools."""
+        """The calls of an answer to a prompt; none without tools. A parser that fails is told to the policy."""
         if self.tools is None:
             return Parsed(answer, [])
-        if self._parser is not None:
-            return read_calls(self._parser, answer)
-        message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
-        return Parsed(str(message.get("content") or ""), [_call(call) for call in message.get("tool_calls") or []])
+        try:
+            if self._parser is not None:
+                return read_calls(self._parser, answer)
+            message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
+            return Parsed(str(message.get("content") or ""), [_call(call) for call in message.get("tool_calls") or []])
+        except Exception as error:  # whatever an odd answer does to a parser
+            return Parsed(answer, [ToolCall("", error=f"the call cannot be read: {type(error).__name__}: {error}")])
 
     def assistant(self, answer: str, parsed: Parsed) -> dict[str, Any]:
         """The message of an answer."""
