@@ -303,5 +303,5 @@ def _column(values: Sequence[Any]) -> Sequence[Tensor | NonTensorData]:
     """One entry for each row: tensors if all values are numbers or all are booleans."""
     kinds = {type(value) for value in values}
     if kinds == {bool} or (kinds <= {int, float} and all(abs(value) < 2**63 for value in values)):
-        return torch.tensor(values)
+        return list(torch.tensor(values))
     return [NonTensorData(data=value) for value in values]

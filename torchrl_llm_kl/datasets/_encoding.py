@@ -187,7 +187,7 @@ class Encoder:
             if not answer:
                 raise RowError("no text to score", "empty")
             if self.as_chat:
-                asked = [{"role": "user", "content": prompt}] if prompt else []
+                asked: list[Message] = [{"role": "user", "content": prompt}] if prompt else []
                 return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
             return self._of_text(prompt, answer)
         if isinstance(answer, str) and prompt is None:
