@@ -274,7 +274,9 @@ class FunctionReward(Transform):
         found = self._column(td, next_td, self.metadata_key)
         rows = [{} for _ in range(count)] if found is None else [dict(row) for row in found]
         messages = self._column(next_td, td, self.messages_key)  # with the answer
-        return rows if messages is None else [{**row, "messages": list(m)} for row, m in zip(rows, messages, strict=True)]
+        return (
+            rows if messages is None else [{**row, "messages": list(m)} for row, m in zip(rows, messages, strict=True)]
+        )
 
     def _special(self) -> tuple[str, ...]:
         tokenizer = self.tokenizer
