@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp study study-target test test-slow mutants bench bench-gpu bench-ray lint types docs clean
+.PHONY: help setup demo demo-ray demo-fsdp study study-target test test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,12 @@ test-slow: $(READY)  ## Run the slow tests (minutes)
 mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (minutes)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
+matrix: $(READY)  ## Test the oldest and the newest releases that are allowed; writes docs/versions.md (gigabytes)
+	$(BIN)/python .ci/matrix.py $(ARGS)
+
+nightly: $(READY)  ## Test the newest releases, beyond the bounds too (gigabytes)
+	.ci/nightly $(ARGS)
+
 # On a shared machine, set OMP_WAIT_POLICY=passive: spinning threads keep the ones they wait for off the cores.
 bench: $(READY)  ## Compare speed and memory with torchrl on the CPU; writes benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks run $(ARGS)
@@ -71,4 +77,4 @@ docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
 	$(BIN)/python docs/build_elsewhere_table.py
 
 clean:  ## Remove .venv, runs and caches
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
