@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 # The models of the tests are tiny: threads only wait for each other.
 torch.set_num_threads(1)
+
+
+#: Folders whose files take minutes. They come first: begun last, they would run alone while the other worker idles.
+LONG = ("tutorials", "distributed", "service", "docs", "training", "diagnostics", "algorithms")
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    here = Path(__file__).parent
+    rank = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(LONG)))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
