@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,7 @@ from countdown.algorithms import (
     make_teacher,
     with_experts,
 )
+from countdown.direct import direct_batches
 from countdown.model import (
     MAX_NEW_TOKENS,
     accuracy,
@@ -98,12 +99,13 @@ def train(
     monitor: RunMonitor | None = None,
     teacher: PreTrainedModel | None = None,
     sampling: Mapping[str, Any] | None = None,
+    direct: bool = False,
     **placement: Any,
 ) -> None:
     """Train ``policy`` in place; the reference is a copy of its initial weights.
 
     ``coefficient`` is that of the KL penalty, None for an algorithm without one. ``sampling`` goes to the sampler,
-    ``placement`` to the algorithm; the demo has the defaults of both.
+    ``placement`` to the algorithm; the demo has the defaults of both. ``direct`` samples without env and collector.
     """
     batch_size = num_prompts * group_size
     monitor = RunMonitor(every=0) if monitor is None else monitor
@@ -118,6 +120,7 @@ def train(
         coefficient=coefficient,
         max_new_tokens=max_new_tokens,
         teacher=teacher,
+        in_collector=not direct,
         **placement,
     )
     experts = expert_buffer(problems, tokenizer, seed=seed) if parts.algorithm.use_rollout else None
@@ -128,22 +131,27 @@ def train(
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):
         temperature = placement.get("temperature", 1.0)
-        kl = RetrieveKL("from_collector", reference, add_to_reward=False, temperature=temperature)
-    env = make_env(problems, tokenizer, num_prompts=num_prompts, group_size=group_size, seed=seed)
-    collector = LLMCollector(
-        env.append_transform(kl),
-        policy=as_policy(policy, tokenizer, max_new_tokens=max_new_tokens, **(sampling or {})),
-        dialog_turns_per_batch=batch_size,
-        total_dialog_turns=batch_size * steps,
-        flatten_data=True,
-    )
+        kl = RetrieveKL(policy if direct else "from_collector", reference, add_to_reward=False, temperature=temperature)
+    sampler = as_policy(policy, tokenizer, max_new_tokens=max_new_tokens, **(sampling or {}))
+    task = {"num_prompts": num_prompts, "group_size": group_size, "seed": seed}
+    batches: Iterable[TensorDictBase]
+    if direct:
+        batches = direct_batches(kl, sampler, tokenizer, problems, steps=steps, **task)
+    else:
+        batches = LLMCollector(
+            make_env(problems, tokenizer, **task).append_transform(kl),
+            policy=sampler,
+            dialog_turns_per_batch=batch_size,
+            total_dialog_turns=batch_size * steps,
+            flatten_data=True,
+        )
     optimizer = torch.optim.Adam([p for loss in parts.losses for p in loss.parameters() if p.requires_grad], lr=lr)
     # Decay to 0: noise in the updates also moves the policy away from the reference, and earns no reward.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
     with progress(algorithm, steps) as advance:
         start = time.perf_counter()
-        for step, batch in enumerate(collector):
+        for step, batch in enumerate(batches):
             batch = parts.prepare(label(batch, group_size))  # evaluates the critic, writes advantages
             monitor.look(
                 step, batch
@@ -166,7 +174,8 @@ def train(
                 # The penalty grows if the KL is above its target, and shrinks if it is below.
                 coefficient.update(row["kl"], n=batch_size)
             advance(status(logged, monitor.kl_target))
-    collector.shutdown()
+    if isinstance(batches, LLMCollector):
+        batches.shutdown()
 
 
 def learn(
