@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: Where a metric comes from.
-Origin = Literal["every loss", "sampler", "objective", "correction", "distillation", "preferences", "critic", "service"]
+Origin = Literal[
+    "every loss", "sampler", "objective", "correction", "distillation", "preferences", "critic", "task", "service"
+]
 
 
 @dataclass(frozen=True)
@@ -470,6 +472,17 @@ _OTHERS = {
     ),
 }
 
+_TASK = {
+    "reward_failures": _metric(
+        "task",
+        "share of answers for which a reward function raised, took too long or returned no finite number",
+        "share",
+        "0",
+        "these parts of the reward count as 0, as if the answers were wrong",
+        "the log (`torchrl_llm_kl.tasks`) has the first error; correct the function, or raise `timeout`",
+    ),
+}
+
 _SERVICE = {
     "queue": _metric(
         "service",
@@ -536,7 +549,7 @@ _SERVICE = {
 }
 
 #: All metrics, by name. A name in angle brackets stands for any word.
-METRICS: Mapping[str, Metric] = {**_LOSS, **_SAMPLER, **_CORRECTION, **_OBJECTIVE, **_OTHERS, **_SERVICE}
+METRICS: Mapping[str, Metric] = {**_LOSS, **_SAMPLER, **_CORRECTION, **_OBJECTIVE, **_OTHERS, **_TASK, **_SERVICE}
 
 
 def describe_metric(name: str) -> Metric | None:
