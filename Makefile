@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp study study-target test test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs clean
+.PHONY: help setup demo demo-ray demo-fsdp study study-target test test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs clean demo-text
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ demo-ray: $(READY)  ## Run the demo with four collectors that share one Ray refe
 RANKS ?= 2
 demo-fsdp: $(READY)  ## Run the demo on two ranks (RANKS=2) with sharded models and checkpoints; writes runs/fsdp
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) tutorials/countdown_fsdp.py $(ARGS)
+
+demo-text: $(READY)  ## Train a small model on GSM8K's text, SFT then DPO, for three seeds; writes runs/text
+	OMP_NUM_THREADS=1 $(BIN)/python tutorials/gsm8k_text.py $(ARGS)
 
 study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, resumable); writes docs/kl_study.md
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py placement $(ARGS)

@@ -394,6 +394,12 @@ def test_rows_of_another_kind(make: Any, rows: Any, expected: str) -> None:
         make(rows, TOKENIZER)
 
 
+@pytest.mark.parametrize("tokenizer", ["Qwen/Qwen2.5-0.5B-Instruct", None])
+def test_what_is_no_tokenizer(tokenizer: Any) -> None:
+    with pytest.raises(TypeError, match=f"expected a tokenizer of transformers, found {type(tokenizer).__name__}"):
+        from_completions(BAD, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "expected"),
     [

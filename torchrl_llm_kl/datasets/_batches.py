@@ -6,7 +6,7 @@ Rows stay unpadded: the result is a lazy stack of one TensorDict for each sequen
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -218,7 +218,7 @@ class _Named(Rows):
         self.rows, self.name, self.total = rows, rows.name, rows.total
         self.keys = {own: other for own, other in keys.items() if own != other}
 
-    def _read(self) -> Iterable[Row]:  # type: ignore[override]
+    def _read(self) -> Iterator[Row]:
         for row in self.rows:
             if self.keys and isinstance(row.value, Mapping):
                 value = {name: item for name, item in row.value.items() if name not in self.keys.values()}
@@ -303,5 +303,5 @@ def _column(values: Sequence[Any]) -> Sequence[Tensor | NonTensorData]:
     """One entry for each row: tensors if all values are numbers or all are booleans."""
     kinds = {type(value) for value in values}
     if kinds == {bool} or (kinds <= {int, float} and all(abs(value) < 2**63 for value in values)):
-        return torch.tensor(values)
+        return list(torch.tensor(values))
     return [NonTensorData(data=value) for value in values]

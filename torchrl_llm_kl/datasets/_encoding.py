@@ -134,6 +134,11 @@ class Encoder:
     template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.layout != "tokens" and not hasattr(self.tokenizer, "eos_token_id"):
+            raise TypeError(
+                f"expected a tokenizer of transformers, found {type(self.tokenizer).__name__}: load it with "
+                "AutoTokenizer.from_pretrained(...)."
+            )
         check_choice(("skip", "cut"), too_long=self.too_long)
         check_choice(("all", "last"), turns=self.turns)
         if self.max_length is not None and self.max_length < 2:
@@ -187,7 +192,7 @@ class Encoder:
             if not answer:
                 raise RowError("no text to score", "empty")
             if self.as_chat:
-                asked = [{"role": "user", "content": prompt}] if prompt else []
+                asked: list[Message] = [{"role": "user", "content": prompt}] if prompt else []
                 return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
             return self._of_text(prompt, answer)
         if isinstance(answer, str) and prompt is None:

@@ -7,7 +7,7 @@ unreadable as a whole raises.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -181,7 +181,7 @@ class _IterableRows(Rows):
 
     def __init__(self, items: Iterable[Any], name: str) -> None:
         self._items, self.name = items, name
-        self.total = len(items) if hasattr(items, "__len__") else None  # a streamed dataset has no length
+        self.total = len(items) if isinstance(items, Sized) else None  # a streamed dataset has no length
 
     def _read(self) -> Iterator[Row]:
         for index, item in enumerate(self._items):
