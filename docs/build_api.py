@@ -27,6 +27,7 @@ ORDER = (
     "service",
     "diagnostics",
     "cli",
+    "configs",
     "masks",
     "rollouts",
     "ragged",

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses"),
     ("algorithms", "service", "diagnostics"),
-    ("cli",),
+    ("cli", "configs"),
 )
 
 HOLDS = {
@@ -46,6 +46,7 @@ HOLDS = {
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
     "cli": "the command line",
+    "configs": "Hydra's config groups",
 }
 
 
