@@ -50,16 +50,23 @@ def even_share(step: TensorDictBase) -> Tensor:
     return (response(step) % 2 == 0).float().mean()
 
 
-def group_env(tokenizer: Any, *transforms: Transform, rows: int = ROWS, group: int = GROUP) -> EnvBase:
-    """A chat env of one turn that poses each query ``group`` times in a row, ``rows`` at a step."""
+def group_env(
+    tokenizer: Any,
+    *transforms: Transform,
+    rows: int = ROWS,
+    group: int = GROUP,
+    turns: int = 1,
+    queries: Sequence[str] = QUERIES,
+) -> EnvBase:
+    """A chat env that poses each query ``group`` times in a row, ``rows`` at a step, done after ``turns``."""
     env = ChatEnv.from_dataloader(
-        DataLoader([{"query": query} for query in QUERIES] * 100, batch_size=1, collate_fn=_collate),
+        DataLoader([{"query": query} for query in queries] * 100, batch_size=1, collate_fn=_collate),
         batch_size=(rows,),
         repeats=group,
         tokenizer=tokenizer,
         input_mode="history",
     )
-    for transform in (StepCounter(max_steps=1), EvenBytes(), *transforms):
+    for transform in (StepCounter(max_steps=turns), EvenBytes(), *transforms):
         env = env.append_transform(transform)
     return env
 
