@@ -29,6 +29,7 @@ ORDER = (
     "service",
     "diagnostics",
     "cli",
+    "configs",
     "masks",
     "rollouts",
     "ragged",

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses", "datasets"),
     ("algorithms", "service", "diagnostics", "tasks"),
-    ("cli",),
+    ("cli", "configs"),
 )
 
 HOLDS = {
@@ -48,6 +48,7 @@ HOLDS = {
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
     "tasks": "your own task: prompts, rewards from functions, tools, as an env",
     "cli": "the command line",
+    "configs": "Hydra's config groups",
 }
 
 
