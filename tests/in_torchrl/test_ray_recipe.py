@@ -212,3 +212,16 @@ def test_grpo_trainer_over_ray() -> None:
     for number, batch in seen:
         check_scores(batch, before[number], scoring_model(1).model)
         assert all(len(response(row)) for row in steps(batch))
+
+
+# ------------------------------------------------------------------ what RayLLMCollector itself cannot do
+
+
+def test_properties_that_torchrls_collector_asks_its_actor_for() -> None:
+    """They are no methods, so that Ray cannot call them; and ``sync_iter=False`` needs a ``remote_config``."""
+    from torchrl.collectors.llm import RayLLMCollector
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'setdefault'"):
+        RayLLMCollector(plain_env, policy_factory=sampling_policy, dialog_turns_per_batch=ROWS, sync_iter=False)
+    with ray_collector(plain_env) as collector, pytest.raises((TypeError, ValueError, AttributeError)):
+        _ = collector.total_dialog_turns
