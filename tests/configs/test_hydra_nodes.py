@@ -336,5 +336,6 @@ def test_build_refuses_what_is_given_twice() -> None:
 def test_keys_of_torchrls_own_node_arrive_as_lists(lab: Lab) -> None:
     """torchrl's transform takes them as they are, and then finds no entry: the reason for ``build`` as the target here."""
     transform = instantiate(compose("+transform@kl=kl_reward").kl, ref_model=lab.ref)
-    assert isinstance(transform.log_prob_key, ListConfig)
-    assert isinstance(build(class_="torchrl_llm_kl.KLRewardTransform", ref_model=lab.ref).log_prob_key, tuple)
+    assert isinstance(transform.log_prob_full_key, ListConfig)
+    ours = instantiate(compose("+transform@kl=llm_kl_reward").kl, ref_model=lab.ref)
+    assert ours.log_prob_full_key == ("log_probs", "full")

@@ -109,7 +109,9 @@ def test_log_probs_that_the_sampler_stored(tokenizer: Any, policy_model: Any, re
     gen = without_graph(policy_model, batch)
     checked = 0
     for row, own, base in zip(steps(batch), gen, ref, strict=True):
-        if len(own) < NEW_TOKENS:  # torchrl drops a sampled pad token, here of a model that draws any, and not its effect
+        if (
+            len(own) < NEW_TOKENS
+        ):  # torchrl drops a sampled pad token, here of a model that draws any, and not its effect
             continue
         checked += 1
         kl = of_response(row, row["next", "kl_penalty"].flatten())
