@@ -640,7 +640,7 @@ def test_the_table_of_a_translation() -> None:
 # ------------------------------------------------------------------ hints
 
 HINTS = [
-    ("beta", "TRL's 'beta' is 'kl_loss_coeff'.*DPO, KTO: 'beta'"),
+    ("beta", "TRL's 'beta' is 'kl_loss_coeff'.*DPO, KTO, CPO, ORPO, GKD: 'beta'"),
     ("num_generations", "TRL's 'num_generations' is 'group_size' of make_algorithm"),
     ("epsilon_high", "TRL's 'epsilon_high' is 'clip_high' here"),
     ("kl_loss_coef", "verl's 'kl_loss_coef' is 'kl_loss_coeff'"),

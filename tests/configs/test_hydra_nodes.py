@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -18,6 +21,8 @@ from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from tensordict import TensorDictBase
 from torch import nn
 from torch.testing import assert_close
+from torchrl.collectors.llm import LLMCollector
+from torchrl.trainers.algorithms import GRPOTrainer
 
 from torchrl_llm_kl import (
     Advantage,
@@ -31,7 +36,7 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.configs import NODES, PolicyLossConfig, RetrieveKLConfig, build
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
-from toy_rollouts import collect, flat, make_policy, make_scoring_wrapper, steps
+from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
 
 EVERY = [(group, name) for group, nodes in NODES.items() for name in nodes]
 
@@ -239,6 +244,45 @@ def test_a_partial_node_waits_for_its_model() -> None:
     assert make(actor=nn.Linear(1, 1)).objective.function.__name__ == "gpg"
 
 
+def test_the_pages_configuration(lab: Lab, tmp_path: Path) -> None:
+    """The YAML of ``docs/torchrl.md`` as the primary configuration."""
+    page = (Path(__file__).parents[2] / "docs" / "torchrl.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    with hydra.initialize_config_dir(version_base=None, config_dir=str(tmp_path)):
+        cfg = hydra.compose("config", overrides=["kl.coeff.target=0.4"])
+    transform = instantiate(cfg.kl, gen_model=lab.gen, ref_model=lab.ref)
+    assert (transform.coeff.target, float(transform.coeff())) == (0.4, pytest.approx(0.02))
+    assert transform.gen_log_probs_full_key == ("log_probs", "full")
+    loss = instantiate(cfg.loss, actor=lab.policy_model)
+    assert (loss.objective.function.__name__, float(loss.clip_high)) == ("dapo", pytest.approx(0.28))
+    assert [type(term) for term in loss.terms] == [KLToReference]
+
+
+def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.Module) -> None:
+    """Its node ``trainer=grpo`` with the loss below ``trainer.loss_module``."""
+    cfg = compose(
+        "+trainer=grpo",
+        "+loss@trainer.loss_module=policy",
+        "trainer.loss_module.objective=dapo",
+        "trainer.total_frames=4",
+        "trainer.progress_bar=false",
+    )
+    policy = make_policy(policy_model, tokenizer, pad_output=False)
+    collector = LLMCollector(make_env(tokenizer), policy=policy, dialog_turns_per_batch=2, total_dialog_turns=4)
+    optimizer = torch.optim.SGD(policy_model.parameters(), lr=0.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
+        trainer = instantiate(
+            cfg.trainer, collector=collector, loss_module={"actor": policy_model}, optimizer=optimizer
+        )
+    assert isinstance(trainer, GRPOTrainer)
+    assert isinstance(trainer.loss_module, PolicyLoss)
+    assert trainer.loss_module.actor_network is policy_model
+    assert float(trainer.loss_module.clip_high) == pytest.approx(0.28)
+    collector.shutdown()
+
+
 # ------------------------------------------------------------------ wrong input
 
 
@@ -289,9 +333,9 @@ def test_build_refuses_what_is_given_twice() -> None:
     assert isinstance(build(class_="torchrl_llm_kl.KLComputation", hyper={"coeff": 0.2}), KLComputation)
 
 
-def test_keys_of_torchrls_own_node_arrive_as_lists() -> None:
-    """Its constructor does not take them: the reason why nodes here have ``build`` as their target."""
-    node = compose("+transform@kl=kl_reward").kl
-    assert isinstance(node.log_prob_key, ListConfig)
-    with pytest.raises(InstantiationException, match=r"(?i)list|key"):
-        instantiate(node, ref_model=nn.Linear(1, 1))
+def test_keys_of_torchrls_own_node_arrive_as_lists(lab: Lab) -> None:
+    """torchrl's transform takes them as they are, and then finds no entry: the reason for ``build`` as the target here."""
+    transform = instantiate(compose("+transform@kl=kl_reward").kl, ref_model=lab.ref)
+    assert isinstance(transform.log_prob_full_key, ListConfig)
+    ours = instantiate(compose("+transform@kl=llm_kl_reward").kl, ref_model=lab.ref)
+    assert ours.log_prob_full_key == ("log_probs", "full")

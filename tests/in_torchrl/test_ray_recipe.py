@@ -19,6 +19,7 @@ from group_rollouts import GROUP, even_share, grpo_advantages, of_response, resp
 from ray_parts import CPUS, plain_env, sampling_policy, scoring_env, scoring_model
 from tensordict import TensorDict, TensorDictBase
 from torch.testing import assert_close
+from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.trainers.algorithms import GRPOTrainer
@@ -28,7 +29,7 @@ from torchrl_llm_kl.losses import KLToReference
 from toy_rollouts import flat, steps
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+over_ray = pytest.mark.usefixtures("ray_cluster")
 ROWS = 2 * GROUP
 
 
@@ -78,6 +79,7 @@ KEYS = [
 ]
 
 
+@over_ray
 def test_replay_buffer_on_extend_and_on_sample() -> None:
     """What the buffer's actor writes is what a local buffer writes; a transform without ``invert`` scores each sample."""
     torch.manual_seed(0)
@@ -100,12 +102,30 @@ def test_replay_buffer_on_extend_and_on_sample() -> None:
                     assert_close(row[key], expected[tokens][key], atol=1e-6, rtol=0)
 
 
-def test_collector_scores_its_own_policy_and_fills_the_buffer() -> None:
-    """``"from_collector"`` in an actor: before and after new weights, log-probs are those of the weights that sampled."""
+@contextmanager
+def local_collector(env: Any, **settings: Any) -> Iterator[LLMCollector]:
+    settings = {"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS, **settings}
+    collector = LLMCollector(env(), policy_factory=sampling_policy, **settings)
+    yield collector
+    collector.shutdown()
+
+
+@contextmanager
+def local_buffer(sampler: Any) -> Iterator[ReplayBuffer]:
+    yield ReplayBuffer(storage=LazyStackStorage(64), sampler=sampler(), batch_size=ROWS // 2)
+
+
+@pytest.mark.parametrize("where", ["here", "in actors"])
+def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str, request: pytest.FixtureRequest) -> None:
+    """``"from_collector"`` before and after new weights: log-probs are those of the weights that sampled."""
+    make_buffer, make_collector = local_buffer, local_collector
+    if where == "in actors":
+        request.getfixturevalue("ray_cluster")
+        make_buffer, make_collector = ray_buffer, ray_collector
     reference, weights = scoring_model(1).model, copy.deepcopy(scoring_model(0).model)
-    with ray_buffer(sampler=SamplerWithoutReplacement) as buffer:
+    with make_buffer(sampler=SamplerWithoutReplacement) as buffer:
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
-        with ray_collector(scoring_env, replay_buffer=buffer, track_policy_version=True) as collector:
+        with make_collector(scoring_env, replay_buffer=buffer, track_policy_version=True) as collector:
             for version in range(2):
                 assert collector.next() is None
                 batch = buffer[:]
@@ -134,6 +154,7 @@ def push(collector: Any, model: Any) -> None:
     collector.update_policy_weights_(TensorDict(model=TensorDict.from_module(model).detach().clone()))
 
 
+@over_ray
 @pytest.mark.slow
 def test_asynchronous_loop() -> None:
     """Two collectors fill a buffer, which waits for groups; a learner takes samples and pushes weights now and then."""
@@ -177,6 +198,7 @@ def wait_for(buffer: Any, writes: int, seconds: float = 300.0) -> None:
         time.sleep(0.1)
 
 
+@over_ray
 @pytest.mark.slow
 def test_grpo_trainer_over_ray() -> None:
     """``GRPOTrainer`` with torchrl's Ray parts: the collector fills the buffer, the weights follow each batch."""
@@ -212,3 +234,17 @@ def test_grpo_trainer_over_ray() -> None:
     for number, batch in seen:
         check_scores(batch, before[number], scoring_model(1).model)
         assert all(len(response(row)) for row in steps(batch))
+
+
+# ------------------------------------------------------------------ what RayLLMCollector itself cannot do
+
+
+@over_ray
+def test_properties_that_torchrls_collector_asks_its_actor_for() -> None:
+    """They are no methods, so that Ray cannot call them; and ``sync_iter=False`` needs a ``remote_config``."""
+    from torchrl.collectors.llm import RayLLMCollector
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'setdefault'"):
+        RayLLMCollector(plain_env, policy_factory=sampling_policy, dialog_turns_per_batch=ROWS, sync_iter=False)
+    with ray_collector(plain_env) as collector, pytest.raises((TypeError, ValueError, AttributeError)):
+        _ = collector.total_dialog_turns
