@@ -26,6 +26,7 @@ ORDER = (
     "scoring",
     "service",
     "diagnostics",
+    "training",
     "cli",
     "masks",
     "rollouts",

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses"),
     ("algorithms", "service", "diagnostics"),
+    ("training",),
     ("cli",),
 )
 
@@ -45,6 +46,7 @@ HOLDS = {
     "algorithms": "typed presets, make_algorithm, translations of other libraries' settings",
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
+    "training": "a run from a configuration: loop, evaluation, checkpoints, a model card",
     "cli": "the command line",
 }
 
