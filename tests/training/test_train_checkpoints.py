@@ -43,9 +43,14 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)
-    with pytest.raises(OSError, match="disk full"), checkpoints.writing(2, {}) as folder:
-        (folder / "half.txt").write_text("half")
-        raise OSError("disk full")
+
+    def fail() -> None:
+        with checkpoints.writing(2, {}) as folder:
+            (folder / "half.txt").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("omegaconf")
-from torchrl_llm_kl.training import (  # noqa: E402
+from torchrl_llm_kl.training import (
     ConfigError,
     DataConfig,
     ModelConfig,
@@ -19,7 +19,7 @@ from torchrl_llm_kl.training import (  # noqa: E402
     read_config,
     settings_table,
 )
-from torchrl_llm_kl.training._config import differences  # noqa: E402
+from torchrl_llm_kl.training._config import differences
 
 LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f"}
 

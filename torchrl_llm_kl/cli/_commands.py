@@ -164,7 +164,8 @@ def check(
 ) -> None:
     """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
     diagnose = _of_diagnostics("diagnose")
-    from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
+    from torchrl_llm_kl.cli._load import load_batch
+    from torchrl_llm_kl.training import load_model, load_tokenizer
 
     td = load_batch(batch, trust=trust)
     found = diagnose(
@@ -200,7 +201,8 @@ def inspect(
 ) -> None:
     """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
     inspect_tokens = _of_diagnostics("inspect_tokens")
-    from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
+    from torchrl_llm_kl.cli._load import load_batch
+    from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
         raise CommandError(f"there is no folder {html.parent} for {html.name}: create it first.")

@@ -164,7 +164,7 @@ def check_algorithm(config: TrainConfig) -> None:
         >>> check_algorithm(read_config(source))
         Traceback (most recent call last):
         ...
-        torchrl_llm_kl.training._config.ConfigError: algorithm.name is dpo, which learns from given answers and needs no rewards...
+        torchrl_llm_kl.training._config.ConfigError: algorithm.name is dpo, which learns from given answers and needs...
     """
     name, kl = config.algorithm.name, config.kl
     preset = get_algorithm(name)  # type: ignore[arg-type]
@@ -197,8 +197,8 @@ def check_algorithm(config: TrainConfig) -> None:
     placed = kl.place if kl.place != "preset" else _place_of(preset)
     if placed == "none" and (kl.target is not None or kl.coefficient is not None or kl.estimator is not None):
         raise ConfigError(
-            f"{name} has no KL penalty, so that kl.target, kl.coefficient and kl.estimator have no effect: set kl.place to loss "
-            "or reward, or leave them out."
+            f"{name} has no KL penalty, so that kl.target, kl.coefficient and kl.estimator have no effect: set kl.place to "
+            "loss or reward, or leave them out."
         )
     if placed != "none" and config.reference.name == "none":
         raise ConfigError(
@@ -359,7 +359,7 @@ def _first(prompts: Prompts, count: int | None) -> Prompts:
 
 
 def make_loggers(config: TrainConfig, folder: Path) -> list[Any]:
-    """torchrl's loggers; what an earlier process wrote to files in ``folder`` is removed, to be written again.
+    """The loggers of torchrl; what an earlier process wrote to files in ``folder`` is removed, to be written again.
 
     Raises:
         ConfigError: if a logger's package is not installed.

@@ -39,7 +39,9 @@ def setting(
 
     Keyword Args:
         choices: all values, if there are few.
-        low, above, high: least value, number that it must exceed, and greatest value.
+        low: least value.
+        above: a number that it must exceed.
+        high: greatest value.
         also: names that other programs give to it.
         example: its value in the commented example; the default by default.
         may_change: whether a resumed run may have another value.

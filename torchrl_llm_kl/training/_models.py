@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_llm_kl._registry import first_sentence
 from torchrl_llm_kl.training._checkpoints import flush_folder
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
         >>> load_model("./nowhere")
         Traceback (most recent call last):
         ...
-        torchrl_llm_kl.training._models.ModelError: there is no folder ./nowhere: pass the path of a model, or a name on the hub.
+        torchrl_llm_kl.training._models.ModelError: there is no folder ./nowhere: pass the path of a model, or a name...
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -55,7 +56,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
         )
         return model.to(place).eval().requires_grad_(False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:  # the last: no CUDA
-        raise ModelError(f"cannot load the model {name!r}{_where(name)}: {_first_sentence(error)}") from error
+        raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
 
 
 def check_model(name: str) -> None:
@@ -89,7 +90,7 @@ def load_tokenizer(name: str) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(name)
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ModelError(f"cannot load the tokenizer {name!r}{_where(name)}: {_first_sentence(error)}") from error
+        raise ModelError(f"cannot load the tokenizer {name!r}{_where(name)}: {first_sentence(error)}") from error
 
 
 def _check_folder(name: str, *files: str, what: str) -> None:
@@ -108,12 +109,6 @@ def _check_folder(name: str, *files: str, what: str) -> None:
 
 def _where(name: str) -> str:
     return "" if Path(name).expanduser().is_dir() else ", which is no folder here, from the hub"
-
-
-def _first_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    end = text.find(". ")
-    return text if end < 0 else text[: end + 1]
 
 
 # ------------------------------------------------------------------ the policy of a run
@@ -177,7 +172,7 @@ def _with_adapters(model: Any, lora: LoraConfig, folder: Path | None) -> Any:
     try:
         return get_peft_model(model, settings)
     except ValueError as error:
-        raise ModelError(f"lora.targets is {lora.targets}: {_first_sentence(error)}") from error
+        raise ModelError(f"lora.targets is {lora.targets}: {first_sentence(error)}") from error
 
 
 def _checkpoint_layers(policy: Any) -> None:

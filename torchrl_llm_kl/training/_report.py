@@ -7,7 +7,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ def read_figures(path: Path) -> list[Figures]:
 
 
 def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move the files and folders ``names`` of an earlier run from ``folder`` to ``folder/earlier-1``, -2, ..., if there are any.
+    """Move what an earlier run wrote, ``names`` in ``folder``, to ``folder/earlier-1``, -2, ...
 
     Returns:
         Where they are now; None if there were none.
@@ -172,7 +172,8 @@ def plot_curves(
         held_out: (step, mean reward) of each evaluation.
         title: above the picture.
         reward_label: what the rewards are.
-        held_out_label, held_out_format: what the evaluations are, and how the first and the last are written.
+        held_out_label: what the evaluations are.
+        held_out_format: how the first and the last of them are written.
         reward_range: limits of the axis of rewards.
         window: number of steps of the moving averages.
 
@@ -340,7 +341,9 @@ def write_card(
         folder: with the model.
 
     Keyword Args:
-        rows, evaluations, chosen: see :func:`summary`.
+        rows: of the run's steps.
+        evaluations: on held-out prompts.
+        chosen: the step whose weights are kept.
         curves: a picture, which is copied there.
 
     Example:
@@ -384,10 +387,12 @@ def versions() -> Mapping[str, str]:
         >>> "torch" in versions()
         True
     """
-    found = {"python": platform.python_version()}
-    for name in ("torchrl-llm-kl", "torch", "tensordict", "torchrl", "transformers", "peft"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+
+    def installed(name: str) -> str:
+        with suppress(PackageNotFoundError):
+            return version(name)
+        return ""
+
+    names = ("torchrl-llm-kl", "torch", "tensordict", "torchrl", "transformers", "peft")
+    found = {"python": platform.python_version(), **{name: installed(name) for name in names}}
+    return {name: number for name, number in found.items() if number}

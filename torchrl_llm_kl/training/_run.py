@@ -78,8 +78,8 @@ class TrainResult:
     """How a run ended.
 
     Args:
-        outcome: ``"finished"``: all steps are done; ``"interrupted"``: by a signal, and saved; ``"stopped"``: because the KL or a
-            gradient blew up.
+        outcome: ``"finished"``: all steps are done; ``"interrupted"``: by a signal, and saved; ``"stopped"``: because the KL or
+            a gradient blew up.
         why: for ``"stopped"``.
         step: steps that were done.
         folder: of the run.

@@ -249,8 +249,8 @@ def step_figures(
 
     Example:
         >>> from tensordict import TensorDict
-        >>> after = TensorDict(reward=torch.tensor([[1.0], [0.0]]), kl_penalty=torch.tensor([[0.1, 0.3], [0.2, 0.2]]), batch_size=[2])
-        >>> step_figures(TensorDict(next=after, batch_size=[2]))
+        >>> reward, kl = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.1, 0.3], [0.2, 0.2]])
+        >>> step_figures(TensorDict(next=TensorDict(reward=reward, kl_penalty=kl, batch_size=[2]), batch_size=[2]))
         {'reward': 0.5, 'kl': 0.4...}
     """
     after = batch["next"]
@@ -294,7 +294,7 @@ def random_state() -> dict[str, Any]:
     import numpy as np
 
     version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # what reward functions may draw from
+    name, keys, *rest = np.random.get_state(legacy=True)  # what reward functions may draw from
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -317,7 +317,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
 
 
 def seed_everything(seed: int) -> None:
@@ -330,7 +330,7 @@ def seed_everything(seed: int) -> None:
 
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
+    np.random.seed(seed % 2**32)
 
 
 @contextmanager
