@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -106,14 +106,11 @@ def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training
     settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in estimators.items()}
     settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
     distils = preset.schema == "distill"
-    teacher = load_model(config.algorithm.teacher, dtype="auto", device=config.model.device) if distils else None
-    needs_reference = (
-        bool(charged) or replace(preset, kl_loss="none", kl_reward="none", use_reference=None).use_reference
-    )
+    teacher = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device) if distils else None
     parts = make_algorithm(
         config.algorithm.name,  # type: ignore[arg-type]
         policy,
-        reference=teacher if distils else reference if needs_reference else None,
+        reference=teacher if distils else reference if charged else None,
         critic=_critic(config) if preset.use_critic else None,
         group_key="group" if preset.compares_answers else None,
         sampling=sampling,
@@ -213,7 +210,7 @@ def _place_of(preset: Any) -> str:
 def _estimators(config: TrainConfig) -> dict[str, Any]:
     """The estimator of each place, ``"none"`` where there is no KL."""
     kl, preset = config.kl, get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
-    found = {"loss": preset.kl_loss, "reward": preset.kl_reward}
+    found: dict[str, Any] = {"loss": preset.kl_loss, "reward": preset.kl_reward}
     if kl.place != "preset":
         standard = {"loss": "k2", "reward": "k1"}
         found = {place: standard[place] if place == kl.place else "none" for place in found}
@@ -334,25 +331,21 @@ def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
         >>> prompts, held_out = load_prompts(config)  # doctest: +SKIP
     """
     data = config.data
-    prompts = Prompts(data.prompts)
-    if config.evaluation.every == 0:
-        return prompts, None
+    prompts, held_out = Prompts(data.prompts), None
     if data.held_out is not None:
-        return prompts, _first(Prompts(data.held_out), config.evaluation.num_prompts)
-    if data.held_out_share == 0 or len(prompts) < 2:
-        return prompts, None
-    count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
-    held_out, rest = sorted(order[:count]), sorted(order[count:])
-    return _some(prompts, rest), _first(_some(prompts, held_out), config.evaluation.num_prompts)
+        held_out = Prompts(data.held_out)
+    elif data.held_out_share and len(prompts) > 1:
+        count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
+        prompts, held_out = _some(prompts, sorted(order[count:])), _some(prompts, sorted(order[:count]))
+    number = config.evaluation.num_prompts
+    if held_out is not None and number is not None and number < len(held_out):
+        held_out = _some(held_out, list(range(number)))
+    return prompts, held_out
 
 
 def _some(prompts: Prompts, numbers: list[int]) -> Prompts:
     return Prompts([{**prompts[i].metadata, "prompt": prompts[i].messages} for i in numbers])
-
-
-def _first(prompts: Prompts, count: int | None) -> Prompts:
-    return prompts if count is None or count >= len(prompts) else _some(prompts, list(range(count)))
 
 
 # ------------------------------------------------------------------ loggers

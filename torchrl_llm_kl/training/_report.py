@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from torchrl_llm_kl.training._checkpoints import write_whole
 
@@ -92,11 +92,13 @@ def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 @contextmanager
-def progress(name: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[str], None]]:
+def progress(
+    name: str, total: int, *, done: int = 0, shown: bool = True, stream: TextIO | None = None
+) -> Iterator[Callable[[str], None]]:
     """Show the progress of ``total`` steps; yields a function to call after each step, with a status text.
 
     A bar on a terminal. Elsewhere lines: one at once, then one every five seconds, and one at the end. Nothing with
-    ``shown=False``, for all but one of several ranks.
+    ``shown=False``, for all but one of several ranks. It goes to ``stream``, by default stdout.
 
     Example:
         >>> with progress("GRPO", 2, shown=False) as advance:
@@ -108,26 +110,27 @@ def progress(name: str, total: int, *, done: int = 0, shown: bool = True) -> Ite
     if not shown:
         yield lambda status: None
         return
-    if Console().is_terminal:
+    terminal = Console(file=stream)
+    if terminal.is_terminal:
         columns = (
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[status]}"),
         )
-        with Progress(TextColumn("{task.description}"), *columns) as bar:
+        with Progress(TextColumn("{task.description}"), *columns, console=terminal) as bar:
             task = bar.add_task(name, total=total, completed=done, status="")
             yield lambda status: bar.update(task, advance=1, status=status)
         return
     start = printed = time.perf_counter()
-    print(f"{name}: {total} steps" + (f", {done} of them done" if done else ""), flush=True)
+    print(f"{name}: {total} steps" + (f", {done} of them done" if done else ""), flush=True, file=stream)
 
     def advance(status: str) -> None:
         nonlocal done, printed
         done, now = done + 1, time.perf_counter()
         if done == total or now - printed >= 5:
             printed = now
-            print(f"{name}: {done}/{total}, {now - start:.0f} s  {status}", flush=True)
+            print(f"{name}: {done}/{total}, {now - start:.0f} s  {status}", flush=True, file=stream)
 
     yield advance
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +86,9 @@ class TrainResult:
         folder: of the run.
         rows: figures of each step, as in ``metrics.jsonl``.
         evaluations: as in ``evaluations.jsonl``.
+        final: the folder with the trained model; None for a run that was interrupted.
+        chosen: the step whose weights it holds.
+        figures: a summary, label -> figure.
     """
 
     outcome: Literal["finished", "interrupted", "stopped"]
@@ -93,6 +97,9 @@ class TrainResult:
     folder: Path
     rows: list[Figures]
     evaluations: list[Figures]
+    final: Path | None = None
+    chosen: int | None = None
+    figures: dict[str, str] = field(default_factory=dict)
 
 
 class StopRequest:
@@ -249,9 +256,8 @@ class Run:
         self.schedule.step()
         if self.training.coefficient is not None and "kl" in figures:
             self.training.coefficient.update(figures["kl"], n=len(batch))  # type: ignore[operator]
-        figures = {"step": self.step, **figures, "seconds": self.elapsed}
-        row = self.monitor.step(self.step, **figures)
-        self.rows.append({**figures, **row})
+        row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
+        self.rows.append(row)
         self.step += 1
         return row
 
@@ -427,20 +433,24 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
+        warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy
         run = build(config, saved=saved, say=say)
         if saved is not None:
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
         stop = StopRequest(say)
-        with stop.on_signals(), progress(config.algorithm.name, config.run.steps, done=run.step) as advance:
+        with (
+            stop.on_signals(),
+            progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr) as advance,
+        ):
             outcome, why = _steps(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
-    folder = checkpoints.folder / f"step-{run.step:06d}"
+    result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
     if outcome == "interrupted":
+        folder = checkpoints.folder / f"step-{run.step:06d}"
         say(f"interrupted after step {run.step} of {config.run.steps}: saved {folder}. Run the same command to go on.")
-    else:
-        if outcome == "stopped":
-            say(f"stopped after step {run.step} of {config.run.steps}: {why}")
-        _finish(run, checkpoints)
-    return TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
+        return result
+    if outcome == "stopped":
+        say(f"stopped after step {run.step} of {config.run.steps}: {why}")
+    return _finish(run, checkpoints, result)
 
 
 def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
@@ -488,27 +498,31 @@ def _steps(
         advance(status_line(row, kl_target=settings.kl.target))
 
 
-def _finish(run: Run, checkpoints: Checkpoints) -> None:
+def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainResult:
     """Write the curves and the final folder."""
     config, out = run.config, run.out
     rows, evaluations = run.rows.rows, run.evaluations.rows
-    curves: Path | None = out / "curves.png"
+    curves = out / "curves.png"
     try:
-        assert curves is not None
         if rows:
             held_out = [(row["step"], row["reward"]) for row in evaluations]
-            plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=f"{config.algorithm.name}")
+            plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name)
     except ImportError:
         run.say("there is no curves.png: it needs matplotlib (pip install 'torchrl-llm-kl[train]').")
-    if curves is not None and not curves.exists():
-        curves = None
     chosen = checkpoints.latest()
     if config.checkpoints.final == "best" and run.best is not None:
         chosen = checkpoints.at(run.best) or chosen
-    if chosen is None:
-        return
-    export_policy(config, chosen.folder / "model", run.tokenizer, out / "final")
-    write_card(config, out / "final", rows=rows, evaluations=evaluations, chosen=chosen.step, curves=curves)
-    for label, figure in summary(config, rows, evaluations, chosen=chosen.step).items():
-        run.say(f"{label}: {figure}")
-    run.say(f"wrote {out / 'final'} (the weights after step {chosen.step}) and {out / 'metrics.jsonl'}.")
+    if chosen is None:  # a gradient blew up before the first checkpoint
+        return result
+    final = out / "final"
+    export_policy(config, chosen.folder / "model", run.tokenizer, final)
+    write_card(
+        config,
+        final,
+        rows=rows,
+        evaluations=evaluations,
+        chosen=chosen.step,
+        curves=curves if curves.exists() else None,
+    )
+    figures = summary(config, rows, evaluations, chosen=chosen.step)
+    return replace(result, final=final, chosen=chosen.step, figures=figures)

@@ -16,8 +16,9 @@ from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_llm_kl.algorithms import AlgorithmParts
 from torchrl_llm_kl.diagnostics import RunMonitor
-from torchrl_llm_kl.scoring import Sampling
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling
 from torchrl_llm_kl.training._config import OptimizerConfig
+from torchrl_llm_kl.transforms import RetrieveLogProb
 
 # The entries that losses read: dense and without strings, they are faster to index.
 LOSS_KEYS = (
@@ -61,9 +62,7 @@ def make_sampler(
     """
     others = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
     if sampling is None:
-        # The rest would only be warned of: without sampling it has no effect.
-        drawn = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
-        kwargs = drawn | others
+        kwargs: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, **others}
     else:
         kwargs = sampling.generate_kwargs(model, **others)
     return TransformersWrapper(
@@ -87,10 +86,10 @@ def forget_scores(env: EnvBase) -> None:
         >>> forget_scores(env)  # doctest: +SKIP
     """
     for part in env.modules():
-        scorer = getattr(part, "scorer", None) if hasattr(part, "log_probs_full_key") else None
-        forget = getattr(scorer, "forget", None)
-        if callable(forget):
-            forget()
+        if isinstance(part, RetrieveLogProb):
+            for scorer in (part.scorer, part.reference_scorer):
+                if isinstance(scorer, LogProbScorer):  # a service's replicas have caches of their own
+                    scorer.forget()
 
 
 # ------------------------------------------------------------------ updates
