@@ -31,6 +31,7 @@ from torchrl_llm_kl.training import (
     forget_scores,
     learn,
     load_model,
+    loss_entries,
     make_sampler,
     progress,
     random_state,
@@ -117,7 +118,7 @@ def train(
             forget_scores(env)  # a resumed run has empty caches
             batch = grpo.prepare(env.rollout(1, sampler).reshape(-1))  # answers, scored, with advantages
             figures = step_figures(batch, coefficient=coefficient, charged=True)
-            learn(grpo, batch, optimizer, minibatches=minibatches, monitor=monitor)
+            learn(grpo, loss_entries(batch), optimizer, minibatches=minibatches, monitor=monitor)
             schedule.step()
             coefficient.update(figures["kl"], n=len(batch))
             monitor.step(step, **figures)

@@ -30,7 +30,7 @@ def test_every_key_of_the_page_exists() -> None:
     """Keys in the text, such as `kl.place`, whose section is one of the configuration's."""
     known = {match[1] for match in re.finditer(r"^\| `([a-z_]+\.[a-z_]+)` \|", PAGE, flags=re.MULTILINE)}
     sections = {key.split(".")[0] for key in known}
-    named = set(re.findall(r"`((?:%s)\.[a-z_]+)[:`=]" % "|".join(sorted(sections)), PAGE))
+    named = set(re.findall(rf"`((?:{'|'.join(sorted(sections))})\.[a-z_]+)[:`=]", PAGE))
     assert len(named) > 15
     assert named <= known
 

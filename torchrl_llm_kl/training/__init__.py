@@ -62,9 +62,11 @@ if TYPE_CHECKING:
     )
     from torchrl_llm_kl.training._run import Run, StopRequest, TrainResult, train
     from torchrl_llm_kl.training._steps import (
+        LOSS_KEYS,
         apart,
         forget_scores,
         learn,
+        loss_entries,
         make_optimizer,
         make_sampler,
         make_schedule,
@@ -134,7 +136,9 @@ _HOME = {
     "_steps": (
         "apart",
         "forget_scores",
+        "LOSS_KEYS",
         "learn",
+        "loss_entries",
         "make_optimizer",
         "make_sampler",
         "make_schedule",
@@ -146,6 +150,7 @@ _HOME = {
 }
 
 __all__ = [
+    "LOSS_KEYS",
     "AlgorithmConfig",
     "Checkpoint",
     "CheckpointWarning",
@@ -188,6 +193,7 @@ __all__ = [
     "load_reference",
     "load_reward",
     "load_tokenizer",
+    "loss_entries",
     "make_loggers",
     "make_optimizer",
     "make_sampler",

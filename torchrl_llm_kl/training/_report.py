@@ -27,6 +27,9 @@ class FiguresFile:
         path: of the file, which is overwritten.
         rows: of earlier steps.
 
+    Keyword Args:
+        writes: whether to write the file, which one of several ranks does.
+
     Example:
         >>> import tempfile
         >>> file = FiguresFile(Path(tempfile.mkdtemp(), "metrics.jsonl"), [{"step": 0, "reward": 0.5}])
@@ -35,10 +38,11 @@ class FiguresFile:
         (2, 0.75)
     """
 
-    def __init__(self, path: Path, rows: Sequence[Figures] = ()) -> None:
-        self.path, self.rows = path, list(rows)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, self.text)
+    def __init__(self, path: Path, rows: Sequence[Figures] = (), *, writes: bool = True) -> None:
+        self.path, self.rows, self._writes = path, list(rows), writes
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self.text)
 
     @property
     def text(self) -> str:
@@ -48,8 +52,9 @@ class FiguresFile:
     def append(self, row: Figures) -> None:
         """Store the row and write it to the file."""
         self.rows.append(row)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        if self._writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def read_figures(path: Path) -> list[Figures]:
@@ -216,7 +221,7 @@ def plot_curves(
         draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
     if held_out:
         reward.plot(*zip(*held_out, strict=True), "o", color="black", label=held_out_label, clip_on=False)
-    for at, value in {held_out[0], held_out[-1]} if held_out else ():
+    for at, value in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
         text = held_out_format.format(value)
         reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
     reward.set(ylabel="mean per answer (dimensionless)", title=title)

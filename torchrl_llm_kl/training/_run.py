@@ -49,6 +49,7 @@ from torchrl_llm_kl.training._steps import (
     apart,
     forget_scores,
     learn,
+    loss_entries,
     make_optimizer,
     make_sampler,
     make_schedule,
@@ -149,6 +150,11 @@ class Run:
     Keyword Args:
         saved: the checkpoint to go on from; None to begin.
         say: takes lines for the user.
+
+    Example:
+        >>> run = Run(read_config("config.yaml"))  # doctest: +SKIP
+        >>> run.take_step()["reward"]  # doctest: +SKIP
+        0.25
     """
 
     def __init__(self, config: TrainConfig, *, saved: Checkpoint | None = None, say: Say = print) -> None:
@@ -244,7 +250,7 @@ class Run:
         figures["lr"] = self.optimizer.param_groups[0]["lr"]
         learn(
             self.parts,
-            batch,
+            loss_entries(batch),
             self.optimizer,
             epochs=algorithm.epochs,
             minibatches=algorithm.minibatches,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -79,6 +80,17 @@ def split_problems(problems: Sequence[Problem], num_held_out: int = 200) -> tupl
         fits = len(held_out) + len(groups[key]) <= num_held_out
         (held_out if fits else train).extend(groups[key])
     return train, held_out
+
+
+def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    """The reward of torchrl's parser, as a function for ``countdown.yaml``: 1 right, 0.1 wrong, 0 no answer."""
+    _, expression = CountdownRewardParser.extract_tags(answer)
+    return 1.0 if solved(question, answer, metadata) else 0.1 if expression else 0.0
+
+
+def solved(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 if the answer is right."""
+    return float(Problem(tuple(metadata["numbers"]), metadata["target"], "").is_solved_by(answer))
 
 
 class ShortCountdownEnv(CountdownEnv):
