@@ -1,5 +1,7 @@
 """The demo's configuration makes the demo's steps, to the last bit."""
 
+# ruff: noqa: E402  # the tutorials are no package
+
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,7 @@
 """The loop written out and the command with the same settings give the same weights, to the last bit."""
 
+# ruff: noqa: E402  # the tutorials are no package
+
 from __future__ import annotations
 
 import shutil
