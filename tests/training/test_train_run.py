@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from train_lab import ANSWERS, HELD_OUT, assert_same_run, build_lab, figures, same, settings, weights
+from train_lab import ANSWERS, HELD_OUT, assert_same_run, build_lab, figures, same, settings, steps_in, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm_kl.training import (
-    Checkpoints,
     CheckpointWarning,
     ConfigError,
     TrainConfig,
-    check_algorithm,
-    load_policy,
     load_prompts,
-    load_reward,
     read_config,
     train,
 )
@@ -43,10 +32,6 @@ def whole(lab: Path) -> Path:
     result = train(settings(lab, out), say=lambda line: None)
     assert (result.outcome, result.step, result.chosen, result.final) == ("finished", 4, 4, out / "final")
     return out
-
-
-def steps_in(out: Path) -> list[str]:
-    return [path.name for path in Checkpoints(out / "checkpoints").paths()]
 
 
 # ------------------------------------------------------------------ what a run leaves
@@ -200,228 +185,3 @@ def test_a_finished_run_only_reports(lab: Path, whole: Path, tmp_path: Path) -> 
     result = train(settings(lab, out), say=lambda line: None)
     assert (result.outcome, result.step) == ("finished", 4)
     assert_same_run(out, whole)
-
-
-# ------------------------------------------------------------------ kinds of runs
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("lora.r=4", "lora.alpha=32"),
-        ("algorithm.name=ppo", "optimizer.critic_lr=1e-2"),
-        ("reference.decay=0.5", "algorithm.name=dapo", "kl.coefficient=0.1", "algorithm.micro_batch=3"),
-    ],
-    ids=["lora", "critic", "moving reference"],
-)
-def test_other_runs_resume_with_the_same_bits(lab: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    common = (*overrides, "run.steps=3", "evaluation.every=0", "checkpoints.final=last")
-    config = settings(lab, tmp_path / "whole", *common)
-    train(config, say=lambda line: None)
-    shutil.copytree(tmp_path / "whole", tmp_path / "out")
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step-00000{step}")
-    shutil.rmtree(tmp_path / "out" / "final")
-    train(settings(lab, tmp_path / "out", *common), say=lambda line: None)
-    last = [tmp_path / name / "checkpoints" / "step-000003" for name in ("whole", "out")]
-    assert figures(last[0] / "metrics.jsonl") == figures(last[1] / "metrics.jsonl")
-    assert same(weights(last[0] / "model"), weights(last[1] / "model"))
-    assert same(weights(tmp_path / "whole" / "final"), weights(tmp_path / "out" / "final"))
-    if "algorithm.name=ppo" in overrides:
-        critics = [weights(folder) for folder in last]
-        assert same(*critics)
-        assert any(bool(value.any()) for name, value in critics[0].items() if name.startswith("head")), "it has learned"
-    if "reference.decay=0.5" in overrides:
-        one, other = (torch.load(folder / "state.pt", weights_only=True)["reference"] for folder in last)
-        assert one["steps"] == other["steps"] == 6
-        assert same(one["weights"], other["weights"])
-        assert not same(one["weights"], weights(lab / "model"))
-    if "lora.r=4" in overrides:
-        adapted = load_policy(config, last[0] / "model")
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final")
-        base = AutoModelForCausalLM.from_pretrained(lab / "model")
-        ids = torch.arange(12)[None]
-        with torch.no_grad():
-            got, want, before = (model(input_ids=ids).logits for model in (merged, adapted, base))
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-        assert (want - before).abs().max() > 1e-2, "the adapters do something"
-
-
-def test_adapters_alone_in_the_final_folder(lab: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    config = settings(
-        lab, tmp_path, "lora.r=2", "lora.merge=false", "run.steps=1", "optimizer.warmup_steps=0", "evaluation.every=0"
-    )
-    result = train(config, say=lambda line: None)
-    assert result.final is not None
-    assert (result.final / "adapter_config.json").exists()
-    assert AutoModelForCausalLM.from_pretrained(result.final).config.vocab_size
-    assert "LoRA adapters of it" in (result.final / "README.md").read_text()
-
-
-def test_the_best_weights_are_kept_and_exported(lab: Path, tmp_path: Path) -> None:
-    """Answers are worth most before training: every step makes them worse."""
-    (tmp_path / "falls.py").write_text(
-        "n = 0\ndef f(q, a, m):\n    global n\n    n += 1\n    return 1 / (1 + n) + len(a) % 2\n"
-    )
-    config = settings(
-        lab, tmp_path / "out", f"reward={tmp_path / 'falls.py'}:f", "checkpoints.every=1", "checkpoints.keep=1",
-        "checkpoints.final=best", "evaluation.every=1", "run.steps=2", "optimizer.lr=1e-9",
-    )  # fmt: skip
-    result = train(config, say=lambda line: None)
-    assert result.chosen == 0
-    assert steps_in(tmp_path / "out") == ["step-000000", "step-000002"]
-    assert same(weights(tmp_path / "out" / "final"), weights(lab / "model"))
-    assert "trained for 0 steps" in (tmp_path / "out" / "final" / "README.md").read_text()
-
-
-def test_a_kl_that_blows_up_ends_the_run(lab: Path, tmp_path: Path) -> None:
-    config = settings(
-        lab, tmp_path, "optimizer.lr=0.3", "kl.stop_above=0.1", "kl.stop_after=1", "optimizer.schedule=constant"
-    )
-    said: list[str] = []
-    result = train(config, say=said.append)
-    assert result.outcome == "stopped"
-    assert result.step < 4
-    assert result.rows[-1]["kl"] > 0.1
-    assert "above kl.stop_above=0.1 nats per answer" in result.why
-    assert f"stopped after step {result.step} of 4: {result.why}" in said
-    assert steps_in(tmp_path)[-1] == f"step-00000{result.step}"
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = settings(lab, tmp_path, "kl.target=null", "kl.controller_args={}", "algorithm.minibatches=1")
-    own = torch.nn.utils.clip_grad_norm_
-    calls = []
-
-    def clip(*args: object, **kwargs: object) -> torch.Tensor:
-        calls.append(1)
-        return own(*args, **kwargs) * (float("nan") if len(calls) == 2 else 1)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    result = train(config, say=lambda line: None)
-    assert (result.outcome, result.step, result.chosen) == ("stopped", 1, 1)
-    assert "the gradient's norm is nan" in result.why
-
-
-def test_two_rewards_with_weights(lab: Path, tmp_path: Path) -> None:
-    functions = (
-        f"{{vowels: {lab / 'rewards.py'}:vowels, digits: {{function: {lab / 'rewards.py'}:digits, weight: 0.5}}}}"
-    )
-    config = settings(lab, tmp_path, f"reward.functions={functions}", "run.steps=2", "evaluation.every=2")
-    rows = train(config, say=lambda line: None).rows
-    for row in rows:
-        assert row["reward"] == pytest.approx(row["reward/vowels"] + 0.5 * row["reward/digits"], abs=1e-5)
-    assert {"reward/vowels", "reward/digits"} <= figures(tmp_path / "evaluations.jsonl")[0].keys()
-
-
-def test_without_a_reference_no_kl_is_measured(lab: Path, tmp_path: Path) -> None:
-    overrides = (
-        "reference.name=none",
-        "algorithm.name=dapo",
-        "kl.place=preset",
-        "kl.target=null",
-        "kl.controller_args={}",
-    )
-    result = train(settings(lab, tmp_path, *overrides, "run.steps=2"), say=lambda line: None)
-    assert all("kl" not in row for row in (*result.rows, *result.evaluations))
-    assert "near" not in (tmp_path / "final" / "README.md").read_text().split("```")[0]
-
-
-# ------------------------------------------------------------------ what cannot be trained
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["algorithm.name=dpo"], "learns from given answers"),
-        (["algorithm.name=mix"], "needs answers of experts"),
-        (["algorithm.name=gigpo"], "compares the steps of an env"),
-        (["algorithm.name=gdpo"], "scales several rewards apart"),
-        (["algorithm.name=grpoo"], "Did you mean 'grpo'"),
-        (["algorithm.name=gkd", "kl.place=preset", "kl.target=null", "kl.controller_args={}"], "set algorithm.teacher"),
-        (["algorithm.teacher=t"], "grpo has no teacher"),
-        (["data.group_size=1"], "take at least 2"),
-        (["algorithm.name=dapo", "kl.place=preset"], "dapo has no KL penalty"),
-        (["algorithm.args.kl_loss=k3"], "set kl.place and kl.estimator instead"),
-    ],
-)
-def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_algorithm(settings(lab, lab / "none", *overrides))
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ("nowhere.py:f", "there is no file nowhere.py"),
-        ("no.such.module:f", "there is no module no.such.module"),
-        ("math:nothing", "has no function 'nothing'"),
-        ("math", "names no function"),
-    ],
-)
-def test_rewards_that_are_not_there(lab: Path, reward: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_reward(settings(lab, lab / "none", f"reward={reward}"))
-    with pytest.raises(ConfigError, match=message):
-        load_reward(settings(lab, lab / "none", f"reward.functions.a.function={reward}"))
-
-
-def test_a_second_process_in_one_folder_is_refused(lab: Path, tmp_path: Path) -> None:
-    from filelock import FileLock
-
-    with FileLock(tmp_path / ".lock"), pytest.raises(ConfigError, match="another process trains in"):
-        train(settings(lab, tmp_path))
-
-
-# ------------------------------------------------------------------ kills
-
-
-def start(lab: Path, out: Path, overrides: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    file = out.parent / f"{out.name}.yaml"
-    file.write_text(settings(lab, out).to_yaml())
-    command = [sys.executable, "-m", "torchrl_llm_kl", "train", str(file), *overrides]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-
-
-def kill_at_random_moments(lab: Path, out: Path, rng: random.Random, *overrides: str, kills: int) -> list[int]:
-    """Kill a run again and again, each time after it has made a step more; returns how many were done by then."""
-    killed_at: list[int] = []
-    metrics = out / "metrics.jsonl"
-
-    def done() -> int:
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-    for _ in range(kills):
-        before, begun, delay = done(), time.time(), rng.uniform(0, 0.5)
-        process = start(lab, out, overrides)
-        while process.poll() is None and time.time() - begun < 600:
-            if metrics.exists() and metrics.stat().st_mtime > begun and done() > before:
-                break
-            time.sleep(0.01)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        killed_at.append(done())
-    process = start(lab, out, overrides)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output.decode()
-    return killed_at
-
-
-def test_a_killed_run_ends_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
-    killed_at = kill_at_random_moments(lab, tmp_path / "out", random.Random(0), kills=1)
-    assert killed_at[0] >= 1
-    assert_same_run(tmp_path / "out", whole)
-
-
-@pytest.mark.slow
-def test_a_run_killed_five_times_ends_with_the_same_bits(lab: Path, tmp_path: Path) -> None:
-    overrides = ("run.steps=12", "checkpoints.every=1", "checkpoints.keep=2")
-    train(settings(lab, tmp_path / "whole", *overrides), say=lambda line: None)
-    seed = random.SystemRandom().randrange(2**32)
-    killed_at = kill_at_random_moments(lab, tmp_path / "out", random.Random(seed), *overrides, kills=5)
-    print(json.dumps({"seed": seed, "killed at": killed_at}))
-    assert_same_run(tmp_path / "out", tmp_path / "whole")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from torchrl_llm_kl.training import TrainConfig, read_config
+from torchrl_llm_kl.training import Checkpoints, TrainConfig, read_config
 from toy_rollouts import make_model, make_tokenizer
 
 REWARDS = """
@@ -47,7 +47,10 @@ def build_lab(folder: Path) -> Path:
     return folder
 
 
-def settings(lab: Path, out: Path, *overrides: str) -> TrainConfig:
+TARGET = {"place": "reward", "target": 0.5, "controller_args": {"warmup": 0}}
+
+
+def settings(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET) -> TrainConfig:
     """Four steps, each with a checkpoint, and three evaluations; all that a resumed run must restore has an effect."""
     source: dict[str, Any] = {
         "model": {"name": str(lab / "model")},
@@ -55,7 +58,7 @@ def settings(lab: Path, out: Path, *overrides: str) -> TrainConfig:
         "reward": f"{lab / 'rewards.py'}:vowels",
         "sampler": {"max_new_tokens": 6},
         "algorithm": {"minibatches": 2},
-        "kl": {"place": "reward", "target": 0.5, "controller_args": {"warmup": 0}},
+        "kl": kl,
         "optimizer": {"lr": 3e-3, "schedule": "linear", "warmup_steps": 1},
         "evaluation": {"every": 2},
         "logging": {"doctor_every": 0},
@@ -82,6 +85,11 @@ def figures(path: Path) -> list[dict[str, float]]:
     """Rows of a run without what depends on the clock."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def steps_in(out: Path) -> list[str]:
+    """The names of the checkpoints."""
+    return [path.name for path in Checkpoints(out / "checkpoints").paths()]
 
 
 def assert_same_run(out: Path, whole: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -173,11 +173,9 @@ def _clip(loss: nn.Module, max_norm: float) -> Tensor:
 def _training(parts: AlgorithmParts) -> Iterator[None]:
     """Training mode for a model that computes layers again in the backward: transformers does so in no other mode."""
     actor = getattr(parts.loss, "actor_network", None)
-    if not getattr(actor, "is_gradient_checkpointing", False):
-        with nullcontext():
-            yield
+    if actor is None or not any(getattr(part, "gradient_checkpointing", False) for part in actor.modules()):
+        yield
         return
-    assert actor is not None
     actor.train()
     try:
         yield
