@@ -131,6 +131,18 @@ def test_two_rewards_with_weights(lab: Path, tmp_path: Path) -> None:
     assert {"reward/vowels", "reward/digits"} <= figures(tmp_path / "evaluations.jsonl")[0].keys()
 
 
+@pytest.mark.parametrize("name", ["on_policy_distill", "gkd"])
+def test_a_teacher(lab: Path, tmp_path: Path, name: str) -> None:
+    """The student starts as its teacher: nothing pulls it away, and noise alone moves it."""
+    changes = (f"algorithm.name={name}", f"algorithm.teacher={lab / 'model'}", "algorithm.minibatches=1", "run.steps=1")
+    result = train(settings(lab, tmp_path, *changes, "optimizer.warmup_steps=0", kl={}), say=lambda line: None)
+    assert result.outcome == "finished"
+    if name == "gkd":
+        assert abs(result.rows[0]["loss_objective"]) < 1e-4
+    else:
+        assert result.rows[0]["kl"] == pytest.approx(0, abs=1e-4)
+
+
 def test_without_a_reference_no_kl_is_measured(lab: Path, tmp_path: Path) -> None:
     overrides = (
         "reference.name=none",

@@ -178,6 +178,12 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
 
 
+def test_a_finished_run_with_fewer_steps_does_not_go_on(lab: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "out")
+    result = train(settings(lab, tmp_path / "out", "run.steps=2"), say=lambda line: None)
+    assert (result.outcome, result.step) == ("finished", 4)
+
+
 def test_a_finished_run_only_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(whole, out)

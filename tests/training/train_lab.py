@@ -60,7 +60,7 @@ def settings(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET)
         "algorithm": {"minibatches": 2},
         "kl": kl,
         "optimizer": {"lr": 3e-3, "schedule": "linear", "warmup_steps": 1},
-        "evaluation": {"every": 2},
+        "evaluation": {"every": 2, "batch_size": 3},  # of four held-out prompts
         "logging": {"doctor_every": 0},
         "checkpoints": {"every": 1, "keep": 10},
         "run": {"steps": 4, "out": str(out), "threads": 1},

@@ -54,7 +54,7 @@ def load_reference(config: TrainConfig, policy: Any) -> Any:
     """
     settings = config.reference
     name = config.model.name if settings.name == "start" else settings.name
-    if name == "none":
+    if name == "none" or config.algorithm.teacher is not None:  # the teacher takes its place
         return None
     if settings.service is None and (name == "base" or (settings.name == "start" and config.lora is not None)):
         return "base"

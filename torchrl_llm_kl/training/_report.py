@@ -371,7 +371,7 @@ def write_card(
         .render(
             config=config,
             name=folder.resolve().parent.name + "/" + folder.name,
-            base="" if Path(base).is_absolute() or base.startswith(".") else base,
+            base="" if Path(base).is_absolute() or Path(base).is_dir() else base,  # hubs know names alone
             steps=chosen,
             kl=any("kl" in row for row in rows),
             reference=reference.get(config.reference.name, config.reference.name),

@@ -282,7 +282,7 @@ class Run:
     def evaluation_is_due(self) -> bool:
         """Whether the held-out prompts are to be answered now."""
         every, step = self.config.evaluation.every, self.step
-        due = every > 0 and (step % every == 0 or step == self.config.run.steps)
+        due = every > 0 and (step % every == 0 or step >= self.config.run.steps)
         return due and self.held_out is not None and all(row["step"] != step for row in self.evaluations.rows)
 
     def evaluate(self) -> Figures:
@@ -486,7 +486,7 @@ def _steps(
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
             run.say(f"step {run.step}: reward on held-out prompts {row['reward']:.4g} ± {row['reward_error']:.2g}")
-        why, last = run.blow_up(), run.step == settings.run.steps
+        why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may have fewer steps than are done
         due = run.step > 0 and run.step % settings.checkpoints.every == 0
         if saved != run.step and (due or last or ending or why or run.best == run.step):
             run.save(checkpoints)
