@@ -78,6 +78,7 @@ docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
 	$(BIN)/python docs/build_algorithm_table.py
 	$(BIN)/python docs/build_doctor_table.py
 	$(BIN)/python docs/build_elsewhere_table.py
+	$(BIN)/python docs/build_train_table.py
 
 clean:  ## Remove .venv, runs and caches
 	rm -rf $(VENV) .matrix runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,6 +28,7 @@ ORDER = (
     "scoring",
     "service",
     "diagnostics",
+    "training",
     "cli",
     "configs",
     "masks",

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses", "datasets"),
     ("algorithms", "service", "diagnostics", "tasks"),
+    ("training",),
     ("cli", "configs"),
 )
 
@@ -47,6 +48,7 @@ HOLDS = {
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
     "tasks": "your own task: prompts, rewards from functions, tools, as an env",
+    "training": "a run from a configuration: loop, evaluation, checkpoints, a model card",
     "cli": "the command line",
     "configs": "Hydra's config groups",
 }

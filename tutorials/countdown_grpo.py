@@ -56,8 +56,9 @@ from countdown.model import (
 from countdown.report import Metrics, MetricsFile, keep_earlier_run, plot_curves, print_table, progress, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
 from torchrl_llm_kl import RetrieveKL, RunMonitor
-from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm
+from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import status_line
+from torchrl_llm_kl.training import learn, loss_entries
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
@@ -67,18 +68,6 @@ GROUP_SIZE = 8  # answers per problem, compared with one another
 EPOCHS = 2  # passes over the answers of each step
 MINIBATCHES = 2  # updates per pass
 WARMUP_STEPS = 300  # few enough to leave room for RL
-LOSS_KEYS = (  # the entries that the losses read
-    ("tokens", "full"),
-    ("tokens", "prompt"),
-    ("masks", "all_attention_mask"),
-    ("next", "log_probs", "full"),
-    ("next", "ref_log_probs", "full"),
-    ("next", "state_value"),
-    "advantage",
-    "value_target",
-    "loss_mask",
-    "expert_mask",
-)
 TEACHER_STEPS = 300  # supervised steps on right answers, for algorithms that learn from a teacher
 
 
@@ -156,10 +145,10 @@ def train(
             monitor.look(
                 step, batch
             )  # now and then, before the update: what is wrong with the batch, and its tokens as a page
-            answers = batch.select(*LOSS_KEYS, strict=False).contiguous()  # dense and without strings: faster to index
+            answers = loss_entries(batch)
             if experts is not None:
                 answers = with_experts(answers, experts)
-            learn(policy, parts, answers, optimizer, monitor)
+            learn(parts, answers, optimizer, epochs=EPOCHS, minibatches=MINIBATCHES, monitor=monitor)
             schedule.step()
             row = summarise(
                 batch,
@@ -176,26 +165,6 @@ def train(
             advance(status(logged, monitor.kl_target))
     if isinstance(batches, LLMCollector):
         batches.shutdown()
-
-
-def learn(
-    policy: PreTrainedModel,
-    parts: AlgorithmParts,
-    answers: TensorDictBase,
-    optimizer: torch.optim.Optimizer,
-    monitor: RunMonitor | None = None,
-) -> None:
-    """Update the policy on minibatches of one step's answers: each is a step with its own mean."""
-    for _ in range(EPOCHS):
-        for minibatch in parts.minibatches(answers, MINIBATCHES):
-            optimizer.zero_grad()
-            for loss in parts.losses:
-                output = loss(minibatch)
-                output.total_loss.backward()
-                if monitor is not None:
-                    monitor.add(output)
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
 
 
 def summarise(

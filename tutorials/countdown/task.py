@@ -82,6 +82,17 @@ def split_problems(problems: Sequence[Problem], num_held_out: int = 200) -> tupl
     return train, held_out
 
 
+def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    """The reward of torchrl's parser, as a function for ``countdown.yaml``: 1 right, 0.1 wrong, 0 no answer."""
+    _, expression = CountdownRewardParser.extract_tags(answer)
+    return 1.0 if solved(question, answer, metadata) else 0.1 if expression else 0.0
+
+
+def solved(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 if the answer is right."""
+    return float(Problem(tuple(metadata["numbers"]), metadata["target"], "").is_solved_by(answer))
+
+
 class ShortCountdownEnv(CountdownEnv):
     """torchrl's environment with a short system prompt that contains no tags, since the reward parser searches for them."""
 
