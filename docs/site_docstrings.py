@@ -20,6 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import build_api
 
 PACKAGE = build_api.torchrl_llm_kl.__name__
+_KINDS = {
+    inspect.Parameter.POSITIONAL_ONLY: griffe.ParameterKind.positional_only,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: griffe.ParameterKind.positional_or_keyword,
+    inspect.Parameter.VAR_POSITIONAL: griffe.ParameterKind.var_positional,
+    inspect.Parameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
+    inspect.Parameter.VAR_KEYWORD: griffe.ParameterKind.var_keyword,
+}
+_TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n(.*?)\n\1\2\n(.*?)\n\1\2$", re.DOTALL | re.MULTILINE)
+_TABLE_WITHOUT_HEAD = re.compile(r"^( *)(=+(?: +=+)+)\n(.*?)\n\1\2$", re.DOTALL | re.MULTILINE)
 _ROLE = re.compile(r":(?P<role>[a-z]+):`(?P<text>[^`]+)`")
 
 
@@ -38,10 +47,30 @@ def complete(pkg: griffe.Module, layer: str, name: str, thing: Any) -> None:
     """Give a public name the docstring that it has in the running program."""
     found = pkg[layer].members[name]
     target = found.final_target if found.is_alias else found
+    if inspect.isfunction(thing) and target.is_attribute:  # assigned, as the variants of an objective are
+        target = as_function(target, thing)
+        target.parent.set_member(name, target)
+        if found.is_alias:
+            found.target = target
     documented = inspect.isfunction(thing) or (inspect.isclass(thing) and thing.__module__.startswith(PACKAGE))
     text = (inspect.getdoc(thing) if documented else build_api.comment(layer, name)) or ""
     if text and (target.docstring is None or target.docstring.value != text):
         target.docstring = griffe.Docstring(text, lineno=target.lineno, endlineno=target.endlineno, parent=target)
+
+
+def as_function(attribute: Any, thing: Any) -> griffe.Function:
+    """A function in place of the attribute that it is assigned to, with the signature of the running program."""
+    parameters = [
+        griffe.Parameter(
+            parameter.name,
+            annotation=None if parameter.annotation is parameter.empty else str(parameter.annotation),
+            kind=_KINDS[parameter.kind],
+            default=None if parameter.default is parameter.empty else repr(parameter.default),
+        )
+        for parameter in inspect.signature(thing).parameters.values()
+    ]
+    place = {"lineno": attribute.lineno, "endlineno": attribute.endlineno, "parent": attribute.parent}
+    return griffe.Function(attribute.name, parameters=griffe.Parameters(*parameters), **place)
 
 
 def convert_all(pkg: griffe.Module, holder: Any, seen: set[str]) -> None:
@@ -57,10 +86,25 @@ def convert_all(pkg: griffe.Module, holder: Any, seen: set[str]) -> None:
 
 
 def convert(pkg: griffe.Module, owner: Any, text: str) -> str:
-    """A docstring as Markdown: roles as links or code, ``Example:`` as the section that the reader knows."""
-    text = re.sub(r"^(\s*)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
+    """A docstring as Markdown: roles as links or code, tables, and sections under the names that the reader knows."""
+    for here, there in (("Example", "Examples"), ("Hyper-parameters", "Keyword Args")):
+        text = re.sub(rf"^( *){here}:$", rf"\1{there}:", text, flags=re.MULTILINE)
+    text = _TABLE.sub(lambda match: as_table(match[1], match[2], match[3], match[4]), text)
+    text = _TABLE_WITHOUT_HEAD.sub(lambda match: as_table(match[1], match[2], "", match[3]), text)
     text = re.sub(r"^(\s*)\.\. seealso:: ", r"\1See also: ", text, flags=re.MULTILINE)
     return _ROLE.sub(partial(_converted, pkg, owner), text)
+
+
+def as_table(indent: str, ruler: str, head: str, body: str) -> str:
+    """A simple table of reStructuredText as one of Markdown."""
+    starts = [match.start() + len(indent) for match in re.finditer("=+", ruler)]
+
+    def cells(line: str) -> list[str]:
+        ends = [*starts[1:], max(len(line), starts[-1])]
+        return [line[start:end].strip().replace("|", "\\|") for start, end in zip(starts, ends, strict=True)]
+
+    rows = [cells(head), ["---"] * len(starts), *(cells(line) for line in body.splitlines())]
+    return "\n".join(f"{indent}| {' | '.join(row)} |" for row in rows)
 
 
 def _converted(pkg: griffe.Module, owner: Any, match: re.Match[str]) -> str:

@@ -180,7 +180,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 def reference(layer: str) -> str:
     """The page of a layer's docstrings. A name that belongs to another layer refers to it."""
     module = f"{build_api.torchrl_llm_kl.__name__}.{layer}"
-    parts = [f"# {layer}\n\n::: {module}\n    options:\n      members: false\n      show_root_heading: false\n"]
+    options = "members: false, show_root_heading: false, show_root_toc_entry: false"
+    parts = [f"# {layer} {{#{module}}}\n\n::: {module}\n    options: {{{options}}}\n"]
     for name, thing in build_api.public_names(layer).items():
         home = build_api.home_of(layer, name, thing)
         if home == layer:

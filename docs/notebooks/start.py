@@ -1,0 +1,148 @@
+# %% [markdown]
+# # A first look
+#
+# Score, penalise, train and look, on a model so small that each cell takes a second. Nothing is downloaded.
+
+# %%
+import copy
+
+import tensordict
+import torch
+from tensordict import TensorDict
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torchrl.data.llm import History
+from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import ChatHistory
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_llm_kl import RetrieveKL, Sampling, diagnose, inspect_tokens, make_algorithm
+
+tensordict.set_list_to_stack(True).set()  # torchrl's LLM parts store strings this way
+torch.manual_seed(0)
+
+# %% [markdown]
+# ## A model and its reference
+#
+# The tokenizer has one token for each letter, so that an answer can be read token by token. Policy and reference begin with the same weights.
+
+# %%
+letters = [chr(code) for code in range(32, 127)] + ["\n"]
+special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+characters = Tokenizer(models.WordLevel({text: i for i, text in enumerate(special + letters)}, unk_token="?"))
+characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+characters.decoder = decoders.Fuse()
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=characters, pad_token=special[0], eos_token=special[2], extra_special_tokens=[special[1]]
+)
+tokenizer.chat_template = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+config = Qwen2Config(
+    vocab_size=len(tokenizer),
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.1,
+    eos_token_id=tokenizer.eos_token_id,
+    pad_token_id=tokenizer.pad_token_id,
+)
+model = Qwen2ForCausalLM(config).eval()
+reference = copy.deepcopy(model).requires_grad_(False)
+
+# %% [markdown]
+# ## Sample
+#
+# Sixteen answers to each of two questions, at temperature 1 from the whole distribution: that is what will be scored.
+
+# %%
+generate = Sampling().generate_kwargs(model, max_new_tokens=16)
+policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=generate, pad_output=True)
+chats = [[{"role": "user", "content": question}] for question in ("Say something.", "And now?") for _ in range(16)]
+
+
+def sample():
+    prompts = ChatHistory(prompt=History.from_chats(chats), batch_size=[len(chats)])
+    batch = policy(TensorDict(history=prompts, batch_size=[len(chats)]))
+    answers = batch["text", "response"]
+    vowels = torch.tensor([[sum(c in "aeiou" for c in answer) / max(len(answer), 1)] for answer in answers])
+    batch["next"] = TensorDict(reward=vowels, batch_size=[len(chats)])
+    return batch
+
+
+batch = sample()
+print(repr(batch["text", "response"][0]), "reward", round(float(batch["next", "reward"][0]), 3))
+
+# %% [markdown]
+# The reward is the share of vowels in an answer. An untrained model writes noise; about one letter in twenty is a vowel.
+#
+# ## Score
+#
+# `RetrieveKL` writes the log-prob of each sampled token under both models, and their difference. Both have the same weights, so the KL is 0.
+
+# %%
+scored = RetrieveKL(model, reference, add_to_reward=False)(batch.clone())
+for key in ("log_probs", "ref_log_probs"):
+    print(f"{key:14}", [f"{x:.2f}" for x in scored["next", key, "full"][0, -16:].tolist()])
+print(f"{'kl_penalty':14}", scored["next", "kl_penalty"].abs().max().item())
+
+# %% [markdown]
+# ## Train
+#
+# An algorithm is a preset of objective, advantage and KL placement. Here the KL is charged in the reward, with a coefficient of 0.02.
+
+# %%
+grpo = make_algorithm(
+    "grpo", model, reference=reference, group_size=16, kl_loss="none", kl_reward="k1", kl_reward_coeff=0.02
+)
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+rewards, kls = [], []
+for _ in range(40):
+    batch = grpo.prepare(sample())
+    out = grpo.loss(batch)
+    out.total_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kl = batch["next", "kl_penalty"].sum(-1).mean().item()
+    kls.append(kl)
+    rewards.append(batch["next", "reward"].flatten(1).sum(-1).mean().item() + 0.02 * kl)
+print(f"share of vowels {rewards[0]:.2f} -> {rewards[-1]:.2f}, KL {kls[0]:.2f} -> {kls[-1]:.2f} nats per answer")
+
+# %%
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(1, 2, figsize=(8, 2.6))
+axes[0].plot(rewards)
+axes[0].set(title="share of vowels", xlabel="step")
+axes[1].plot(kls)
+axes[1].set(title="KL to the reference, nats per answer", xlabel="step")
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# The KL grows as the policy moves; where it ends depends on the coefficient. A `PIKLCoefficient` in place of the number holds it at a target.
+#
+# ## Look
+#
+# A fresh batch, before the policy's next update: what is wrong with it?
+
+# %%
+batch = RetrieveKL(model, reference, add_to_reward=False)(sample())
+print(diagnose(batch, policy=model, reference=reference, tokenizer=tokenizer))
+
+# %% [markdown]
+# And a batch with a fault: the sampler draws from the five most probable tokens, the scorer does not know.
+
+# %%
+policy.generate_kwargs |= {"top_k": 5}
+finding = diagnose(sample(), policy=model, tokenizer=tokenizer).worst
+print(finding.cause, "-", finding.remedy)
+
+# %% [markdown]
+# The worst tokens of the batch, as an excerpt; `inspect_tokens(batch, tokenizer, "rollouts.html")` writes the whole page.
+
+# %%
+inspect_tokens(batch, tokenizer, None, policy=model, reference=reference)
