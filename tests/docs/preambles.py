@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
@@ -77,9 +77,9 @@ class World:
 
     @cached_property
     def batch(self) -> Any:
-        """The rollouts with log-probs of policy and reference, their KL, and an advantage."""
+        """The rollouts with log-probs of policy and reference, their KL, and an advantage; rows of a stack, as a collector's."""
         rows = RetrieveKL(self.model, self.reference, add_to_reward=False)(self.rollouts.clone())
-        return Advantage("grpo", group_size=8)(rows)
+        return lazy_stack(list(Advantage("grpo", group_size=8)(rows).unbind(0)))
 
     @cached_property
     def grpo(self) -> Any:
@@ -138,7 +138,8 @@ def _logging(world: World) -> Names:
 def _losses(world: World) -> Names:
     _one_rank()
     reference, batch = world.reference, world.batch.clone()
-    batch["next", "sampler_log_probs"] = batch["log_probs"]
+    for row in batch.unbind(0):
+        row["next", "sampler_log_probs"] = row["log_probs"]
     given = {"model": world.model, "reference": reference, "batch": batch, "grpo": world.grpo}
     given |= {"optimizer": world.optimizer, "other_model": world.new_model(3), "buffer": world.buffer()}
     labelled = [batch.clone().set("chosen", torch.arange(16) % 3 == 0) for _ in range(2)]
@@ -236,19 +237,11 @@ def _multi_turn(world: World) -> Names:
     return {"tokenizer": world.tokenizer, "model": world.model, "reference": world.reference}
 
 
-def _nothing(world: World) -> Names:
-    """The page's own code makes all that it uses."""
-    return {}
-
-
-#: Page -> the names that its prose introduces. A page with Python blocks must be listed.
+#: Page -> the names that its prose introduces. The code of any other page makes all that it uses.
 PREAMBLES: dict[str, Callable[[World], Names]] = {
-    "README.md": _nothing,
     "docs/algorithms.md": _algorithms,
     "docs/concepts.md": _concepts,
-    "docs/contexts.md": _nothing,
     "docs/debugging.md": _debugging,
-    "docs/distillation.md": _nothing,
     "docs/distributed.md": _distributed,
     "docs/doctor.md": _doctor,
     "docs/elsewhere.md": _elsewhere,
@@ -265,6 +258,4 @@ PREAMBLES: dict[str, Callable[[World], Names]] = {
     "docs/routing.md": _routing,
     "docs/sampling.md": _sampling,
     "docs/scoring.md": _scoring,
-    "docs/start.md": _nothing,
-    "docs/vllm.md": _nothing,
 }

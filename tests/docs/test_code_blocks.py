@@ -77,17 +77,17 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
     """All blocks in order, in one namespace."""
-    names = {"__name__": "page", **PREAMBLES[page](World())}
+    names = {"__name__": "page", **(PREAMBLES[page](World()) if page in PREAMBLES else {})}
     for block in PYTHON:
         if block.page == page and block.reason is None:
             exec(compile("\n" * (block.line - 1) + block.code, str(PROJECT / page), "exec"), names)
 
 
-def test_each_page_with_python_has_a_preamble() -> None:
-    assert set(WITH_PYTHON) == set(PREAMBLES)
+def test_preambles_are_of_pages_with_python() -> None:
+    assert set(PREAMBLES) <= set(WITH_PYTHON)
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in SLOW])
+@pytest.mark.parametrize("page", [page for page in PREAMBLES if page not in SLOW])
 def test_a_preamble_gives_no_name_of_the_package(page: str, surroundings: None) -> None:
     """What a reader must import is not given."""
     layers = (importlib.import_module(f"torchrl_llm_kl.{layer}") for layer in ("losses", "estimators", "scoring"))
