@@ -20,8 +20,10 @@ PACKAGE = Path(torchrl_llm_kl.__file__).parent
 ORDER = (
     "transforms",
     "algorithms",
+    "tasks",
     "losses",
     "advantages",
+    "datasets",
     "estimators",
     "scoring",
     "service",

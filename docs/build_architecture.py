@@ -24,8 +24,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_registry", "_numerics"),
     ("masks", "ragged", "head"),
     ("rollouts", "scoring", "estimators"),
-    ("advantages", "transforms", "losses"),
-    ("algorithms", "service", "diagnostics"),
+    ("advantages", "transforms", "losses", "datasets"),
+    ("algorithms", "service", "diagnostics", "tasks"),
     ("cli",),
 )
 
@@ -42,9 +42,11 @@ HOLDS = {
     "transforms": "TorchRL transforms: retrieve log-probs, compute the KL",
     "advantages": "advantages of groups, tokens and trajectories",
     "losses": "objectives, terms, aggregation, PolicyLoss",
+    "datasets": "rows of files and datasets; SFT and preference data as TensorDicts",
     "algorithms": "typed presets, make_algorithm, translations of other libraries' settings",
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
+    "tasks": "your own task: prompts, rewards from functions, tools, as an env",
     "cli": "the command line",
 }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import from_trinity, from_trl, from_verl, make_algorithm
+    from torchrl_llm_kl.datasets import from_completions, from_conversations, from_pairs, read_rows
     from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, RunMonitor, diagnose, inspect_tokens
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         ScoreStore,
         TokenCritic,
     )
+    from torchrl_llm_kl.tasks import FunctionReward, PromptError, RewardError, make_env
     from torchrl_llm_kl.transforms import (
         KLComputation,
         KLRewardTransform,
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("from_trinity", "from_trl", "from_verl", "make_algorithm"),
+    "datasets": ("from_completions", "from_conversations", "from_pairs", "read_rows"),
     "diagnostics": ("Diagnosis", "Doctor", "RunMonitor", "diagnose", "inspect_tokens"),
     "estimators": (
         "AdaptiveEntropyCoefficient",
@@ -65,6 +68,7 @@ _PUBLIC = {
         "TokenCritic",
         "prepare_reference",
     ),
+    "tasks": ("FunctionReward", "PromptError", "RewardError", "make_env"),
     "transforms": (
         "KLComputation",
         "KLRewardTransform",
@@ -85,12 +89,14 @@ __all__ = [
     "Doctor",
     "DualKLCoefficient",
     "FixedKLCoefficient",
+    "FunctionReward",
     "KLComputation",
     "KLRewardTransform",
     "LogProbScorer",
     "LossTerm",
     "PIKLCoefficient",
     "PolicyLoss",
+    "PromptError",
     "Ragged",
     "RecordKept",
     "ReferenceUpdater",
@@ -98,6 +104,7 @@ __all__ = [
     "RetrieveKL",
     "RetrieveLogProb",
     "RetrieveValue",
+    "RewardError",
     "RunMonitor",
     "SamplerMismatchWarning",
     "Sampling",
@@ -105,6 +112,9 @@ __all__ = [
     "TokenCritic",
     "ValueLoss",
     "diagnose",
+    "from_completions",
+    "from_conversations",
+    "from_pairs",
     "from_trinity",
     "from_trl",
     "from_verl",
@@ -112,7 +122,9 @@ __all__ = [
     "get_objective",
     "inspect_tokens",
     "make_algorithm",
+    "make_env",
     "prepare_reference",
+    "read_rows",
 ]
 
 

@@ -56,7 +56,7 @@ reward = {"right": right, "brief": (0.2, brief)}
 special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 alphabet = [*"0123456789?", "\n", *"acdeghijklmnoprstuvwxyz"]
 characters = Tokenizer(models.WordLevel({text: i for i, text in enumerate(special + alphabet)}, unk_token="?"))
-characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 characters.decoder = decoders.Fuse()
 tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=characters, pad_token=special[0], eos_token=special[2], extra_special_tokens=[special[1]]

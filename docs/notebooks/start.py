@@ -29,7 +29,7 @@ torch.manual_seed(0)
 letters = [chr(code) for code in range(32, 127)] + ["\n"]
 special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 characters = Tokenizer(models.WordLevel({text: i for i, text in enumerate(special + letters)}, unk_token="?"))
-characters.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 characters.decoder = decoders.Fuse()
 tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=characters, pad_token=special[0], eos_token=special[2], extra_special_tokens=[special[1]]

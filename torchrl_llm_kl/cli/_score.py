@@ -11,7 +11,6 @@ import json
 import math
 import os
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
-from torchrl_llm_kl.cli._data import Answer, Encoder, Skip, Source
 from torchrl_llm_kl.cli._load import check_model, load_model, load_tokenizer
+from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.ragged import Ragged, segment_sum
@@ -70,7 +69,8 @@ def score(options: ScoreOptions) -> None:
     """
     _check(options)
     inspect_tokens = _inspector() if options.html else None
-    source = Source(options.data)
+    source = FileRows(options.data)
+    _ = source.layout  # raises before a model is loaded
     settings = _settings(options, source)
     file = ScoreFile(options.out, overwrite=options.overwrite) if options.out else None
     if file is not None:
@@ -155,7 +155,7 @@ def _inspector() -> Any:
     return found
 
 
-def _settings(options: ScoreOptions, source: Source) -> dict[str, Any]:
+def _settings(options: ScoreOptions, source: FileRows) -> dict[str, Any]:
     """What decides the output besides weights, by the name under which a change is reported."""
     return {
         "data": source.digest,
@@ -183,7 +183,7 @@ class Batch:
 class Run:
     """The loaded models, and what they make of rows."""
 
-    def __init__(self, options: ScoreOptions, source: Source) -> None:
+    def __init__(self, options: ScoreOptions, source: FileRows) -> None:
         self.options, self.source = options, source
         text = source.layout != "tokens"
         wants_tokenizer = text or options.html is not None or options.tokenizer is not None
@@ -201,7 +201,7 @@ class Run:
         limits = [position_limit(model) for model in self.models] + [options.max_length]
         longest = min((limit for limit in limits if limit is not None), default=None)
         known = min((size for size in sizes if size is not None), default=None)
-        self.encoder = Encoder(source.layout, self.tokenizer, known, longest)
+        self.encoder = Encoder(source.layout, self.tokenizer, vocab_size=known, max_length=longest)
 
     def _estimators(self, sizes: Sequence[int | None]) -> tuple[str, ...]:
         if len(sizes) < 2:
@@ -232,7 +232,7 @@ class Run:
         """Batches of rows ``start`` to ``end``, of at least so many tokens, or so many rows."""
         items: list[Answer | Skip] = []
         tokens, first, last = 0, start, start
-        for row in self.source.rows(start, end):
+        for row in self.source.read(start, end):
             encoded = self.encoder.encode(row)
             items += encoded
             tokens += sum(len(item.tokens) for item in encoded if isinstance(item, Answer))
@@ -305,7 +305,7 @@ class Run:
     def write_html(self, inspect_tokens: Any, path: Path, total: int) -> None:
         """A page of the first answers with their scores."""
         answers: list[Answer] = []
-        for row in self.source.rows(0, total):
+        for row in self.source.read(0, total):
             answers += [item for item in self.encoder.encode(row) if isinstance(item, Answer)]
             if len(answers) >= HTML_ANSWERS:
                 break
@@ -456,20 +456,14 @@ class Summary:
     def __init__(self, estimators: Sequence[str]) -> None:
         self.estimators = tuple(estimators)
         self.scored = self.scored_tokens = self.tokens = 0
-        self.skipped: Counter[str] = Counter()
-        self.places: dict[str, list[str]] = {}
+        self.skipped = Skipped()
         self.totals: dict[str, Totals] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one record."""
         if "skipped" in record:
-            reason = record["skipped"]
-            self.skipped[reason] += 1
-            places = self.places.setdefault(reason, [])
-            if len(places) < 5:
-                detail = f": {record['detail']}" if record.get("detail") else ""
-                part = f" ({record['answer']})" if record.get("answer") else ""
-                places.append(f"{record['place']}{part}{detail}")
+            part, detail = record.get("answer", ""), record.get("detail", "")
+            self.skipped.add(record["skipped"], record["place"], part=part, detail=detail)
             return
         self.scored += 1
         self.scored_tokens += record["num_scored"]
@@ -482,10 +476,9 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
         answers = {part: self._measures(part) for part in sorted(self.totals)}
-        skipped = {reason: {"count": n, "first": self.places[reason]} for reason, n in self.skipped.items()}
         return {
             "scored": self.scored,
-            "skipped": skipped,
+            "skipped": self.skipped.to_dict(),
             "tokens": self.tokens,
             "scored_tokens": self.scored_tokens,
             "answers": answers,
@@ -526,9 +519,8 @@ def _print_summary(summary: Summary, options: ScoreOptions, run: Run) -> None:
         print_table(["nats", "per token", "s.e.", "per answer", "s.e."], rows, right=1)
         print()
     print(f"scored {summary.scored:,} answers, {summary.scored_tokens:,} of their {summary.tokens:,} tokens")
-    for reason, places in summary.places.items():
-        count = summary.skipped[reason]
-        print(f"skipped {count:,}, {reason}: {'; '.join(places)}" + ("; ..." if count > len(places) else ""))
+    if summary.skipped.total:
+        print(summary.skipped)
     if run.estimators:
         print(
             f"The KLs estimate KL({options.model} || {options.reference}) if the former sampled the answers, at temperature "

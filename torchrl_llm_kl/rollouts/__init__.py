@@ -15,6 +15,7 @@ from torchrl_llm_kl.rollouts._entries import (
     find_log_probs as find_log_probs,
     is_distributed as is_distributed,
     leading_zeros as leading_zeros,
+    leaves as leaves,
     outcomes as outcomes,
     per_sequence,
     per_token,

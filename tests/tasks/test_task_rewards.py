@@ -1,0 +1,402 @@
+"""Rewards from functions: values and weights by hand, failures that count as 0, and time-outs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import pickle
+import re
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+
+from torchrl_llm_kl import FunctionReward, RewardError, make_algorithm
+from torchrl_llm_kl.tasks import _calls, _rewards
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
+from toy_rollouts import make_model
+
+ANSWERS = ["4", "22", "", "4<|im_end|><|pad|>"]
+
+
+def batch(answers: list[str] = ANSWERS) -> TensorDictBase:
+    count = len(answers)
+    return TensorDict(
+        query=[f"question {i}" for i in range(count)],
+        text=TensorDict(response=answers, batch_size=[count]),
+        metadata=NonTensorStack(*({"answer": "4", "row": i} for i in range(count))),
+        batch_size=[count],
+    )
+
+
+def values(td: TensorDictBase, *key: str) -> list[float]:
+    return td[("next", *(key or ("reward",)))].squeeze(-1).tolist()
+
+
+def right(question: str, answer: str, metadata: dict[str, Any]) -> bool:
+    return answer == metadata["answer"]
+
+
+def length(question: str, answer: str, metadata: dict[str, Any]) -> int:
+    return len(answer)
+
+
+# ------------------------------------------------------------------ values
+
+
+def test_a_function_gets_question_answer_and_metadata(tokenizer: Any) -> None:
+    seen: list[tuple[str, str, dict[str, Any]]] = []
+
+    def reward(*args: Any) -> float:
+        seen.append(args)  # type: ignore[arg-type]
+        return 0.5
+
+    td = FunctionReward(reward, tokenizer=tokenizer)(batch())
+    assert seen == [
+        (f"question {i}", answer, {"answer": "4", "row": i}) for i, answer in enumerate(["4", "22", "", "4"])
+    ]
+    assert values(td) == [0.5] * 4
+    assert td["next", "reward"].dtype == torch.float32
+    assert td["next", "reward"].shape == td["next", "reward_failures"].shape == (4, 1)
+    assert "rewards" not in td["next"]
+
+
+def test_what_a_function_does_to_its_metadata_stays_there() -> None:
+    def pops(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        return float(metadata.pop("row"))
+
+    td = batch()
+    assert values(FunctionReward({"a": pops, "b": pops})(td)) == [0.0, 2.0, 4.0, 6.0]
+    assert td["metadata"][1] == {"answer": "4", "row": 1}
+
+
+def test_named_parts_and_weights(tokenizer: Any) -> None:
+    reward = FunctionReward({"right": (3.0, right), "length": (-0.25, length), "plain": length}, tokenizer=tokenizer)
+    td = reward(batch())
+    assert values(td, "rewards", "right") == [1, 0, 0, 1]
+    assert values(td, "rewards", "length") == [1, 2, 0, 1] == values(td, "rewards", "plain")
+    assert values(td) == [3 - 0.25 + 1, -0.5 + 2, 0, 3 - 0.25 + 1]
+    assert reward.weights == {"right": 3.0, "length": -0.25, "plain": 1.0}
+    assert reward.part_keys == [("next", "rewards", name) for name in ("right", "length", "plain")]
+
+
+def test_one_function_that_returns_its_parts() -> None:
+    reward = FunctionReward(lambda q, a, m: {"length": len(a), "row": m["row"]}, weights={"row": 2.0, "length": 0.5})
+    td = reward(batch(["a", "bb"]))
+    assert values(td, "rewards", "row") == [0, 1]
+    assert values(td, "rewards", "length") == [1, 2]
+    assert values(td) == [0.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    "value", [1, True, 1.0, np.float32(1), np.int64(1), np.array([1.0]), torch.tensor(1), torch.tensor([1.0])]
+)
+def test_numbers_of_any_kind(value: Any) -> None:
+    assert values(FunctionReward(lambda *_: value)(batch())) == [1.0] * 4
+
+
+@pytest.mark.parametrize("shape", ["lazy", "two dimensions"])
+def test_batches_of_any_shape(shape: str) -> None:
+    td = lazy_stack(list(batch().unbind(0))) if shape == "lazy" else batch().reshape(2, 2)
+    td = FunctionReward(length)(td)
+    assert td["next", "reward"].shape == (*td.batch_size, 1)
+    assert td["next", "reward"].flatten().tolist() == [1.0, 2.0, 0.0, float(len(ANSWERS[3]))]
+
+
+def test_rows_that_are_not_done_have_no_reward_yet() -> None:
+    td = batch()
+    td["next"] = TensorDict(done=torch.tensor([[True], [False], [False], [True]]), batch_size=[4])
+    calls: list[int] = []
+
+    def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        calls.append(metadata["row"])
+        return 1.0
+
+    assert values(FunctionReward(reward)(td)) == [1, 0, 0, 1]
+    assert calls == [0, 3]
+
+
+def test_gdpo_reads_the_parts(tokenizer: Any) -> None:
+    reward = FunctionReward({"right": right, "length": length})
+    gdpo = make_algorithm(
+        "gdpo",
+        make_model(tokenizer, seed=0),
+        kl_loss="none",
+        group_size=2,
+        advantage_args={"keys": {"rewards": reward.part_keys}, "reward_weights": [1.0, 0.25]},
+    )
+    td = reward(batch(["4", "222", "22", "333"]))
+    full = torch.tensor([[3, 4, 5], [3, 4, 6], [7, 4, 5], [7, 4, 6]])
+    td["tokens"] = TensorDict(prompt=full[:, :2], full=full, batch_size=[4])
+    del td["query"], td["text"]
+    # Scaled in their groups, right is +-1 / sqrt(2), then 0; length -+1 / sqrt(2) twice. The sums are 3, -3, -1, 1 times
+    # 0.25 / sqrt(2), and the standard deviation of 3, -3, -1, 1 is sqrt(20 / 3).
+    want = [x / math.sqrt(20 / 3) for x in (3, -3, -1, 1)]
+    assert gdpo.prepare(td)["advantage"].squeeze(-1).tolist() == pytest.approx(want, abs=1e-4)
+
+
+# ------------------------------------------------------------------ failures
+
+
+def fails_on(rows: set[int], error: Any) -> Any:
+    def reward(question: str, answer: str, metadata: dict[str, Any]) -> Any:
+        if metadata["row"] in rows:
+            if isinstance(error, BaseException):
+                raise error
+            return error
+        return 1.0
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (SystemExit(1), "SystemExit: 1"),
+        (math.nan, "returned nan, expected a finite number"),
+        (math.inf, "returned inf, expected a finite number"),
+        (None, "returned None, expected a finite number"),
+        ("1", "returned '1', expected a finite number"),
+        (1j, "returned 1j, expected a finite number"),
+        (torch.zeros(2), r"returned an array of shape \(2,\), expected one number"),
+        (np.zeros((2, 1)), r"returned an array of shape \(2, 1\), expected one number"),
+        ({"a": 1.0}, "returned a dict with 'a', expected a number: name its parts with weights="),
+    ],
+    ids=str,
+)
+def test_a_failure_is_a_counted_zero_with_a_log_line(
+    error: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    td = FunctionReward({"odd": (2.0, fails_on({1, 3}, error)), "length": (1.0, length)})(batch(["a", "b", "c", "d"]))
+    assert values(td) == [3, 1, 3, 1]
+    assert values(td, "rewards", "odd") == [1, 0, 1, 0]
+    assert values(td, "reward_failures") == [0, 1, 0, 1]
+    (line,) = caplog.messages
+    assert "'odd' failed for 2 of 4 answers, first in row 1 (question 'question 1', answer 'b')" in line
+    assert re.search(message, line)
+    assert line.endswith("they count as 0.")
+
+
+def test_parts_that_are_not_those_promised_are_failures() -> None:
+    def reward(question: str, answer: str, metadata: dict[str, Any]) -> Any:
+        return [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": math.nan}, 3.0][metadata["row"]]
+
+    td = FunctionReward(reward, weights={"a": 1.0, "b": 10.0})(batch())
+    assert values(td) == [21, 0, 0, 0]
+    assert values(td, "rewards", "a") == [1, 0, 0, 0]
+    assert values(td, "reward_failures") == [0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_a_reward_that_fails_for_the_whole_first_batch_raises(timeout: float | None) -> None:
+    reward = FunctionReward({"good": length, "bad": fails_on({0, 1, 2, 3}, KeyError("target"))}, timeout=timeout)
+    with pytest.raises(
+        RewardError, match=r"'bad' failed for all 4 answers of its first batch.*KeyError: 'target'"
+    ) as e:
+        reward(batch())
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_later_batches_may_fail_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    rows: set[int] = set()
+    reward = FunctionReward(fails_on(rows, ValueError("no")))
+    reward(batch())
+    rows |= {0, 1, 2, 3}
+    assert values(reward(batch())) == [0.0] * 4
+    assert "the reward function failed for 4 of 4 answers" in caplog.text
+
+
+def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 100.0, 101.0, 105.0, 111.0, 111.0])
+    monkeypatch.setattr(_rewards.time, "monotonic", lambda: next(now))
+    log = _rewards.FailureLog()
+    with caplog.at_level(logging.WARNING, logger="torchrl_llm_kl.tasks"):
+        for i in range(4):
+            log.add(f"line {i}")
+    assert caplog.messages == ["line 0.", "line 3 (2 more lines such as this since the last one)."]
+
+
+# ------------------------------------------------------------------ time-outs and async functions
+
+
+def test_a_sync_call_that_takes_too_long_is_left_behind() -> None:
+    release = threading.Event()
+
+    def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        if metadata["row"] == 1:
+            release.wait(60)
+        return 1.0
+
+    started = time.monotonic()
+    td = FunctionReward(reward, timeout=0.3)(batch())
+    assert time.monotonic() - started < 20
+    release.set()
+    assert values(td) == [1, 0, 1, 1]
+    assert values(td, "reward_failures") == [0, 1, 0, 0]
+
+
+def test_workers_run_side_by_side() -> None:
+    barrier = threading.Barrier(4, timeout=30)
+
+    def reward(*_: Any) -> float:
+        barrier.wait()  # passes only if four run at a time
+        return 1.0
+
+    assert values(FunctionReward(reward, workers=4)(batch())) == [1.0] * 4
+
+
+def test_one_after_another_without_workers() -> None:
+    running = 0
+
+    def reward(*_: Any) -> float:
+        nonlocal running
+        running += 1
+        time.sleep(0.01)
+        running -= 1
+        return float(running)
+
+    assert values(FunctionReward(reward)(batch())) == [0.0] * 4
+
+
+def test_without_time_out_a_function_runs_in_the_callers_thread() -> None:
+    names: set[str] = set()
+    FunctionReward(lambda *_: names.add(threading.current_thread().name) or 1.0, timeout=None)(batch())
+    assert names == {threading.current_thread().name}
+
+
+class Judge:
+    """An async callable object."""
+
+    def __init__(self) -> None:
+        self.at_once, self.most = 0, 0
+
+    async def __call__(self, question: str, answer: str, metadata: dict[str, Any]) -> float:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(60 if metadata["row"] == 2 and len(answer) > 1 else 0.05)
+        self.at_once -= 1
+        return metadata["row"]
+
+
+async def judge(question: str, answer: str, metadata: dict[str, Any], scale: float = 1.0) -> float:
+    await asyncio.sleep(0.01)
+    return scale * metadata["row"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [judge, functools.partial(judge, scale=1.0), lambda *args: judge(*args), Judge()],
+    ids=["function", "partial", "lambda", "object"],
+)
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_async_functions(function: Any, timeout: float | None) -> None:
+    reward = FunctionReward({"judge": function, "length": length}, timeout=timeout)
+    for _ in range(2):
+        assert values(reward(batch(["a", "a", "a"]))) == [1, 2, 3]
+
+
+def test_async_calls_run_together_up_to_a_limit() -> None:
+    every, two = Judge(), Judge()
+    FunctionReward(every)(batch(["a"] * 6))
+    FunctionReward(two, workers=2)(batch(["a"] * 6))
+    assert (every.most, two.most) == (6, 2)
+
+
+def test_async_calls_have_a_time_out() -> None:
+    started = time.monotonic()
+    td = FunctionReward(Judge(), timeout=0.5)(batch(["a", "a", "long", "a"]))
+    assert time.monotonic() - started < 20
+    assert values(td) == [0, 1, 0, 3]
+    assert values(td, "reward_failures") == [0, 0, 1, 0]
+
+
+def test_async_functions_where_a_loop_runs_already() -> None:
+    async def notebook() -> TensorDictBase:
+        return FunctionReward(judge)(batch())
+
+    assert values(asyncio.run(notebook())) == [0, 1, 2, 3]
+
+
+def test_one_loop_for_all_batches() -> None:
+    loops = set()
+
+    async def reward(*_: Any) -> float:
+        loops.add(asyncio.get_running_loop())
+        return 1.0
+
+    function = FunctionReward(reward)
+    for _ in range(3):
+        function(batch())
+    assert len(loops) == 1
+
+
+def test_an_async_function_that_blocks_the_loop_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_calls, "_GRACE", 0.2)
+    release = threading.Event()
+
+    async def blocks(x: int) -> int:
+        if x == 1:
+            release.wait(60)
+        return x
+
+    caller = Caller(timeout=0.2)
+    results = caller([Call(blocks, (x,)) for x in range(3)])
+    assert results[0] == 0
+    assert isinstance(results[1], Failure)
+    assert "blocked the event loop" in str(results[1].error)
+    release.set()
+    assert caller([Call(blocks, (5,))]) == [5]  # in a new loop
+
+
+def test_gradients_are_off_in_every_thread() -> None:
+    modes: list[bool] = []
+    for workers in (None, 2):
+        for timeout in (None, 10.0):
+            caller = Caller(timeout, workers)
+            caller([Call(lambda: modes.append(torch.is_grad_enabled()))])
+    assert modes == [False] * 4
+
+
+# ------------------------------------------------------------------ arguments and copies
+
+
+def test_a_copy_works_in_another_process() -> None:
+    reward = FunctionReward({"judge": judge, "length": length})
+    reward(batch())
+    copy = pickle.loads(pickle.dumps(reward))
+    assert values(copy(batch(["a", "a"]))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("reward", "weights", "error", "message"),
+    [
+        ({}, None, ValueError, "there is no reward"),
+        (3, None, TypeError, "must be a function"),
+        ({"a": 3}, None, TypeError, "the reward 'a' must be a function"),
+        ({"a": ("b", length)}, None, ValueError, "the weight of 'a' must be a finite number"),
+        ({"a": (math.nan, length)}, None, ValueError, "the weight of 'a' must be a finite number"),
+        ({"a": length}, {"a": 1.0}, ValueError, "weights= belong to one function"),
+        (length, {}, ValueError, "there is no reward"),
+    ],
+)
+def test_wrong_arguments(reward: Any, weights: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FunctionReward(reward, weights=weights)
+
+
+def test_numbers_out_of_range() -> None:
+    for kwargs in ({"timeout": 0.0}, {"workers": 0}):
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            FunctionReward(length, **kwargs)
+
+
+def test_data_without_answers() -> None:
+    with pytest.raises(KeyError, match=r"expected texts under \('text', 'response'\), found query.*answer_key="):
+        FunctionReward(length)(TensorDict(query=["a"], batch_size=[1]))

@@ -1,0 +1,379 @@
+"""Several turns: calls in an answer, their results in the next prompt, the reward at the end, each token charged once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from task_lab import BOT, END, HERMES, last_user, make_tokenizer, scripted_policy
+from tensordict import TensorDictBase
+from torch.testing import assert_close
+from torchrl.collectors.llm import LLMCollector
+from torchrl.envs.llm.transforms import XMLBlockParser
+
+from torchrl_llm_kl import RetrieveKL, make_algorithm
+from torchrl_llm_kl.tasks import ToolCall, make_env, whole_groups
+from torchrl_llm_kl.tasks._tools import Dialog, Tools, parse_hermes, parse_llama, parse_mistral, read_calls
+from toy_rollouts import make_model, response_log_probs, steps
+from toy_tokenizer import CHATML
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+async def slow(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+# ------------------------------------------------------------------ calls in an answer
+
+ADD = ToolCall("add", {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "content", "calls"),
+    [
+        (parse_hermes, "No call.", "No call.", []),
+        (parse_hermes, "See:\n" + call("add", a=1, b=2), "See:", [ADD]),
+        (
+            parse_hermes,
+            call("add", a=1, b=2) + "\n" + call("slow", seconds=0),
+            "",
+            [ADD, ToolCall("slow", {"seconds": 0})],
+        ),
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
+        (parse_mistral, "No call.", "No call.", []),
+        (parse_mistral, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]', "", [ADD]),
+        (parse_mistral, 'x[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]f{}', "x", [ADD, ToolCall("f")]),
+        (parse_llama, "{not a call", "", None),
+        (parse_llama, "No call.", "No call.", []),
+        (parse_llama, '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
+    ],
+)
+def test_calls_are_read(parse: Any, text: str, content: str, calls: list[ToolCall] | None) -> None:
+    parsed = parse(text)
+    assert parsed.content == content
+    if calls is None:
+        assert "not JSON" in parsed.calls[0].error
+    else:
+        assert parsed.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ('{"name": "add", "argum', "the call is not JSON"),
+        ('{"arguments": {}}', "JSON object with `name`"),
+        ('{"name": "add", "arguments": [1]}', "not a JSON object"),
+        ('{"name": "add", "arguments": "{"}', "arguments are not JSON"),
+        ("[1]", "JSON object with `name`"),
+    ],
+)
+@pytest.mark.parametrize("closed", ["</tool_call>", ""])
+def test_a_damaged_call_is_told_to_the_policy(body: str, error: str, closed: str) -> None:
+    (found,) = parse_hermes(f"<tool_call>{body}{closed}").calls
+    assert error in found.error
+    assert Tools([add], timeout=5.0).run([[found]])[0][0].startswith("Error: ")
+
+
+def test_a_call_in_a_thought_is_none() -> None:
+    thought = f"<think>{call('add', a=1, b=2)}</think>"
+    assert read_calls(parse_hermes, thought + "3").calls == []
+    assert read_calls(parse_hermes, thought + call("add", a=1, b=2)).calls == [ADD]
+
+
+def test_other_parsers() -> None:
+    assert read_calls(lambda text: [{"name": "add", "arguments": {"a": 1, "b": 2}}], "x").calls == [ADD]
+    assert read_calls(XMLBlockParser(), '<tool name="add">{"a": 1, "b": 2}</tool> y').calls == [ADD]
+    assert read_calls(lambda text: None, "x").calls == []
+
+
+def test_results_and_errors_are_texts() -> None:
+    def fails(x: int) -> int:
+        """Fail.
+
+        Args:
+            x: a number.
+        """
+        raise RuntimeError("no")
+
+    tools = Tools([add, slow, fails], timeout=0.2)
+    started = time.monotonic()
+    results = tools.run(
+        [
+            [ToolCall("add", {"a": 1, "b": 2}), ToolCall("slow", {"seconds": 60})],
+            [],
+            [ToolCall("fails", {"x": 1}), ToolCall("add", {"a": 1}), ToolCall("sub")],
+        ]
+    )
+    assert time.monotonic() - started < 10
+    assert results[0] == ["3", "Error: TimeoutError: took longer than 0.2 s"]
+    assert results[1] == []
+    assert results[2][0] == "Error: RuntimeError: no"
+    assert "missing 1 required positional argument: 'b'" in results[2][1]
+    assert results[2][2] == "Error: there is no tool 'sub'. Tools: add, slow, fails"
+
+
+def test_tools_need_a_description() -> None:
+    with pytest.raises(ValueError, match=r"the tool '<lambda>' has no schema.*Args:"):
+        Tools([lambda x: x], timeout=None)
+    with pytest.raises(ValueError, match="two tools are called 'add'"):
+        Tools([add, add], timeout=None)
+    with pytest.raises(TypeError, match="a tool must be a function"):
+        Tools(["add"], timeout=None)  # type: ignore[list-item]
+
+
+# ------------------------------------------------------------------ an episode
+
+ROWS = [{"question": "1 2"}, {"question": "5 5"}]
+
+
+def script(prompt: str) -> str:
+    """Adds the two numbers, adds 1 to the sum, then says it; "5 5" only once."""
+    said = last_user(prompt)
+    if not said.startswith("<tool_response>"):
+        a, b = said.split()
+        return "See " + call("add", a=int(a), b=int(b))
+    result = said.removeprefix("<tool_response>").removesuffix("</tool_response>")
+    if result == "3":
+        return call("add", a=3, b=1)
+    return f"It is {result}."
+
+
+def right(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    return 2.0 if answer == {"1 2": "It is 4.", "5 5": "It is 10."}[question] else -1.0
+
+
+def toy_env(tokenizer: Any, reward: Any = right, **kwargs: Any) -> Any:
+    settings = {"tools": [add], "max_turns": 3, "group_size": 1, "num_prompts": 2, "seed": None}
+    return make_env(ROWS, reward, tokenizer, **{**settings, **kwargs})
+
+
+def rows_of(collector: LLMCollector) -> list[TensorDictBase]:
+    rows = [row for batch in collector for row in steps(batch)]
+    collector.shutdown()
+    return rows
+
+
+def episodes(rows: list[TensorDictBase]) -> dict[int, list[TensorDictBase]]:
+    found: dict[int, list[TensorDictBase]] = {}
+    for row in rows:
+        found.setdefault(int(row["run"]), []).append(row)
+    return found
+
+
+def test_three_turns(tokenizer: Any, padded: bool) -> None:
+    policy = scripted_policy(tokenizer, script, pad_output=padded)
+    seen: list[list[dict[str, Any]]] = []
+
+    def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        seen.append(metadata["messages"])
+        return right(question, answer, metadata)
+
+    env = toy_env(tokenizer, reward)
+    rows = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=6, total_dialog_turns=6))
+    first, second = episodes(rows)[0], episodes(rows)[1]
+    system = "<|im_start|>system\nTools: add <|im_end|>\n"
+    prompt = f"{system}<|im_start|>user\n1 2{END}\n{BOT}"
+    answers = ["See " + call("add", a=1, b=2), call("add", a=3, b=1), "It is 4."]
+    for row, answer, result in zip(first, answers, ["3", "4", ""], strict=True):
+        assert row["text", "prompt"] == prompt
+        assert row["text", "response"] == answer + END
+        prompt += answer + END
+        prompt += f"\n<|im_start|>user\n<tool_response>{result}</tool_response>{END}\n{BOT}" if result else ""
+        assert row["next", "text", "prompt"] == prompt
+    assert [row["step"].item() for row in first] == [0, 1, 2]
+    assert [row["next", "reward"].item() for row in first] == [0.0, 0.0, 2.0]
+    assert [row["next", "terminated"].item() for row in first] == [False, False, True]
+    assert [row["next", "truncated"].item() for row in first] == [False] * 3
+    # The second row ends after two turns and poses the next prompt, which is the first of the next epoch.
+    assert [row["next", "reward"].item() for row in second] == [0.0, 2.0]
+    assert [row["next", "done"].item() for row in second] == [False, True]
+    (third,) = episodes(rows)[3]
+    assert third["query"] == "5 5"
+    assert third["group"].item() == 3
+    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [[m["role"] for m in messages] for messages in seen] == [roles[:2] + roles[2:4], roles]
+    called = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    assert seen[1][1]["content"] == "See"
+    assert seen[1][1]["tool_calls"][0]["function"] == called
+    assert seen[1][2]["content"] == "3"
+    assert seen[1][-1] == {"role": "assistant", "content": "It is 4."}
+
+
+def test_an_episode_that_reaches_the_limit_is_truncated(tokenizer: Any) -> None:
+    policy = scripted_policy(tokenizer, lambda prompt: call("add", a=1, b=1))
+    env = toy_env(tokenizer, lambda *_: 1.0, max_turns=2)
+    rows = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=4))
+    for run in episodes(rows).values():
+        assert [row["next", "truncated"].item() for row in run] == [False, True]
+        assert [row["next", "terminated"].item() for row in run] == [False, False]
+        assert [row["next", "reward"].item() for row in run] == [0.0, 1.0]
+        assert [m["role"] for m in run[-1]["next", "messages"]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_each_token_of_the_assistant_is_charged_once_and_none_of_a_tool(tokenizer: Any, padded: bool) -> None:
+    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
+    policy = scripted_policy(tokenizer, script, pad_output=padded, model=model)
+    env = toy_env(tokenizer, kl_transform=RetrieveKL("from_collector", ref, coeff=0.25, padding_side="left"))
+    rows = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=6, total_dialog_turns=6))
+    run = episodes(rows)[0]
+    scored, total = "", 0.0
+    for row in run:
+        attention = row["masks", "all_attention_mask"]
+        gen, reference = response_log_probs(model, row), response_log_probs(ref, row)
+        assert_close(row["next", "kl_penalty"], gen - reference, atol=2e-5, rtol=0)
+        charged = (row["next", "kl_penalty"] != 0) & attention
+        scored += tokenizer.decode(row["tokens", "full"][charged])
+        total += float((gen - reference).sum())
+    answers = ["See " + call("add", a=1, b=2), call("add", a=3, b=1), "It is 4."]
+    assert scored == "".join(answer + END for answer in answers)
+    assert abs(total) > 1.0
+    paid = sum(float(row["next", "reward"].sum()) for row in run)
+    assert paid == pytest.approx(2.0 - 0.25 * total, abs=1e-3)
+
+
+def test_errors_of_calls_go_back_to_the_policy(tokenizer: Any) -> None:
+    def answer(prompt: str) -> str:
+        return "ok" if "<tool_response>" in prompt else '<tool_call>{"name": "add"'
+
+    env = toy_env(tokenizer, lambda *_: 1.0, max_turns=4)
+    policy = scripted_policy(tokenizer, answer)
+    rows = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=4))
+    run = episodes(rows)[0]
+    assert "<tool_response>Error: the call is not JSON" in run[1]["text", "prompt"]
+    assert run[1]["text", "prompt"].startswith(run[0]["text", "full"])
+    assert run[1]["next", "terminated"].item()
+    assert run[1]["next", "messages"][1] == {"role": "assistant", "content": '<tool_call>{"name": "add"'}
+
+
+def test_an_answer_that_was_cut_gets_its_end_token(tokenizer: Any) -> None:
+    dialog = Dialog(tokenizer, Tools([add], timeout=None), {})
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]
+    replies = [{"role": "tool", "name": "add", "content": "3"}]
+    after = f"\n<|im_start|>user\n<tool_response>3</tool_response>{END}\n{BOT}"
+    assert dialog.next_prompt("x", messages, replies) == f"x{END}{after}"
+    assert dialog.next_prompt(f"x{END}", messages, replies) == f"x{END}{after}"
+
+
+def test_a_user_who_answers(tokenizer: Any) -> None:
+    async def reply(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> str | None:
+        said = messages[-1]["content"]
+        return None if said == "bye" else f"{metadata['mood']} {said}"
+
+    policy = scripted_policy(tokenizer, lambda prompt: {"hi": "a", "sad a": "b"}.get(last_user(prompt), "bye"))
+    env = make_env(
+        [{"prompt": "hi", "mood": "sad"}],
+        lambda q, answer, m: len(answer),
+        tokenizer,
+        group_size=1,
+        max_turns=4,
+        reply=reply,
+    )
+    rows = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=3, total_dialog_turns=3))
+    assert [row["text", "response"] for row in rows] == [f"a{END}", f"b{END}", f"bye{END}"]
+    assert [row["next", "done"].item() for row in rows] == [False, False, True]
+    assert rows[-1]["next", "reward"].item() == 3.0
+    ended = make_env(["hi"], lambda *_: 1.0, tokenizer, group_size=1, max_turns=2, reply=lambda m, _: "more")
+    rows = rows_of(LLMCollector(ended, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2))
+    assert [row["next", "truncated"].item() for row in rows] == [False, True]
+
+
+def test_a_reply_that_fails_ends_the_episode(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    policy = scripted_policy(tokenizer, lambda prompt: "a")
+    env = make_env(["hi"], lambda *_: 1.0, tokenizer, group_size=1, max_turns=3, reply=lambda m, _: 1 / 0)
+    (row,) = rows_of(LLMCollector(env, policy=policy, dialog_turns_per_batch=1, total_dialog_turns=1))
+    assert row["next", "terminated"].item()
+    assert "reply= failed in row 0, whose episode ends: ZeroDivisionError" in caplog.text
+
+
+# ------------------------------------------------------------------ groups
+
+
+def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> None:
+    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
+    turn = iter(range(1000))
+
+    def answer(prompt: str) -> str:  # of 1 to 3 turns
+        return "It is 4." if next(turn) % 3 == 0 else script(prompt)
+
+    parts = make_algorithm(
+        "multi_step_grpo",
+        model,
+        reference=ref,
+        group_key="group",
+        advantage_args={"keys": {"run": "run", "step": "step"}},
+    )
+    env = toy_env(tokenizer, group_size=2, kl_transform=parts.kl_transform)
+    policy = scripted_policy(tokenizer, answer, model=model)
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=32)
+    seen: list[int] = []
+    for batch in whole_groups(collector, group_size=2, num_groups=2):
+        runs = batch["run"].flatten().tolist()
+        groups = batch["group"].flatten().tolist()
+        assert len(set(groups)) == 2
+        assert {run // 2 for run in runs} == set(groups)
+        for run in set(runs):
+            own = [row for row in batch.unbind(0) if int(row["run"]) == run]
+            assert [int(row["step"]) for row in own] == list(range(len(own)))
+            assert [bool(row["next", "done"]) for row in own] == [False] * (len(own) - 1) + [True]
+        seen += sorted(set(groups))
+        prepared = parts.prepare(batch)
+        outcome = {
+            int(row["run"]): float(row["next", "reward"].sum()) for row in batch.unbind(0) if row["next", "done"]
+        }
+        for row in prepared.unbind(0):
+            run = int(row["run"])
+            other = outcome[run ^ 1]
+            assert torch.sign(row["advantage"]).item() == (outcome[run] > other) - (outcome[run] < other)
+        parts.loss(prepared).total_loss.backward()
+    collector.shutdown()
+    assert len(seen) == len(set(seen)) >= 4
+
+
+# ------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_turns": 1}, "tools= has no effect with one answer"),
+        ({"max_turns": 1, "tools": None, "reply": print}, "reply= has no effect with one answer"),
+        ({"tools": None}, "nothing follows an answer"),
+        ({"tools": None, "reply": print, "tool_parser": parse_hermes}, "tool_parser= has no effect without tools="),
+        ({"input_mode": "history"}, "several turns need"),
+        ({"max_turns": 0}, "max_turns must be at least 1"),
+    ],
+)
+def test_arguments_without_effect_are_errors(tokenizer: Any, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        toy_env(tokenizer, **kwargs)
+
+
+def test_templates_that_hide_tools_or_results() -> None:
+    with pytest.warns(UserWarning, match="does not show the tools"):
+        toy_env(make_tokenizer(CHATML))
+    hides = HERMES.replace("{{ m.content }}</tool_response>", "</tool_response>")
+    with pytest.raises(ValueError, match="does not render results of tools"):
+        toy_env(make_tokenizer(hides))

@@ -1,0 +1,408 @@
+"""SFT and preference data equal to hand-padded tensors, in values and gradients; what is kept and what is left out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import tensordict
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.llm import History
+
+from torchrl_llm_kl import RetrieveLogProb, make_algorithm
+from torchrl_llm_kl.datasets import (
+    DataError,
+    Skipped,
+    SkippedRowsWarning,
+    from_completions,
+    from_conversations,
+    from_pairs,
+)
+from toy_tokenizer import build_tokenizer
+
+tensordict.set_list_to_stack(True).set()
+
+TOKENIZER = build_tokenizer(pad_token="<|pad|>")
+VOCAB = len(TOKENIZER)
+END = "<|im_end|>"
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def ids(text: str) -> Tensor:
+    return torch.tensor(TOKENIZER(text, add_special_tokens=False).input_ids)
+
+
+class MeanOfPrefix(nn.Module):
+    """A causal model in float64: logits of the mean embedding of the prefix."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCAB, 6, dtype=torch.float64)
+        self.head = nn.Linear(6, VOCAB, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        places = torch.arange(1, input_ids.shape[1] + 1, dtype=torch.float64).unsqueeze(-1)
+        return (self.head(torch.tanh(self.embedding(input_ids).cumsum(1) / places)),)
+
+
+def answer_log_probs(model: nn.Module, parts: list[tuple[str, bool]]) -> Tensor:
+    """Log-probs of the tokens of the trained pieces of a text, one plain forward."""
+    pieces = [(ids(text), trained) for text, trained in parts]
+    tokens = torch.cat([piece for piece, _ in pieces])
+    mask = torch.cat([torch.full_like(piece, trained, dtype=torch.bool) for piece, trained in pieces])
+    log_probs = model(input_ids=tokens[None])[0][0, :-1].log_softmax(-1)
+    return log_probs.gather(-1, tokens[1:, None])[:, 0][mask[1:]]
+
+
+def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def trained(row: TensorDictBase) -> str:
+    """The text of the tokens that ``masking_strategy="sft"`` trains."""
+    mask = row["masks", "all_assistant_mask"].clone()
+    mask[: len(row["tokens", "prompt"])] = False
+    assert torch.equal(row["tokens", "full"][: len(row["tokens", "prompt"])], row["tokens", "prompt"])
+    assert row["masks", "all_attention_mask"].all()
+    return TOKENIZER.decode(row["tokens", "full"][mask])
+
+
+# ------------------------------------------------------------------ against plain torch, in float64
+
+CHATS = [
+    [user("hi"), said("hello"), user("and?"), said("no")],
+    [user("why is that?"), said("because")],
+    [{"role": "system", "content": "Be brief."}, user("2 + 2"), said("4")],
+]
+#: The text of each, piece by piece, and whether it is trained.
+PIECES = [
+    [
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("hello<|im_end|>", True),
+        ("\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("no<|im_end|>", True),
+        ("\n", False),
+    ],
+    [
+        ("<|im_start|>user\nwhy is that?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("because<|im_end|>", True),
+        ("\n", False),
+    ],
+    [
+        ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n", False),
+        ("4<|im_end|>", True),
+        ("\n", False),
+    ],
+]
+
+
+def by_hand() -> TensorDict:
+    """The same conversations, padded by hand."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    rows = [torch.cat([ids(text) for text, _ in row]) for row in PIECES]
+    masks = [torch.cat([torch.full((len(ids(text)),), on) for text, on in row]) for row in PIECES]
+    return TensorDict(
+        {
+            "tokens": {"full": pad(rows, batch_first=True, padding_value=TOKENIZER.pad_token_id)},
+            "masks": {
+                "all_attention_mask": pad([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True),
+                "all_assistant_mask": pad(masks, batch_first=True),
+            },
+        },
+        batch_size=[3],
+    )
+
+
+@pytest.mark.parametrize("form", ["list", "rows", "history"])
+def test_sft_equals_plain_torch_and_hand_padded_tensors(form: str) -> None:
+    sources = {"list": CHATS, "rows": [{"messages": chat} for chat in CHATS], "history": History.from_chats(CHATS)}
+    data = from_conversations(sources[form], TOKENIZER)
+    model = MeanOfPrefix()
+    expected = -torch.cat([answer_log_probs(model, row) for row in PIECES]).mean()
+    sft = make_algorithm("sft", model)
+    found = sft.loss(sft.prepare(data)).total_loss
+    padded = sft.loss(sft.prepare(by_hand())).total_loss
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(padded, expected, rtol=1e-12, atol=1e-12)
+    for got, want in zip(gradients(found, model), gradients(expected, model), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+PAIRS = [
+    {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " five"},
+    {"prompt": "the sky is", "chosen": " blue today", "rejected": " green"},
+    {"prompt": "a", "chosen": "b", "rejected": "cd"},
+]
+
+
+def pair_pieces(pair: dict[str, str], part: str) -> list[tuple[str, bool]]:
+    return [(pair["prompt"], False), (pair[part] + END, True)]
+
+
+@pytest.mark.parametrize("shape", ["pairs", "flat", "shuffled"])
+def test_dpo_equals_plain_torch(shape: str) -> None:
+    model, reference, beta = MeanOfPrefix(0), MeanOfPrefix(1), 0.3
+    sums = torch.stack(
+        [
+            torch.stack([answer_log_probs(m, pair_pieces(pair, part)).sum() for part in ("chosen", "rejected")])
+            for m in (model, reference)
+            for pair in PAIRS
+        ]
+    ).view(2, 3, 2)
+    margin = beta * ((sums[0, :, 0] - sums[1, :, 0]) - (sums[0, :, 1] - sums[1, :, 1]))
+    expected = -margin.sigmoid().log().mean()
+
+    data: Any = from_pairs(PAIRS, TOKENIZER)
+    assert data.batch_size == (3, 2)
+    if shape != "pairs":
+        data = data.reshape(-1)
+    if shape == "shuffled":
+        data = data[torch.tensor([3, 0, 4, 2, 5, 1])]
+    dpo = make_algorithm("dpo", model, reference=reference, beta=beta)
+    out = dpo.loss(dpo.prepare(data))
+    torch.testing.assert_close(out.total_loss, expected, rtol=1e-7, atol=0)  # scores of the reference are float32
+    torch.testing.assert_close(out["reward_margin"].double(), margin.mean(), rtol=1e-6, atol=1e-7)
+    for got, want in zip(gradients(out.total_loss, model), gradients(expected, model), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+
+
+def test_parts_of_pairs_add_up() -> None:
+    dpo = make_algorithm("dpo", MeanOfPrefix(0), reference=MeanOfPrefix(1), beta=0.3)
+    batch = dpo.prepare(from_pairs(PAIRS, TOKENIZER))
+    whole = dpo.loss(batch).total_loss
+    parts = [dpo.loss(part).total_loss for part in dpo.micro_batches(batch, size=2)]
+    assert len(parts) == 3
+    torch.testing.assert_close(sum(parts), whole)
+    assert [len(part) for part in dpo.minibatches(batch, size=4)] == [4, 2]
+
+
+def test_answers_of_pairs_are_labelled_for_kto() -> None:
+    kto = make_algorithm("kto", MeanOfPrefix(0), reference=MeanOfPrefix(1), beta=0.3)
+    batch = kto.prepare(from_pairs(PAIRS, TOKENIZER).reshape(-1))
+    assert batch["chosen"].tolist() == [True, False] * 3
+    assert kto.loss(batch).total_loss.isfinite()
+
+
+# ------------------------------------------------------------------ replay buffers and transforms
+
+
+def test_a_replay_buffer_samples_rows_as_they_are() -> None:
+    data = from_conversations([{"messages": chat, "name": str(i)} for i, chat in enumerate(CHATS)], TOKENIZER)
+    model = MeanOfPrefix()
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(3), batch_size=8, transform=RetrieveLogProb(model, assistant_only=False)
+    )
+    buffer.extend(data)
+    sample = buffer.sample()
+    for row in sample.unbind(0):
+        (pieces,) = [PIECES[i] for i in range(3) if row["metadata", "name"] == str(i)]
+        tokens = torch.cat([ids(text) for text, _ in pieces])
+        assert torch.equal(row["tokens", "full"], tokens)
+        plain = answer_log_probs(model, [(text, True) for text, _ in pieces])
+        torch.testing.assert_close(row["log_probs", "full"][1:].double(), plain, rtol=1e-5, atol=1e-5)
+    sft = make_algorithm("sft", model)
+    assert sft.loss(sft.prepare(sample)).total_loss.isfinite()
+
+
+def test_a_replay_buffer_samples_whole_pairs() -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(3), batch_size=5)
+    buffer.extend(from_pairs(PAIRS, TOKENIZER))
+    sample = buffer.sample()
+    assert sample.batch_size == (5, 2)
+    for pair in sample.unbind(0):
+        assert pair["chosen"].tolist() == [True, False]
+        assert pair["pair_id"].unique().numel() == 1
+    dpo = make_algorithm("dpo", MeanOfPrefix(0), reference=MeanOfPrefix(1))
+    assert dpo.loss(dpo.prepare(sample.exclude("pair_id", "chosen"))).total_loss.isfinite()
+
+
+# ------------------------------------------------------------------ text and conversations
+
+
+def test_text_ends_with_the_end_token_once() -> None:
+    rows = [{"prompt": "a ", "completion": "b"}, {"prompt": "a ", "completion": f"c{END}"}]
+    assert [trained(row) for row in from_completions(rows, TOKENIZER)] == [f"b{END}", f"c{END}"]
+    assert [trained(row) for row in from_completions(rows, TOKENIZER, add_eos=False)] == ["b", f"c{END}"]
+    bare = build_tokenizer()
+    bare.eos_token = None
+    with pytest.raises(ValueError, match="no eos_token, which ends an answer: set it, or pass add_eos=False"):
+        from_completions(rows, bare)
+    assert len(from_completions(rows[:1], bare, add_eos=False)) == 1
+
+
+def test_text_as_a_chat() -> None:
+    rows = [{"question": "why?", "answer": "because"}]
+    (row,) = from_completions(
+        rows, TOKENIZER, prompt_key="question", completion_key="answer", as_chat=True, system_prompt="Be brief."
+    ).unbind(0)
+    assert TOKENIZER.decode(row["tokens", "prompt"]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert trained(row) == f"because{END}"
+
+
+def test_a_system_prompt_does_not_replace_one() -> None:
+    data = from_conversations(CHATS, TOKENIZER, system_prompt="Be kind.")
+    texts = [TOKENIZER.decode(row["tokens", "full"]) for row in data]
+    assert [text.count("Be kind.") for text in texts] == [1, 1, 0]
+    assert "Be brief." in texts[2]
+
+
+def test_the_last_turn_alone() -> None:
+    data = from_conversations(CHATS[:1], TOKENIZER, turns="last")
+    assert trained(data[0]) == f"no{END}"
+    model = MeanOfPrefix()
+    for strategy, kept in (("sft", ["no<|im_end|>"]), ("rlhf", ["hello<|im_end|>", "no<|im_end|>"])):
+        parts = make_algorithm("sft", model, masking_strategy=strategy)  # "rlhf": also the turns in the prompt
+        pieces = [(text, text in kept) for text, _ in PIECES[0]]
+        expected = -answer_log_probs(model, pieces).mean()
+        torch.testing.assert_close(parts.loss(parts.prepare(data.clone())).total_loss, expected)
+
+
+def test_the_completion_after_a_prompt_with_turns() -> None:
+    rows = [{"prompt": CHATS[0][:3], "completion": CHATS[0][3:]}]
+    (row,) = from_completions(rows, TOKENIZER)
+    assert trained(row) == f"no{END}"
+    assert torch.equal(row["tokens", "full"], from_conversations(CHATS[:1], TOKENIZER)[0]["tokens", "full"])
+
+
+def test_pairs_of_histories_share_their_beginning() -> None:
+    better = History.from_chats([[user("hi"), said("hello")], [user("why?"), said("because")]])
+    worse = History.from_chats([[user("hi"), said("go")], [user("why?"), said("no")]])
+    data = from_pairs({"chosen": better, "rejected": worse}, TOKENIZER)
+    assert [[trained(row) for row in pair] for pair in data] == [
+        [f"hello{END}", f"go{END}"],
+        [f"because{END}", f"no{END}"],
+    ]
+
+
+def test_tools_reach_the_template() -> None:
+    template = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + str(TOKENIZER.chat_template)
+    tool = {"type": "function", "function": {"name": "own", "parameters": {}}}
+    other = {"type": "function", "function": {"name": "all", "parameters": {}}}
+    rows = [{"messages": CHATS[1], "tools": [tool]}, {"messages": CHATS[1]}]
+    data = from_conversations(rows, TOKENIZER, tools=[other], chat_template=template)
+    assert [TOKENIZER.decode(row["tokens", "full"])[:5] for row in data] == ["[own]", "[all]"]
+    assert [trained(row) for row in data] == [f"because{END}"] * 2
+
+
+# ------------------------------------------------------------------ metadata
+
+
+def test_other_columns_are_kept() -> None:
+    rows = [
+        {"prompt": "a", "completion": "b", "level": 3, "score": 1, "easy": True, "name": "x", "tags": ["p", "q"]},
+        {"prompt": "c", "completion": "d", "level": 4, "score": 0.5, "easy": False, "name": None, "tags": []},
+    ]
+    data = from_completions(rows, TOKENIZER)
+    assert data["metadata", "level"].tolist() == [3, 4]
+    assert data["metadata", "score"].tolist() == [1.0, 0.5]
+    assert data["metadata", "easy"].tolist() == [True, False]
+    assert [row["metadata", "name"] for row in data] == ["x", None]
+    assert [row["metadata", "tags"] for row in data] == [["p", "q"], []]
+    assert "metadata" not in from_completions([{"prompt": "a", "completion": "b"}], TOKENIZER)[0]
+    pairs = from_pairs([{**PAIRS[0], "level": 7}], TOKENIZER)
+    assert pairs["metadata", "level"].tolist() == [[7, 7]]
+
+
+# ------------------------------------------------------------------ what is left out
+
+BAD = [
+    {"prompt": "a", "completion": "b"},
+    {"prompt": "a", "completion": ""},
+    {"prompt": "a", "completion": "c" * 40},
+    {"prompt": "a"},
+    {"prompt": "a", "completion": ""},
+]
+
+
+def test_rows_are_left_out_with_a_warning() -> None:
+    with pytest.warns(SkippedRowsWarning) as found:
+        data = from_completions(BAD, TOKENIZER, max_length=30)
+    assert [trained(row) for row in data] == [f"b{END}"]
+    (warning,) = [item.message for item in found if isinstance(item.message, SkippedRowsWarning)]
+    assert dict(warning.skipped.counts) == {"empty": 2, "too long": 1, "malformed": 1}
+    assert "skipped 2, empty: row 2: no text to score; row 5: no text to score" in str(warning)
+    assert "skipped 1, too long: row 3: 42 tokens, at most 30" in str(warning)
+    assert "skipped 1, malformed: row 4: has the columns prompt" in str(warning)
+    assert found[0].filename == __file__
+
+
+def test_rows_that_cannot_be_used_may_raise_or_be_handed_over() -> None:
+    with pytest.raises(DataError, match=r"^row 2 of the list, empty: no text to score\.$"):
+        from_completions(BAD, TOKENIZER, on_skip="raise")
+    counts: list[Skipped] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_completions(BAD, TOKENIZER, on_skip=counts.append)
+        from_completions(BAD[:1], TOKENIZER, on_skip=counts.append)
+        from_completions(BAD[:1], TOKENIZER)
+    assert [skipped.total for skipped in counts] == [3, 0]
+    with pytest.raises(DataError, match="no row of the list can be used:\nskipped 1, empty: row 1"):
+        from_completions([{"prompt": "a", "completion": ""}], TOKENIZER)
+
+
+def test_long_rows_may_be_cut() -> None:
+    rows = [{"prompt": "ab", "completion": "cdefgh"}, {"prompt": "abcdef", "completion": "g"}]
+    with pytest.warns(SkippedRowsWarning, match="cut 1 at the largest length") as found:
+        data = from_completions(rows, TOKENIZER, max_length=5, too_long="cut")
+    assert [TOKENIZER.decode(row["tokens", "full"]) for row in data] == ["abcde"]
+    assert trained(data[0]) == "cde"
+    assert "8 tokens, at most 5, and the response begins after them" in str(found[0].message)
+    (exact,) = from_completions(rows[:1], TOKENIZER, max_length=9, too_long="cut")
+    assert trained(exact) == f"cdefgh{END}"
+
+
+def test_a_pair_is_left_out_as_a_whole() -> None:
+    rows = [PAIRS[0], {**PAIRS[1], "rejected": ""}, {**PAIRS[2], "rejected": PAIRS[2]["chosen"]}]
+    with pytest.warns(SkippedRowsWarning) as found:
+        data = from_pairs(rows, TOKENIZER)
+    assert data.batch_size == (1, 2)
+    assert "skipped 1, empty: row 2 (rejected): no text to score" in str(found[0].message)
+    assert "skipped 1, equal answers: row 3: both answers have the same tokens" in str(found[0].message)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "expected"),
+    [
+        (from_conversations, PAIRS, "first row of the list holds preference, expected messages: use from_pairs"),
+        (from_completions, CHATS, "holds messages, expected completion: use from_conversations"),
+        (
+            from_pairs,
+            [{"prompt": "a", "completion": "b"}],
+            "holds completion, expected preference: use from_completions",
+        ),
+        (from_completions, [{"question": "a"}], "has the columns question; expected `messages`"),
+        (from_completions, [{"tokens": [1], "mask": [1]}], "holds tokens, expected completion"),
+    ],
+)
+def test_rows_of_another_kind(make: Any, rows: Any, expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        make(rows, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "expected"),
+    [
+        ({"turns": "first"}, ValueError, "turns"),
+        ({"too_long": "drop"}, ValueError, "too_long"),
+        ({"max_length": 1}, ValueError, "expected at least 2"),
+        ({"max_len": 3}, TypeError, "max_len"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        from_conversations(CHATS, TOKENIZER, **settings)

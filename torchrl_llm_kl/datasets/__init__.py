@@ -1,0 +1,41 @@
+"""Data for training: rows of files, datasets and lists; SFT and preference data as TensorDicts; what was left out."""
+
+from __future__ import annotations
+
+from torchrl_llm_kl.datasets._batches import (
+    OnSkip,
+    SkippedRowsWarning,
+    from_completions,
+    from_conversations,
+    from_pairs,
+)
+from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
+from torchrl_llm_kl.datasets._rows import (
+    DataError,
+    DataSource,
+    FileRows as FileRows,
+    Layout,
+    Row,
+    Rows,
+    layout_of as layout_of,
+    read_rows,
+)
+
+__all__ = [
+    "Answer",
+    "DataError",
+    "DataSource",
+    "Encoder",
+    "EncodingArgs",
+    "Layout",
+    "OnSkip",
+    "Row",
+    "Rows",
+    "Skip",
+    "Skipped",
+    "SkippedRowsWarning",
+    "from_completions",
+    "from_conversations",
+    "from_pairs",
+    "read_rows",
+]

@@ -1,0 +1,307 @@
+"""SFT and preference data as TensorDicts that losses, transforms and replay buffers read, from text of any form.
+
+Rows stay unpadded: the result is a lazy stack of one TensorDict for each sequence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from typing_extensions import Unpack
+
+from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
+from torchrl_llm_kl.datasets._rows import TOKENS, DataError, DataSource, Layout, Row, Rows, read_rows
+
+#: What happens to rows that are left out: a warning, an error at the first, or a call with their count.
+OnSkip = Literal["warn", "raise"] | Callable[[Skipped], None]
+
+
+class SkippedRowsWarning(UserWarning):
+    """Rows were left out or cut; ``skipped`` is their :class:`Skipped`."""
+
+    def __init__(self, name: str, skipped: Skipped) -> None:
+        super().__init__(f"of {name}, these are left out or cut:\n{skipped}")
+        self.skipped = skipped
+
+
+def from_conversations(
+    data: DataSource,
+    tokenizer: Any,
+    *,
+    messages_key: str = "messages",
+    on_skip: OnSkip = "warn",
+    **encoding: Unpack[EncodingArgs],
+) -> LazyStackedTensorDict:
+    r"""SFT data from conversations, on the tokenizer's chat template.
+
+    Args:
+        data: rows with a list of ``messages`` (dicts with ``role`` and ``content``), or conversations by themselves, in any
+            form that :func:`read_rows` takes: a JSONL or Parquet file, a dataset, a list, a ``History`` of TorchRL. A
+            column ``tools`` goes to the template.
+        tokenizer: of transformers.
+
+    Keyword Args:
+        messages_key: the column with the messages.
+        on_skip: what happens to rows that cannot be used, or that ``too_long="cut"`` shortens: ``"warn"`` with their number,
+            reasons and first places; ``"raise"`` at the first that cannot be used; or a function that is called once with
+            the :class:`Skipped`, also if there are none.
+        encoding: ``turns="last"`` to train only the last turn of the assistant, ``max_length``, ``too_long``,
+            ``system_prompt``, ``tools``, ...; see :class:`Encoder`.
+
+    Returns:
+        A lazy stack ``[N]`` with the entries of each row, unpadded:
+
+        - ``("tokens", "full")``: int64 ``[T]``; ``("tokens", "prompt")``: those before the first trained token;
+        - ``("masks", "all_assistant_mask")``: bool ``[T]``, all turns of the assistant; ``("masks", "all_attention_mask")``:
+          True;
+        - ``"metadata"``: all other columns, numbers and booleans as tensors, None where a row has none.
+
+        ``make_algorithm("sft")``, :class:`~torchrl_llm_kl.PolicyLoss`, :class:`~torchrl_llm_kl.RetrieveLogProb` and a
+        ``ReplayBuffer`` with a ``LazyStackStorage`` read it as it is. A loss trains the assistant's tokens after the prompt;
+        with ``masking_strategy="rlhf"`` also those in it.
+
+    Raises:
+        DataError: a ``ValueError``, if no row can be used; if the rows are of another kind; with ``on_skip="raise"`` for the
+            first row that cannot be used.
+        MissingChatTemplateError: if the tokenizer has no chat template.
+
+    Warns:
+        SkippedRowsWarning: for rows that are left out or cut.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"yes": 0, "no": 1, "or": 2, "<user>": 3, "<bot>": 4, "<end>": 5}))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+        >>> tokenizer.chat_template = (
+        ...     "{% for m in messages %}{{ '<bot> ' if m.role == 'assistant' else '<user> ' }}{{ m.content }} <end>\n"
+        ...     "{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}")
+        >>> chat = [{"role": "user", "content": "yes or no"}, {"role": "assistant", "content": "yes"}]
+        >>> data = from_conversations([{"messages": chat, "level": 3}], tokenizer)
+        >>> tokenizer.decode(data[0]["tokens", "prompt"])
+        '<user> yes or no <end> <bot>'
+        >>> data[0]["masks", "all_assistant_mask"].int().tolist()
+        [0, 0, 0, 0, 0, 0, 1, 1]
+        >>> data["metadata", "level"]
+        tensor([3])
+    """
+    encoder = Encoder("messages", tokenizer, **encoding)
+    stack, metadata = _encode(_named(data, messages=messages_key), encoder, on_skip)
+    return _stack([answer for (answer,) in stack], metadata)
+
+
+def from_completions(
+    data: DataSource,
+    tokenizer: Any,
+    *,
+    prompt_key: str = "prompt",
+    completion_key: str = "completion",
+    on_skip: OnSkip = "warn",
+    **encoding: Unpack[EncodingArgs],
+) -> LazyStackedTensorDict:
+    """SFT data from prompts and their completions, both as text or both as messages.
+
+    Text is encoded as it is written, prompt and completion together, and ends with the tokenizer's end-of-sequence token
+    (``add_eos=False``: without). With ``as_chat=True`` it becomes a message of a user and one of the assistant on the
+    chat template.
+
+    Args:
+        data: rows with ``prompt`` and ``completion``, in any form that :func:`read_rows` takes.
+        tokenizer: of transformers.
+
+    Keyword Args:
+        prompt_key: the column with the prompt.
+        completion_key: the column with the completion.
+        on_skip: what happens to rows that cannot be used; see :func:`from_conversations`.
+        encoding: ``as_chat``, ``max_length``, ``system_prompt``, ...; see :class:`Encoder`.
+
+    Returns:
+        The entries of :func:`from_conversations`, ``[N]``; ``("tokens", "prompt")`` is the prompt.
+
+    Raises, warns:
+        As :func:`from_conversations`.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"two": 0, "plus": 1, "is": 2, "four": 3, "<end>": 4}))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+        >>> rows = {"question": ["two plus two is "], "answer": ["four"]}
+        >>> data = from_completions(rows, tokenizer, prompt_key="question", completion_key="answer")
+        >>> data[0]["tokens", "full"].tolist(), data[0]["tokens", "prompt"].tolist()
+        ([0, 1, 0, 2, 3, 4], [0, 1, 0, 2])
+    """
+    encoder = Encoder("completion", tokenizer, **_with_eos(encoding))
+    stack, metadata = _encode(_named(data, prompt=prompt_key, completion=completion_key), encoder, on_skip)
+    return _stack([answer for (answer,) in stack], metadata)
+
+
+def from_pairs(
+    data: DataSource,
+    tokenizer: Any,
+    *,
+    prompt_key: str = "prompt",
+    chosen_key: str = "chosen",
+    rejected_key: str = "rejected",
+    on_skip: OnSkip = "warn",
+    **encoding: Unpack[EncodingArgs],
+) -> LazyStackedTensorDict:
+    """Preference data from pairs of a chosen and a rejected answer, as text or as messages.
+
+    Text is encoded as by :func:`from_completions`. Without a prompt, the answers are whole conversations, and the prompt is
+    what they share. A pair is left out if one of its answers cannot be used, or if both have the same tokens.
+
+    Args:
+        data: rows with ``chosen``, ``rejected`` and mostly ``prompt``, in any form that :func:`read_rows` takes; such as
+            ``{"chosen": history, "rejected": history}``.
+        tokenizer: of transformers.
+
+    Keyword Args:
+        prompt_key: the column with the prompt.
+        chosen_key: the column with the better answer.
+        rejected_key: the column with the worse answer.
+        on_skip: what happens to rows that cannot be used; see :func:`from_conversations`.
+        encoding: ``as_chat``, ``max_length``, ``system_prompt``, ...; see :class:`Encoder`.
+
+    Returns:
+        The entries of :func:`from_conversations`, ``[N, 2]``: chosen, rejected. So a replay buffer stores and samples whole
+        pairs. The entries ``"pair_id"`` and ``"chosen"`` tell them apart in ``reshape(-1)``, in any order of rows; the
+        objectives of single answers (``kto``, ``bco``) read ``"chosen"``.
+
+    Raises, warns:
+        As :func:`from_conversations`.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"two": 0, "plus": 1, "is": 2, "four": 3, "five": 4, "<end>": 5}))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+        >>> rows = [{"prompt": "two plus two is ", "chosen": "four", "rejected": "five"}]
+        >>> data = from_pairs(rows, tokenizer)
+        >>> data.batch_size, [row["tokens", "full"].tolist() for row in data[0]]
+        (torch.Size([1, 2]), [[0, 1, 0, 2, 3, 5], [0, 1, 0, 2, 4, 5]])
+        >>> data["chosen"].tolist()
+        [[True, False]]
+    """
+    encoder = Encoder("preference", tokenizer, **_with_eos(encoding))
+    rows = _named(data, prompt=prompt_key, chosen=chosen_key, rejected=rejected_key)
+    stack, metadata = _encode(rows, encoder, on_skip)
+    pairs = []
+    for i, answers in enumerate(stack):
+        own = {name: column[i : i + 1] * 2 for name, column in metadata.items()}
+        pair = _stack(answers, own)
+        for row, chosen in zip(pair.tensordicts, (True, False), strict=True):
+            row.set("pair_id", torch.tensor(i)).set("chosen", torch.tensor(chosen))
+        pairs.append(pair)
+    return lazy_stack(pairs)
+
+
+def _with_eos(encoding: EncodingArgs) -> EncodingArgs:
+    return {"add_eos": True, **encoding}
+
+
+# ------------------------------------------------------------------ rows
+
+
+class _Named(Rows):
+    """Rows whose columns have the names of a layout."""
+
+    def __init__(self, rows: Rows, keys: Mapping[str, str]) -> None:
+        self.rows, self.name, self.total = rows, rows.name, rows.total
+        self.keys = {own: other for own, other in keys.items() if own != other}
+
+    def _read(self) -> Iterable[Row]:  # type: ignore[override]
+        for row in self.rows:
+            if self.keys and isinstance(row.value, Mapping):
+                value = {name: item for name, item in row.value.items() if name not in self.keys.values()}
+                value |= {own: row.value[other] for own, other in self.keys.items() if other in row.value}
+                row = Row(row.index, row.place, value)
+            yield row
+
+
+def _named(data: DataSource, **keys: str) -> Rows:
+    return _Named(read_rows(data), keys)
+
+
+_MAKERS: dict[Layout, str] = {
+    "messages": "from_conversations",
+    "completion": "from_completions",
+    "preference": "from_pairs",
+}
+
+
+def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[Answer]], dict[str, list[Any]]]:
+    """The answers of each row that can be used, and the other columns of these rows."""
+    _check_layout(rows, encoder.layout)
+    skipped = Skipped()
+    kept: list[list[Answer]] = []
+    values: list[Mapping[str, Any]] = []
+    for row in rows:
+        found = encoder.encode(row)
+        answers = [item for item in found if isinstance(item, Answer)]
+        skips = [item for item in found if isinstance(item, Skip)]
+        if len(answers) == 2 and torch.equal(answers[0].tokens, answers[1].tokens):
+            skips = [Skip(row.index, "", row.place, "equal answers", "both answers have the same tokens")]
+        for skip in skips[:1]:
+            if on_skip == "raise":
+                part, detail = f" ({skip.part})" if skip.part else "", f": {skip.detail}" if skip.detail else ""
+                raise DataError(f"{row.place} of {rows.name}{part}, {skip.reason}{detail.rstrip('.')}.")
+            skipped.add(skip.reason, skip.place, part=skip.part, detail=skip.detail)
+        if not skips:
+            skipped.cut += sum(answer.cut for answer in answers)
+            kept.append(answers)
+            values.append(row.value if isinstance(row.value, Mapping) else {})
+    if not kept:
+        raise DataError(f"no row of {rows.name} can be used:\n{skipped}")
+    if callable(on_skip):
+        on_skip(skipped)
+    elif skipped.total or skipped.cut:
+        warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)
+    taken = {"messages", "prompt", "completion", "chosen", "rejected", "tools", *TOKENS}
+    names = dict.fromkeys(name for value in values for name in value if name not in taken)
+    return kept, {str(name): [value.get(name) for value in values] for name in names}
+
+
+def _check_layout(rows: Rows, expected: Layout) -> None:
+    found = rows.layout
+    if found != expected:
+        maker = f": use {_MAKERS[found]}" if found in _MAKERS else ""
+        raise DataError(f"the first row of {rows.name} holds {found}, expected {expected}{maker}.")
+
+
+# ------------------------------------------------------------------ TensorDicts
+
+
+def _stack(answers: Sequence[Answer], metadata: Mapping[str, list[Any]]) -> LazyStackedTensorDict:
+    columns = {name: _column(values) for name, values in metadata.items()}
+    rows = [_row(answer, {name: column[i] for name, column in columns.items()}) for i, answer in enumerate(answers)]
+    return lazy_stack(rows)
+
+
+def _row(answer: Answer, metadata: Mapping[str, Any]) -> TensorDictBase:
+    prompt = int(answer.mask.int().argmax())  # the first trained token
+    entries: dict[str, Any] = {
+        "tokens": TensorDict({"full": answer.tokens, "prompt": answer.tokens[:prompt]}),
+        "masks": TensorDict(
+            {"all_attention_mask": torch.ones_like(answer.mask), "all_assistant_mask": answer.assistant}
+        ),
+    }
+    if metadata:
+        entries["metadata"] = TensorDict(dict(metadata))
+    return TensorDict(entries)
+
+
+def _column(values: Sequence[Any]) -> Sequence[Tensor | NonTensorData]:
+    """One entry for each row: tensors if all values are numbers or all are booleans."""
+    kinds = {type(value) for value in values}
+    if kinds == {bool} or (kinds <= {int, float} and all(abs(value) < 2**63 for value in values)):
+        return torch.tensor(values)
+    return [NonTensorData(data=value) for value in values]

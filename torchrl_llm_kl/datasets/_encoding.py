@@ -1,0 +1,344 @@
+"""Token ids and masks of rows, and the count of the rows that have none.
+
+``T`` is the number of tokens of an answer, prompt and response together. A row that cannot be used is a :class:`Skip` with
+its reason, so that one bad line does not end a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl.datasets._rows import MASKS, TOKENS, Layout, Reason, Row, RowError, is_history, layout_of
+from torchrl_llm_kl.masks import (
+    AssistantMaskError,
+    MissingChatTemplateError,
+    encode_with_mask,
+    history_to_messages,
+    mask_from_prompt_lengths,
+    render_conversation,
+)
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One sequence to score or to train on.
+
+    Args:
+        index: of its row.
+        part: ``"chosen"``, ``"rejected"``, or empty.
+        tokens: prompt and response; int64 ``[T]``.
+        mask: True at the tokens to score; bool ``[T]``, False at the first.
+        assistant: True at all tokens of the assistant, also in the prompt; bool ``[T]``, False at the first.
+        cut: whether tokens at its end were cut off.
+    """
+
+    index: int
+    part: str
+    tokens: Tensor
+    mask: Tensor
+    assistant: Tensor
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A sequence that is left out.
+
+    Args:
+        index: of its row.
+        part: ``"chosen"``, ``"rejected"``, or empty.
+        place: of its row, for people.
+        reason: of a few.
+        detail: what was found.
+    """
+
+    index: int
+    part: str
+    place: str
+    reason: Reason
+    detail: str = ""
+
+
+class EncodingArgs(TypedDict, total=False):
+    """How text becomes tokens; the arguments of :class:`Encoder` beside layout and tokenizer."""
+
+    max_length: int | None
+    too_long: Literal["skip", "cut"]
+    vocab_size: int | None
+    as_chat: bool
+    add_eos: bool
+    turns: Literal["all", "last"]
+    system_prompt: str | None
+    tools: Sequence[Any] | None
+    chat_template: str | None
+    template_kwargs: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns rows into token ids, with the mask of the tokens to score or to train on.
+
+    Conversations are rendered on the tokenizer's chat template, and the mask has the assistant's turns with their end-of-turn
+    tokens. Plain text is encoded as it is written, prompt and answer together, after the begin-of-sequence token if the
+    tokenizer adds one.
+
+    Args:
+        layout: that every row must have.
+        tokenizer: of transformers; None for token ids.
+        vocab_size: of the model: token ids from here on are malformed. None for no check.
+        max_length: the longest sequence, in tokens; None for no limit.
+        too_long: ``"skip"`` longer sequences, or ``"cut"`` them at their end; a sequence without a response token before the
+            cut is skipped.
+        as_chat: whether a prompt and an answer that are text become the messages of a user and of the assistant.
+        add_eos: whether an answer that is text ends with the tokenizer's end-of-sequence token.
+        turns: ``"all"`` turns of the assistant after the prompt, or only the ``"last"``.
+        system_prompt: the first message of conversations that have none of a system.
+        tools: for the template, where a row has no column ``tools``.
+        chat_template: in place of the tokenizer's.
+        template_kwargs: further variables of the template, such as ``{"enable_thinking": False}``.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"two": 0, "plus": 1, "is": 2, "four": 3}))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> encoder = Encoder("completion", PreTrainedTokenizerFast(tokenizer_object=words))
+        >>> (answer,) = encoder.encode(Row(0, "row 1", {"prompt": "two plus two is ", "completion": "four"}))
+        >>> answer.tokens.tolist(), answer.mask.tolist()
+        ([0, 1, 0, 2, 3], [False, False, False, False, True])
+        >>> (skip,) = encoder.encode(Row(1, "row 2", {"prompt": "two", "completion": ""}))
+        >>> skip.reason, skip.detail
+        ('empty', 'no text to score')
+    """
+
+    layout: Layout
+    tokenizer: Any
+    vocab_size: int | None = None
+    max_length: int | None = None
+    too_long: Literal["skip", "cut"] = "skip"
+    as_chat: bool = False
+    add_eos: bool = False
+    turns: Literal["all", "last"] = "all"
+    system_prompt: str | None = None
+    tools: Sequence[Any] | None = None
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(("skip", "cut"), too_long=self.too_long)
+        check_choice(("all", "last"), turns=self.turns)
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length}, expected at least 2: the first token is never scored.")
+        if self.add_eos and self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos_token, which ends an answer: set it, or pass add_eos=False.")
+
+    def encode(self, row: Row) -> list[Answer | Skip]:
+        """The answers of a row: two for a preference, else one."""
+        parts = ("chosen", "rejected") if self.layout == "preference" else ("",)
+        return [self._part(row, part) for part in parts]
+
+    def _part(self, row: Row, part: str) -> Answer | Skip:
+        def skip(reason: Reason, detail: str = "") -> Skip:
+            return Skip(row.index, part, row.place, reason, detail)
+
+        if row.value is None:
+            return skip("malformed", row.problem)
+        try:
+            layout = layout_of(row.value)
+            if layout != self.layout:
+                raise RowError(f"holds {layout}, expected {self.layout} as in the first row")
+            value = row.value if isinstance(row.value, Mapping) else {"messages": row.value}
+            tokens, mask, assistant = self._tokens(value, part)
+        except RowError as error:
+            return skip(error.reason, str(error))
+        if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
+            found = f"token id {int(tokens.max())} is outside the vocabulary of {self.vocab_size}"
+            return skip("malformed", found)
+        length, most = len(tokens), self.max_length
+        cut = most is not None and length > most
+        if cut:
+            if self.too_long == "skip" or not mask[:most].any():
+                before = "" if self.too_long == "skip" else ", and the response begins after them"
+                return skip("too long", f"{length} tokens, at most {most}{before}")
+            tokens, mask, assistant = tokens[:most], mask[:most], assistant[:most]
+        if not mask.any():
+            return skip("empty", "no token to score")
+        return Answer(row.index, part, tokens, mask, assistant, cut)
+
+    def _tokens(self, value: Mapping[str, Any], part: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, the mask of those to score, and the mask of all that the assistant wrote."""
+        if self.layout == "tokens":
+            ids, mask = _of_ids(value)
+            return ids, mask, mask
+        if self.layout == "messages":
+            return self._of_messages([], _messages(value["messages"], "messages"), value)
+        name = part or "completion"
+        prompt, answer = value.get("prompt"), value[name]
+        if isinstance(answer, str) and isinstance(prompt, str):
+            if not answer:
+                raise RowError("no text to score", "empty")
+            if self.as_chat:
+                asked = [{"role": "user", "content": prompt}] if prompt else []
+                return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
+            return self._of_text(prompt, answer)
+        if isinstance(answer, str) and prompt is None:
+            raise RowError(f"has `{name}` as text without a `prompt`")
+        if isinstance(answer, str) or isinstance(prompt, str):
+            raise RowError(f"has one of `prompt` and `{name}` as text and the other as messages: give both alike")
+        answer = _messages(answer, name)
+        if prompt is None:  # both conversations begin with the prompt
+            other = _messages(value["rejected" if part == "chosen" else "chosen"], "chosen and rejected")
+            shared = next((i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), None)
+            shared = min(len(answer), len(other)) if shared is None else shared
+            return self._of_messages(answer[:shared], answer[shared:], value)
+        return self._of_messages(_messages(prompt, "prompt"), answer, value)
+
+    def _of_messages(
+        self, prompt: list[Message], answer: list[Message], value: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The assistant's turns of ``answer``, on the chat template."""
+        if not answer:
+            raise RowError("no message", "empty")
+        spoken = [i for i, message in enumerate(answer) if message["role"] == "assistant"]
+        if not spoken:
+            raise RowError("", "no assistant turn")
+        if self.turns == "last":
+            prompt, answer = [*prompt, *answer[: spoken[-1]]], answer[spoken[-1] :]
+        if self.system_prompt is not None and [*prompt, *answer][0]["role"] != "system":
+            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        options: dict[str, Any] = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
+        options["tools"] = self.tools if value.get("tools") is None else value["tools"]
+        try:
+            rendered = render_conversation(self.tokenizer, [*prompt, *answer], **options)
+            if not any(message["role"] == "assistant" for message in prompt):
+                return rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask
+            before = render_conversation(self.tokenizer, prompt, **options)
+            spans = rendered.assistant_spans[len(before.assistant_spans) :]
+            ((tokens, mask),) = encode_with_mask(self.tokenizer, [rendered.text], [spans])
+            return tokens, mask, rendered.assistant_mask
+        except MissingChatTemplateError:
+            raise
+        except AssistantMaskError as error:
+            raise RowError(str(error), "template") from error
+        except Exception as error:  # whatever a template raises
+            raise RowError(f"{type(error).__name__}: {error}", "template") from error
+
+    def _of_text(self, prompt: str, answer: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
+        ((tokens, mask),) = encode_with_mask(
+            self.tokenizer, [prompt + answer], [[(len(prompt), len(prompt) + len(answer))]]
+        )
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and bos in self.tokenizer("").input_ids[:1] and tokens[:1].tolist() != [bos]:
+            mask[:1] = not prompt  # an answer without a prompt has a prefix after all
+            tokens, mask = torch.cat([torch.tensor([bos]), tokens]), torch.cat([torch.tensor([False]), mask])
+        eos = self.tokenizer.eos_token_id
+        if self.add_eos and int(tokens[-1]) != eos:
+            tokens, mask = torch.cat([tokens, torch.tensor([eos])]), torch.cat([mask, torch.tensor([True])])
+        return tokens, mask, mask
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    """Messages without the fields that Parquet fills with None."""
+    if is_history(value):
+        return list(history_to_messages(value))
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of messages")
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RowError(f"has {message!r:.60} in `{name}`, expected an object with `role` and `content`")
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _of_ids(value: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    name = next(key for key in TOKENS if value.get(key) is not None)
+    ids = _integers(value[name], name)
+    if not len(ids):
+        raise RowError("no tokens", "empty")
+    if int(ids.min()) < 0:
+        raise RowError(f"has the token id {int(ids.min())} in `{name}`, expected ids of at least 0 without padding")
+    given = next((key for key in MASKS if value.get(key) is not None), None)
+    if given is None:
+        length = value["prompt_length"]
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(ids):
+            raise RowError(f"has prompt_length {length!r}, expected a whole number from 0 to {len(ids)}")
+        return ids, mask_from_prompt_lengths(torch.tensor([length]), torch.tensor([len(ids)]))
+    held = value[given]
+    mask = _integers([int(x) if isinstance(x, bool) else x for x in held] if isinstance(held, list) else held, given)
+    if len(mask) != len(ids) or bool(((mask != 0) & (mask != 1)).any()):
+        raise RowError(
+            f"has {len(mask)} numbers in `{given}`, expected {len(ids)}, 1 at the tokens to score and 0 elsewhere"
+        )
+    mask = mask.bool()
+    mask[:1] = False  # it has no prefix
+    return ids, mask
+
+
+def _integers(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of whole numbers")
+    wrong = next((x for x in value if isinstance(x, bool) or not isinstance(x, int) or abs(x) >= 2**63), None)
+    if wrong is not None:
+        raise RowError(f"has {wrong!r:.40} in `{name}`, expected whole numbers")
+    return torch.tensor(value, dtype=torch.long)
+
+
+# ------------------------------------------------------------------ what was left out
+
+_PLACES = 5  # of each reason
+
+
+@dataclass
+class Skipped:
+    """The sequences that were left out, counted by reason, with the first places of each.
+
+    Args:
+        counts: of each reason.
+        places: for people, the first five of each reason.
+        cut: number of sequences that were shortened to the largest length.
+
+    Example:
+        >>> skipped = Skipped()
+        >>> skipped.add("empty", "line 4", detail="no text to score")
+        >>> print(skipped)
+        skipped 1, empty: line 4: no text to score
+        >>> skipped.total, skipped.counts["empty"]
+        (1, 1)
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    cut: int = 0
+
+    @property
+    def total(self) -> int:
+        """The number of sequences that were left out."""
+        return self.counts.total()
+
+    def add(self, reason: str, place: str, *, part: str = "", detail: str = "") -> None:
+        """Count one sequence."""
+        self.counts[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < _PLACES:
+            places.append(f"{place}{f' ({part})' if part else ''}{f': {detail}' if detail else ''}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts and first places by reason, for JSON."""
+        return {reason: {"count": n, "first": self.places[reason]} for reason, n in self.counts.items()}
+
+    def __str__(self) -> str:
+        lines = [
+            f"skipped {self.counts[reason]:,}, {reason}: {'; '.join(places)}"
+            + ("; ..." if self.counts[reason] > len(places) else "")
+            for reason, places in self.places.items()
+        ]
+        return "\n".join([*lines, *([f"cut {self.cut:,} at the largest length"] if self.cut else [])])

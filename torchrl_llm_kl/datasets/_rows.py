@@ -1,0 +1,348 @@
+"""Rows of data, one after another, from a JSONL or Parquet file, a dataset of Hugging Face, a list, or columns.
+
+A row that cannot be read is a :class:`Row` with its problem, so that a caller can count it; only a source that is
+unreadable as a whole raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import islice
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from torchrl_llm_kl.masks import history_to_messages
+
+if TYPE_CHECKING:
+    from torchrl.data.llm import History
+
+#: What holds rows: the path of a JSONL or Parquet file; a dataset of Hugging Face's ``datasets``, or any other iterable of
+#: dicts; a list of dicts, texts or conversations; a dict of columns; a ``History`` of TorchRL.
+DataSource: TypeAlias = "str | PathLike[str] | Iterable[Any] | Mapping[str, Any] | History"
+
+#: The kinds of rows that have tokens to score or to train on.
+Layout = Literal["messages", "completion", "preference", "tokens"]
+
+EXPECTED = "`messages`, `prompt` and `completion`, `chosen` and `rejected`, or `tokens` with `prompt_length` or `mask`"
+#: Names of token ids.
+TOKENS = ("tokens", "input_ids")
+#: Names of the mask of token ids: this package's, transformers', TRL's.
+MASKS = ("mask", "assistant_masks", "completion_mask")
+
+
+class DataError(ValueError):
+    """Data that cannot be used: what was found, where, and what was expected."""
+
+
+#: Why a row is left out.
+Reason = Literal["malformed", "empty", "no assistant turn", "too long", "template", "equal answers"]
+
+
+class RowError(DataError):
+    """One row that cannot be used, and the reason; the message continues the row's place."""
+
+    def __init__(self, detail: str, reason: Reason = "malformed") -> None:
+        super().__init__(detail)
+        self.reason: Reason = reason
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source.
+
+    Args:
+        index: from 0; blank lines of a file are not rows.
+        place: for people: ``"line 3"``, ``"row 3"``.
+        value: the columns by name, a text, or the messages of a conversation; None if the row cannot be read.
+        problem: why it cannot be read; empty if it can.
+    """
+
+    index: int
+    place: str
+    value: Any
+    problem: str = ""
+
+
+def read_rows(source: DataSource) -> Rows:
+    """Open data of any form as rows.
+
+    Args:
+        source: the path of a JSONL or Parquet file (recognised by its content); a dataset of Hugging Face's ``datasets``,
+            also a streamed one; a list of dicts, of texts or of conversations (lists of messages); a dict of columns of one
+            length; a ``torchrl.data.llm.History`` of conversations. What :func:`read_rows` returned is returned as it is.
+
+    Returns:
+        The :class:`Rows`; a file is read as it is iterated, and again by each iteration.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ImportError: for a Parquet file without pyarrow.
+        DataError: a ``ValueError``; for a folder, an empty or a damaged file, or columns of unequal lengths.
+        TypeError: for anything else.
+
+    Example:
+        >>> [row.value for row in read_rows({"question": ["1 + 1", "2 + 3"], "answer": [2, 5]})]
+        [{'question': '1 + 1', 'answer': 2}, {'question': '2 + 3', 'answer': 5}]
+        >>> read_rows(["a text", 3]).values()
+        Traceback (most recent call last):
+        ...
+        torchrl_llm_kl.datasets._rows.DataError: row 2 of the list is of int, expected a dict of columns, a text or messages.
+    """
+    if isinstance(source, Rows):
+        return source
+    if isinstance(source, (str, PathLike)):
+        return FileRows(Path(source))
+    kind = type(source).__name__
+    if is_history(source):
+        return _IterableRows(_conversations(source), f"the {kind}")
+    if isinstance(source, Mapping):
+        return _IterableRows(_of_columns(source), "the columns")
+    if hasattr(source, "iterrows"):
+        raise TypeError(f"expected rows, found a {kind}, which iterates over columns: pass to_dict('records').")
+    if not isinstance(source, Iterable) or isinstance(source, (bytes, bytearray)):
+        raise TypeError(
+            f"expected rows: a path, a dataset, a list of dicts, a dict of columns or a History, found {kind}."
+        )
+    return _IterableRows(list(source) if isinstance(source, Iterator) else source, f"the {kind}")
+
+
+def is_history(value: Any) -> bool:
+    """Whether a value is torchrl's ``History`` or ``ChatHistory``, without loading torchrl."""
+    return any(base.__name__ in ("History", "ChatHistory") for base in type(value).__mro__)
+
+
+class Rows:
+    """Rows of one source; iterate over them as often as needed. :func:`read_rows` makes them.
+
+    Attributes:
+        name: of the source, for messages.
+        total: the number of rows; None for a streamed dataset, which does not know it.
+
+    Example:
+        >>> rows = read_rows([{"prompt": "1 + 1 =", "completion": " 2"}])
+        >>> rows.total, rows.layout, [row.place for row in rows]
+        (1, 'completion', ['row 1'])
+    """
+
+    name: str
+    total: int | None
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.read()
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
+        """Rows from number ``start`` to before number ``stop``."""
+        return islice(self._read(), start, stop)
+
+    def values(self) -> list[Any]:
+        """The values of all rows.
+
+        Raises:
+            DataError: at the first row that cannot be read.
+        """
+        found = []
+        for row in self:
+            if row.value is None:
+                raise self.error(row, row.problem)
+            found.append(row.value)
+        return found
+
+    def error(self, row: Row, problem: str) -> DataError:
+        """An error that names the row: ``line 3 of data.jsonl`` and the problem."""
+        return DataError(f"{row.place} of {self.name} {problem.rstrip('.')}.")
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What the first readable row holds; a ``DataError`` if that is nothing to score or train on."""
+        first = ""
+        for row in self:
+            if row.value is not None:
+                try:
+                    return layout_of(row.value)
+                except RowError as error:
+                    raise self.error(row, str(error)) from None
+            first = first or f"{row.place} {row.problem}"
+        raise DataError(f"{self.name} holds no row that can be read ({first or 'no row at all'}): expected {EXPECTED}.")
+
+    def _read(self) -> Iterator[Row]:
+        raise NotImplementedError
+
+
+# ------------------------------------------------------------------ what is in memory
+
+
+class _IterableRows(Rows):
+    """Rows of a list, or of anything that iterates over dicts."""
+
+    def __init__(self, items: Iterable[Any], name: str) -> None:
+        self._items, self.name = items, name
+        self.total = len(items) if hasattr(items, "__len__") else None  # a streamed dataset has no length
+
+    def _read(self) -> Iterator[Row]:
+        for index, item in enumerate(self._items):
+            place = f"row {index + 1}"
+            if isinstance(item, (Mapping, str)) or (isinstance(item, Sequence) and not isinstance(item, bytes)):
+                yield Row(index, place, item)
+            elif isinstance(item, Row):
+                yield item
+            else:
+                problem = f"is of {type(item).__name__}, expected a dict of columns, a text or messages"
+                yield Row(index, place, None, problem)
+
+
+def _conversations(history: Any) -> list[Any]:
+    """The conversations of a History of any batch size."""
+    found = history_to_messages(history)
+    while found and isinstance(found[0], list) and found[0] and isinstance(found[0][0], list):
+        found = [conversation for several in found for conversation in several]
+    return [found] if found and not isinstance(found[0], list) else found
+
+
+def _of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if columns and all(hasattr(value, "column_names") for value in columns.values()):
+        raise DataError(f"expected rows, found the splits {', '.join(map(str, columns))}: pass one of them.")
+    lists: dict[str, Any] = {}
+    for name, value in columns.items():
+        if is_history(value):
+            value = _conversations(value)
+        elif hasattr(value, "tolist"):
+            value = value.tolist()
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+            raise DataError(
+                f"expected columns of one length, found {name!r} of {type(value).__name__}: pass a list of dicts for rows, "
+                "or a dict of lists for columns."
+            )
+        lists[name] = value
+    lengths = {name: len(value) for name, value in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"expected columns of one length, found {lengths}.")
+    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+
+
+# ------------------------------------------------------------------ files
+
+
+class FileRows(Rows):
+    """Rows of a JSONL or Parquet file. A damaged line is a row with its problem, and blank lines are none.
+
+    Args:
+        path: the file; Parquet is recognised by its content.
+
+    Attributes:
+        digest: of the file's bytes; hexadecimal SHA-256.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "data.jsonl"
+        ...     _ = path.write_text('{"prompt": "a", "completion": "b"}' + chr(10) + "oops")
+        ...     [(row.place, row.problem) for row in FileRows(path)]
+        [('line 1', ''), ('line 2', 'is not JSON: Expecting value at column 1')]
+    """
+
+    total: int
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+        if path.is_dir():
+            raise DataError(f"{path} is a folder, expected a JSONL or Parquet file.")
+        try:
+            self.digest, lines, start = _read_through(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no file {path}: pass the path of a JSONL or Parquet file.") from None
+        if not start:
+            raise DataError(f"{path} is empty: expected a JSON object on each line, or a Parquet file.")
+        self.parquet = start.startswith(b"PAR1")
+        self.total = self._parquet_file().metadata.num_rows if self.parquet else lines
+
+    def _parquet_file(self) -> Any:
+        try:
+            import pyarrow.parquet as parquet
+        except ModuleNotFoundError:
+            raise ImportError(
+                f"{self.path} is a Parquet file, which needs pyarrow: pip install 'torchrl-llm-kl[data]'."
+            ) from None
+        try:
+            return parquet.ParquetFile(self.path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.path} is a damaged Parquet file: {error}.") from error
+
+    def _read(self) -> Iterator[Row]:
+        return self._parquet_rows() if self.parquet else self._json_rows()
+
+    def _parquet_rows(self) -> Iterator[Row]:
+        index = 0
+        for batch in self._parquet_file().iter_batches(batch_size=256):
+            for value in batch.to_pylist():
+                yield Row(index, f"row {index + 1}", value)
+                index += 1
+
+    def _json_rows(self) -> Iterator[Row]:
+        index = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                yield _parse(index, f"line {number}", line)
+                index += 1
+
+
+def _read_through(path: Path) -> tuple[str, int, bytes]:
+    """Digest, number of lines that are not blank, and the first bytes."""
+    digest, count, start = sha256(), 0, b""
+    with path.open("rb") as file:
+        for line in file:
+            start = start or line[:4]
+            digest.update(line)
+            count += bool(line.strip())
+    return digest.hexdigest(), count, start
+
+
+def _parse(index: int, place: str, line: bytes) -> Row:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return Row(index, place, None, "is not UTF-8")
+    except json.JSONDecodeError as error:
+        return Row(index, place, None, f"is not JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return Row(index, place, None, "is not JSON: nested too deeply")
+    if not isinstance(value, dict):
+        return Row(index, place, None, f"is a JSON {type(value).__name__}, expected an object")
+    return Row(index, place, value)
+
+
+# ------------------------------------------------------------------ what a row holds
+
+
+def layout_of(value: Any) -> Layout:
+    """What a row holds.
+
+    Raises:
+        RowError: if it is none of the layouts; the message continues the row's place.
+
+    Example:
+        >>> layout_of({"prompt": "2 + 2 =", "completion": " 4"})
+        'completion'
+    """
+    if isinstance(value, str):
+        raise RowError(f"is a text; expected {EXPECTED}")
+    if not isinstance(value, Mapping):  # a conversation by itself
+        return "messages"
+    has = {key for key, item in value.items() if item is not None}  # Parquet fills missing columns with None
+    if "chosen" in has and "rejected" in has:
+        return "preference"
+    if "prompt" in has and "completion" in has:
+        return "completion"
+    if "messages" in has:
+        return "messages"
+    if has & set(TOKENS):
+        if "prompt_length" in has or has & set(MASKS):
+            return "tokens"
+        raise RowError("has token ids but no `prompt_length` and no `mask`, which say what to score")
+    raise RowError(f"has the columns {', '.join(sorted(value)) or '(none)'}; expected {EXPECTED}")

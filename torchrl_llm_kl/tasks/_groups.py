@@ -1,0 +1,71 @@
+"""Whole groups from the batches of a collector."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+from tensordict import NestedKey, TensorDictBase, lazy_stack
+
+from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.ragged import has_entry
+
+
+def whole_groups(
+    batches: Iterable[TensorDictBase],
+    group_size: int,
+    *,
+    num_groups: int = 1,
+    group_key: NestedKey = "group",
+    run_key: NestedKey = "run",
+) -> Iterator[TensorDictBase]:
+    """Batches of whole groups of finished episodes, from batches that end anywhere.
+
+    Episodes of several turns end at different steps, so that a batch of a collector holds parts of episodes and of groups.
+    This keeps them until the group is complete; nothing is dropped or repeated.
+
+    Args:
+        batches: of a collector: rows ``[*envs, steps]`` or flattened, each step once and those of an episode in order.
+        group_size: episodes of a group.
+
+    Keyword Args:
+        num_groups: groups of a batch.
+        group_key: entry that is equal for the rows of a group; an integer.
+        run_key: entry that is equal for the steps of an episode; an integer. Data without it has episodes of one step.
+
+    Yields:
+        Rows ``[R]``, groups in the order in which they were completed, in each the episodes in the order of their numbers, in
+        each its steps.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> step = TensorDict(group=torch.tensor([[5, 5, 6], [5, 6, 6]]), batch_size=[2, 3])
+        >>> step["run"] = torch.tensor([[10, 10, 12], [11, 13, 13]])
+        >>> done = torch.tensor([[False, True, False], [True, False, True]])
+        >>> step["next"] = TensorDict(done=done.unsqueeze(-1), batch_size=[2, 3])
+        >>> [batch["run"].tolist() for batch in whole_groups([step], group_size=2)]  # run 12 is under way
+        [[10, 10, 11]]
+    """
+    check_range(1, group_size=group_size, num_groups=num_groups)
+    unnamed = count(-1, -1)
+    steps: dict[int, dict[int, list[TensorDictBase]]] = defaultdict(lambda: defaultdict(list))
+    ended: dict[int, int] = defaultdict(int)
+    complete: list[int] = []
+    for batch in batches:
+        for row in batch.reshape(-1).unbind(0):
+            group = int(row[group_key])
+            steps[group][int(row[run_key]) if has_entry(row, run_key) else next(unnamed)].append(row)
+            if bool(row["next", "done"].any()):
+                ended[group] += 1
+                if ended[group] == group_size:
+                    complete.append(group)
+        while len(complete) >= num_groups:
+            taken, complete = complete[:num_groups], complete[num_groups:]
+            runs = [steps.pop(group) for group in taken]
+            for group in taken:
+                del ended[group]
+            yield lazy_stack(
+                [row for group_runs in runs for run in sorted(group_runs, key=abs) for row in group_runs[run]]
+            )

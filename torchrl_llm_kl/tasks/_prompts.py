@@ -1,0 +1,179 @@
+"""Prompts of a task: rows of a file, a list or a data set, and the order in which they are posed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from torchrl_llm_kl.datasets import DataError, DataSource, read_rows
+
+#: The columns that may hold a prompt, the first of them that a row has.
+PROMPT_COLUMNS = ("prompt", "question", "messages")
+
+
+class PromptError(DataError):
+    """A row holds no prompt, or there are no rows; the message names the row and what it holds."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Args:
+        question: the text of the user's last message.
+        messages: the conversation up to the answer.
+        metadata: all other columns of the row, among them ``answer``, the expected one.
+    """
+
+    question: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class Prompts(Sequence[Prompt]):
+    """Prompts by number. Those of a file or a list are checked when this is built, rows of a data set when they are posed.
+
+    Args:
+        source: texts; rows (dicts with ``prompt``, ``question`` or ``messages``); conversations; a dict of columns; the path of
+            a JSONL or Parquet file; or a ``Dataset`` of Hugging Face's ``datasets``.
+
+    Raises:
+        PromptError: for a row without a prompt, or no rows.
+        DataError: for a file or a row that cannot be read.
+        TypeError: for another source.
+
+    Example:
+        >>> prompts = Prompts([{"question": "2 + 2?", "answer": "4", "level": 1}])
+        >>> prompts[0].messages, prompts[0].metadata
+        ([{'role': 'user', 'content': '2 + 2?'}], {'answer': '4', 'level': 1})
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        self._table: Any = source if _is_table(source) else None
+        self._prompts: list[Prompt] = []
+        if self._table is None:
+            rows = read_rows(source)
+            if rows.total is None:
+                raise TypeError(
+                    f"prompts must have a length, and {rows.name} is a stream: pass its first rows, "
+                    "list(itertools.islice(stream, 10_000))."
+                )
+            for row in rows:
+                if row.value is None:
+                    raise rows.error(row, row.problem)
+                self._prompts.append(parse_prompt(row.value, f"{row.place} of {rows.name}"))
+        if not len(self):
+            raise PromptError("there are no prompts: found 0 rows, expected at least one.")
+        _ = self[0]
+
+    def __len__(self) -> int:
+        return len(self._prompts if self._table is None else self._table)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if self._table is None:
+            return self._prompts[index]
+        return parse_prompt(self._table[int(index)], f"row {int(index) + 1} of the data set")
+
+
+def _is_table(source: Any) -> bool:
+    """Whether a source is a data set of rows by number, such as ``datasets.Dataset``."""
+    return all(hasattr(source, name) for name in ("__len__", "__getitem__", "column_names"))
+
+
+def parse_prompt(row: Any, place: str) -> Prompt:
+    """The prompt of a row: a text, messages, or a mapping with a column of :data:`PROMPT_COLUMNS`.
+
+    Args:
+        row: its value.
+        place: names it in errors.
+
+    Raises:
+        PromptError: if it holds no prompt.
+
+    Example:
+        >>> parse_prompt("hi", "row 1")
+        Prompt(question='hi', messages=[{'role': 'user', 'content': 'hi'}], metadata={})
+    """
+    if not isinstance(row, Mapping):
+        row = {"prompt": row}
+    # Parquet fills missing columns with None.
+    column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
+    if column is None:
+        filled = ", ".join(str(name) for name, value in row.items() if value is not None) or "(none)"
+        raise PromptError(
+            f"{place} has no prompt: found the columns {filled}, expected one of {', '.join(PROMPT_COLUMNS)}. Rename the "
+            "column that holds the question."
+        )
+    value = row[column]
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value, column, place)
+    metadata = {str(key): item for key, item in row.items() if key != column}
+    return Prompt(_question(messages), messages, metadata)
+
+
+def _messages(value: Any, column: str, place: str) -> list[dict[str, Any]]:
+    """Messages without the fields that Parquet fills with None."""
+    if not isinstance(value, Sequence) or not value:
+        raise PromptError(f"{place} has {value!r:.60} as `{column}`, expected a text or a list of messages.")
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise PromptError(f"{place} has {message!r:.60} in `{column}`, expected a dict with `role` and `content`.")
+    if value[-1]["role"] == "assistant":
+        raise PromptError(
+            f"{place}: `{column}` ends with the assistant's message, expected the prompt alone. Put the expected answer into "
+            "another column."
+        )
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the user's last message."""
+    for message in reversed(messages):
+        if message["role"] == "user":
+            content = message.get("content", "")
+            if isinstance(content, str):
+                return content
+            return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    return ""
+
+
+# ------------------------------------------------------------------ the order
+
+
+class PromptOrder:
+    """Which of ``total`` prompts is posed at a position of the run: a new permutation for each epoch.
+
+    The number is a function of ``seed`` and position alone, so that a run continues anywhere.
+
+    Args:
+        total: prompts.
+        seed: None to pose them as they come.
+
+    Example:
+        >>> order = PromptOrder(4, seed=0)
+        >>> epochs = [[order[i] for i in range(start, start + 4)] for start in (0, 4)]
+        >>> [sorted(epoch) for epoch in epochs], epochs[0] == epochs[1]
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], False)
+    """
+
+    def __init__(self, total: int, seed: int | None) -> None:
+        self.total, self.seed = total, seed
+
+    def __getitem__(self, position: int) -> int:
+        epoch, place = divmod(position, self.total)
+        if self.seed is None:
+            return place
+        return int(_permutation(self.total, self.seed, epoch)[place])
+
+
+@lru_cache(maxsize=4)
+def _permutation(total: int, seed: int, epoch: int) -> torch.Tensor:
+    digest = sha256(f"{seed}/{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randperm(total, generator=generator)

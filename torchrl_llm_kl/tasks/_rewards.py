@@ -1,0 +1,350 @@
+"""Rewards from functions of a question, an answer and the row's other columns."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.ragged import read_column
+from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations, sub_key
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
+from torchrl_llm_kl.tasks._rows import read_rows_of
+from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
+
+logger = logging.getLogger("torchrl_llm_kl.tasks")
+
+#: ``(question, answer, metadata) -> number``, or a dict of numbers; sync or async.
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+#: One function, or named parts, each a function or a pair of its weight and the function.
+Reward = RewardFunction | Mapping[str, RewardFunction | tuple[float, RewardFunction]]
+
+#: Seconds between two log lines about failures; those between are counted in the next one.
+_LOG_EVERY = 10.0
+
+
+class RewardError(RuntimeError):
+    """A reward function failed for every answer of its first batch; the cause is its first error."""
+
+
+class FunctionReward(Transform):
+    r"""Write the reward of each answer, computed by Python functions.
+
+    A function gets the question, the answer as text (without end-of-turn and padding tokens) and the row's other columns, and
+    returns a finite number; it may be ``async``. Where it raises, takes too long or returns anything else, its part of the
+    reward is 0: the failure is counted and logged (logger ``torchrl_llm_kl.tasks``), and training goes on. A function that
+    fails for all answers of its first batch raises instead.
+
+    In an env of several turns the answer is that of the last one, and earlier steps have reward 0. Append transforms that
+    charge a KL after this one; :func:`make_env` does.
+
+    Args:
+        reward: a function ``(question, answer, metadata) -> number``; or named parts, ``{name: function}`` or
+            ``{name: (weight, function)}``.
+
+    Keyword Args:
+        weights: of the parts of one function that returns a dict ``{name: number}``: it must return these names.
+        timeout: seconds for each call; None for no limit: sync functions then run in the caller's thread, as those need that
+            use signals.
+        workers: threads for sync functions (default one), and the most async calls at a time (default all).
+        tokenizer: its special tokens are stripped from the end of an answer. Default: the env's.
+        question_key, answer_key: entries of the texts.
+        metadata_key: entry of the other columns; without it a function gets ``{}``.
+        messages_key: entry of the conversation, which a function gets as ``metadata["messages"]`` if the data has it.
+        reward_key: where the sum of weight times part goes.
+        rewards_key: below it each named part, without its weight.
+        failures_key: how many parts of a row failed.
+
+    Shapes:
+        float32 ``[*B, 1]``; the failures int64 ``[*B, 1]``. All under ``"next"``.
+
+    Raises:
+        RewardError: if a function fails for all answers of its first batch.
+        TypeError: at construction, if a part is not callable.
+        ValueError: at construction, for no parts or a weight that is not finite.
+
+    Example:
+        >>> import tensordict
+        >>> _ = tensordict.set_list_to_stack(True).set()
+        >>> def right(question, answer, metadata):
+        ...     return answer == metadata["answer"]
+        >>> def short(question, answer, metadata):
+        ...     return -len(answer)
+        >>> data = tensordict.TensorDict(
+        ...     query=["2 + 2?", "1 + 2?"],
+        ...     text=tensordict.TensorDict(response=["4", "22"], batch_size=[2]),
+        ...     metadata=tensordict.NonTensorStack({"answer": "4"}, {"answer": "3"}),
+        ...     batch_size=[2],
+        ... )
+        >>> data = FunctionReward({"right": right, "short": (0.1, short)})(data)
+        >>> data["next", "reward"].squeeze(-1), data["next", "rewards", "short"].squeeze(-1)
+        (tensor([ 0.9000, -0.2000]), tensor([-1., -2.]))
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        *,
+        weights: Mapping[str, float] | None = None,
+        timeout: float | None = 30.0,
+        workers: int | None = None,
+        tokenizer: Any = None,
+        question_key: NestedKey = "query",
+        answer_key: NestedKey = ("text", "response"),
+        metadata_key: NestedKey = "metadata",
+        messages_key: NestedKey = "messages",
+        reward_key: NestedKey = "reward",
+        rewards_key: NestedKey = "rewards",
+        failures_key: NestedKey = "reward_failures",
+    ) -> None:
+        check_range(above=0.0, timeout=timeout)
+        check_range(1, workers=workers)
+        self.functions, self.weights = _parts(reward, weights)
+        self.named = weights is not None or isinstance(reward, Mapping)
+        self.tokenizer = tokenizer
+        self.question_key, self.answer_key = question_key, answer_key
+        self.metadata_key, self.messages_key = metadata_key, messages_key
+        self.reward_key, self.rewards_key, self.failures_key = reward_key, rewards_key, failures_key
+        self._call_all = Caller(timeout, workers)
+        self._worked: set[str] = set()
+        self._log = FailureLog()
+        super().__init__(
+            in_keys=[question_key, answer_key, metadata_key],
+            out_keys=[reward_key, *(self.part_key(name) for name in self.names), failures_key],
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The named parts; empty for one function that returns a number."""
+        return list(self.weights) if self.named else []
+
+    def part_key(self, name: str) -> NestedKey:
+        """The entry of a named part."""
+        return sub_key(self.rewards_key, name)
+
+    @property
+    def part_keys(self) -> list[NestedKey]:
+        """Entries of a batch that hold the named parts, as ``gdpo`` reads them: ``keys={"rewards": reward.part_keys}``."""
+        return [unravel_key(("next", self.part_key(name))) for name in self.names]
+
+    # ------------------------------------------------------------------ where TorchRL calls it
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Apply to collected data."""
+        next_td = tensordict.get("next", None)
+        if next_td is None:
+            tensordict.set("next", next_td := tensordict.empty())
+        tensordict.set("next", self._step(tensordict, next_td))
+        return tensordict
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self.forward(next_tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        shape = tensordict.batch_size
+        questions = self._texts(tensordict, next_tensordict, self.question_key)
+        special = self._special()
+        answers = [strip_end(text, special) for text in self._answers(tensordict, next_tensordict)]
+        metadata = self._metadata(tensordict, next_tensordict, len(answers))
+        rows = [row for row, done in enumerate(_done(next_tensordict)) if done]
+        values, failures = self._evaluate(rows, questions, answers, metadata)
+        total = torch.stack([weight * values[name] for name, weight in self.weights.items()]).sum(0)
+        outputs = {self.reward_key: total, self.failures_key: failures}
+        outputs |= {self.part_key(name): values[name] for name in self.names}
+        for key, x in outputs.items():
+            next_tensordict.set(key, x.reshape(*shape, 1).to(next_tensordict.device or x.device))
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Declare the reward, its parts and the failures."""
+        shape = (*reward_spec.shape, 1)
+        for key in self.out_keys:
+            dtype = torch.int64 if key == self.failures_key else torch.float32
+            reward_spec[key] = Unbounded(shape=shape, dtype=dtype, device=reward_spec.device)
+        return reward_spec
+
+    # ------------------------------------------------------------------ the calls
+
+    def _evaluate(
+        self, rows: list[int], questions: list[str], answers: list[str], metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The value of each part and the number of failures of each row; ``[B]`` each, 0 in rows that are not asked for."""
+        values = {name: torch.zeros(len(answers)) for name in self.weights}
+        failures = torch.zeros(len(answers), dtype=torch.int64)
+        calls = [
+            Call(function, (questions[row], answers[row], dict(metadata[row])))
+            for function in self.functions.values()
+            for row in rows
+        ]
+        results = iter(self._call_all(calls))
+        for part in self.functions:
+            names = [part] if part in self.weights else list(self.weights)
+            failed: list[tuple[int, BaseException]] = []
+            for row in rows:
+                result = self._numbers(next(results), part, names)
+                if isinstance(result, Failure):
+                    failures[row] += len(names)
+                    failed.append((row, result.error))
+                else:
+                    for name, value in zip(names, result, strict=True):
+                        values[name][row] = value
+            self._report(part, failed, len(rows), questions, answers)
+        return values, failures
+
+    def _numbers(self, result: Any, part: str, names: list[str]) -> list[float] | Failure:
+        """The numbers that a call returned, one for each of ``names``."""
+        if isinstance(result, Failure):
+            return result
+        found = f"a dict with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else f"{result!r:.60}"
+        if part in self.weights:
+            if isinstance(result, Mapping):
+                return Failure(TypeError(f"returned {found}, expected a number: name its parts with weights={{...}}"))
+            values = [_number(result)]
+        elif isinstance(result, Mapping) and set(result) == set(names):
+            values = [_number(result[name]) for name in names]
+        else:
+            return Failure(TypeError(f"returned {found}, expected a dict with {', '.join(map(repr, names))}"))
+        wrong = next((value for value in values if isinstance(value, Failure)), None)
+        return wrong or [value for value in values if not isinstance(value, Failure)]
+
+    def _report(
+        self,
+        part: str,
+        failed: list[tuple[int, BaseException]],
+        count: int,
+        questions: list[str],
+        answers: list[str],
+    ) -> None:
+        if len(failed) < count:
+            self._worked.add(part)
+        if not failed:
+            return
+        row, error = failed[0]
+        what = f"the reward {part!r}" if part else "the reward function"
+        where = f"row {row} (question {questions[row][:60]!r}, answer {answers[row][:60]!r})"
+        if part not in self._worked:
+            raise RewardError(
+                f"{what} failed for all {count} answers of its first batch, first in {where}: {_describe(error)}."
+            ) from error
+        self._log.add(
+            f"{what} failed for {len(failed)} of {count} answers, first in {where}: {_describe(error)}; they count as 0"
+        )
+
+    # ------------------------------------------------------------------ what is read
+
+    def _answers(self, td: TensorDictBase, next_td: TensorDictBase) -> list[str]:
+        if self._column(td, next_td, self.answer_key) is None:
+            # An action of the env's spec is the whole text, or conversation, without its parts.
+            whole, prompts = (self._column(td, next_td, ("text", part)) for part in ("full", "prompt"))
+            if whole is not None:
+                prompts = [""] * len(whole) if prompts is None else prompts
+                return [text.removeprefix(prompt) for text, prompt in zip(whole, prompts, strict=True)]
+            conversations = read_conversations(td, ("history", "full"), missing_ok=True)
+            if conversations is not None:
+                return [str(messages[-1].get("content", "")) for messages in conversations]
+        return self._texts(td, next_td, self.answer_key)
+
+    def _texts(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[str]:
+        texts = self._column(td, next_td, key)
+        if texts is None:
+            raise MissingEntryError(
+                f"expected texts under {key!r}, found {describe_entries(td)}. The env writes the question, the policy the "
+                "answer (a wrapper of input_mode 'text' or 'history'); name other entries with question_key= and answer_key=."
+            )
+        return texts
+
+    def _column(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[Any] | None:
+        found = read_rows_of(td, key)
+        return read_rows_of(next_td, key) if found is None else found
+
+    def _metadata(self, td: TensorDictBase, next_td: TensorDictBase, count: int) -> list[dict[str, Any]]:
+        found = self._column(td, next_td, self.metadata_key)
+        rows = [{} for _ in range(count)] if found is None else [dict(row) for row in found]
+        messages = self._column(next_td, td, self.messages_key)  # with the answer
+        return rows if messages is None else [{**row, "messages": m} for row, m in zip(rows, messages, strict=True)]
+
+    def _special(self) -> tuple[str, ...]:
+        tokenizer = self.tokenizer
+        if tokenizer is None and self.parent is not None:
+            tokenizer = getattr(self.parent.base_env, "tokenizer", None)
+        return special_tokens(tokenizer)
+
+
+def _parts(reward: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+    """The functions by name (``""`` for one alone), and the weights of the numbers they return."""
+    functions: dict[str, Any]
+    given: dict[str, Any]
+    if isinstance(reward, Mapping):
+        if weights is not None:
+            raise ValueError(
+                "weights= belong to one function that returns a dict: give parts as {name: (weight, function)}."
+            )
+        pairs = {
+            name: part if isinstance(part, tuple) and len(part) == 2 else (1.0, part) for name, part in reward.items()
+        }
+        functions = {name: function for name, (_, function) in pairs.items()}
+        given = {name: weight for name, (weight, _) in pairs.items()}
+    else:
+        functions, given = {"": reward}, {"": 1.0} if weights is None else dict(weights)
+    if not given:
+        raise ValueError("there is no reward: expected a function, or named parts such as {'right': function}.")
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"the reward {name!r} must be a function or (weight, function), got {function!r:.60}.")
+    for name, weight in given.items():
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+            raise ValueError(f"the weight of {name!r} must be a finite number, got {weight!r}.")
+    return functions, {name: float(weight) for name, weight in given.items()}
+
+
+def _number(value: Any) -> float | Failure:
+    """A finite number, of Python, numpy or a tensor of one element."""
+    if hasattr(value, "item"):
+        if getattr(value, "size", 1) != 1 if not isinstance(value, Tensor) else value.numel() != 1:
+            return Failure(TypeError(f"returned an array of shape {tuple(value.shape)}, expected one number"))
+        value = value.item()
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return Failure(ValueError(f"returned {value!r:.60}, expected a finite number"))
+    return float(value)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": .")
+
+
+def _done(next_td: TensorDictBase) -> list[bool]:
+    """Which rows end their episode here; all where the data does not say."""
+    count = next_td.batch_size.numel()
+    done = read_column(next_td, "done")
+    if done is None:
+        return [True] * count
+    rows: Sequence[Tensor] = done if isinstance(done, list) else done.reshape(count, -1).unbind(0)
+    return [bool(row.any()) for row in rows]
+
+
+class FailureLog:
+    """One line for the first failures, then at most one in :data:`_LOG_EVERY` seconds, with the number of those before."""
+
+    def __init__(self) -> None:
+        self._last, self._unsaid = -math.inf, 0
+
+    def add(self, line: str) -> None:
+        if time.monotonic() - self._last < _LOG_EVERY:
+            self._unsaid += 1
+            return
+        more = f" ({self._unsaid} more lines such as this since the last one)" if self._unsaid else ""
+        logger.warning("%s%s.", line, more)
+        self._last, self._unsaid = time.monotonic(), 0
