@@ -53,15 +53,18 @@ def box(axes: Any, x: float, y: float, width: float, height: float, text: str, c
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], **style: Any) -> None:
+    """An arrow from one point to another."""
     axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "->", "color": "#444444", "lw": 1.1, **style})
 
 
 def canvas(plt: Any, width: float, height: float, **kwargs: Any) -> tuple[Any, Any]:
+    """A figure with one panel."""
     figure, axes = plt.subplots(figsize=(width, height), **kwargs)
     return figure, axes
 
 
 def save(plt: Any, figure: Any, name: str) -> None:
+    """Write the figure to ``docs/concepts_NAME.png``."""
     figure.tight_layout()
     figure.savefig(FOLDER / f"concepts_{name}.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
@@ -83,12 +86,19 @@ def scored(plt: Any) -> None:
             arrow(axes, (i - 1, 0.28), (i - 0.06, 0.92), connectionstyle="arc3,rad=-0.15")
             axes.text(i, 1.08, f"{policy[i]:.1f}", ha="center", size=10, color=LINES[0])
             axes.text(i, 1.48, f"{reference[i]:.1f}", ha="center", size=10, color=LINES[1])
-            axes.text(i, 1.93, f"{policy[i] - reference[i]:+.1f}".replace("+0.0", "0.0"), ha="center", size=10, weight="bold")
+            axes.text(
+                i, 1.93, f"{policy[i] - reference[i]:+.1f}".replace("+0.0", "0.0"), ha="center", size=10, weight="bold"
+            )
     for y, text, colour in ((1.08, "log_prob", LINES[0]), (1.48, "ref_log_prob", LINES[1]), (1.93, "d", "black")):
         axes.text(-0.45, y, text, ha="left", size=9.5, family="monospace", color=colour)
     axes.text(-0.45, 2.35, "d = log_prob - ref_log_prob, nats", size=9, style="italic", color="#444444")
-    for left, right, text in ((-0.43, 2.43, "prompt: conditioned on, never scored"), (2.57, 6.43, "response: sampled, so scored")):
-        axes.annotate("", xy=(left, -0.42), xytext=(right, -0.42), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"})
+    for left, right, text in (
+        (-0.43, 2.43, "prompt: conditioned on, never scored"),
+        (2.57, 6.43, "response: sampled, so scored"),
+    ):
+        axes.annotate(
+            "", xy=(left, -0.42), xytext=(right, -0.42), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"}
+        )
         axes.text((left + right) / 2, -0.72, text, ha="center", size=9)
     axes.set_xlim(-0.6, 6.6)
     axes.set_ylim(-0.9, 2.6)
@@ -114,11 +124,15 @@ def masks(plt: Any) -> None:
         for j, (_, mask) in enumerate(rows):
             y = -0.75 - 0.48 * j
             colour = LINES[0] if mask[i] else "#f4f4f4"
-            axes.add_patch(plt.Rectangle((i - 0.43, y - 0.15), 0.86, 0.3, facecolor=colour, edgecolor="#bbbbbb", lw=0.6))
+            axes.add_patch(
+                plt.Rectangle((i - 0.43, y - 0.15), 0.86, 0.3, facecolor=colour, edgecolor="#bbbbbb", lw=0.6)
+            )
     for j, (name, _) in enumerate(rows):
         axes.text(-0.65, -0.75 - 0.48 * j, name, ha="right", va="center", size=9)
     for left, right, text in ((-0.43, 6.43, "step 1"), (6.57, 11.43, "step 2")):
-        axes.annotate("", xy=(left, 0.52), xytext=(right, 0.52), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"})
+        axes.annotate(
+            "", xy=(left, 0.52), xytext=(right, 0.52), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"}
+        )
         axes.text((left + right) / 2, 0.66, text, ha="center", size=9)
     axes.set_xlim(-3.0, 11.6)
     axes.set_ylim(-3.0, 1.0)
@@ -162,9 +176,13 @@ def placement(plt: Any) -> None:
         if i < 2:
             arrow(top, (x + 1.15, 1.0), (x + 2.35, 1.0))
             top.text(x + 1.75, 1.12, ("rollouts", "batches")[i], ha="center", size=8.5)
-    top.annotate("", xy=(0.45, 1.62), xytext=(6.25, 1.62), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"})
+    top.annotate(
+        "", xy=(0.45, 1.62), xytext=(6.25, 1.62), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"}
+    )
     top.text(3.35, 1.74, "in the reward: reward - coeff * k1, a constant", ha="center", size=9.5)
-    top.annotate("", xy=(7.5, 1.62), xytext=(9.7, 1.62), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"})
+    top.annotate(
+        "", xy=(7.5, 1.62), xytext=(9.7, 1.62), arrowprops={"arrowstyle": "|-|", "lw": 0.9, "color": "#666666"}
+    )
     top.text(8.6, 1.74, "in the loss: + coeff * k2, differentiated", ha="center", size=9.5)
     top.set_xlim(0.2, 10.4)
     top.set_ylim(0, 2.0)
@@ -172,12 +190,26 @@ def placement(plt: Any) -> None:
     for row, (y, title, colour) in enumerate(((1.05, "in the reward", LINES[1]), (0.2, "in the loss", LINES[2]))):
         bottom.text(0.25, y, title, size=9.5, va="center")
         for i in range(6):
-            box(bottom, 2.6 + 1.25 * i, y, 0.95, 0.34, f"token {i + 1}", GREY if i != 4 else (ORANGE, GREEN)[row], size=8.5)
+            box(
+                bottom,
+                2.6 + 1.25 * i,
+                y,
+                0.95,
+                0.34,
+                f"token {i + 1}",
+                GREY if i != 4 else (ORANGE, GREEN)[row],
+                size=8.5,
+            )
         credited = range(5) if row == 0 else (4,)
         for i in credited:
             bottom.plot(2.6 + 1.25 * i, y - 0.28, marker="^", color=colour, ms=8)
     bottom.text(
-        5.7, 1.5, "The KL of token 5 changes the probability of the marked tokens", ha="center", size=9.5, style="italic"
+        5.7,
+        1.5,
+        "The KL of token 5 changes the probability of the marked tokens",
+        ha="center",
+        size=9.5,
+        style="italic",
     )
     bottom.set_xlim(0.2, 10.4)
     bottom.set_ylim(-0.25, 1.7)

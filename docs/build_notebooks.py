@@ -1,4 +1,4 @@
-"""Execute the notebooks of ``docs/notebooks``: each ``NAME.py``, cells in percent format, becomes ``NAME.ipynb`` with its outputs.
+"""Execute the notebooks of ``docs/notebooks``: ``NAME.py``, cells in percent format, becomes ``NAME.ipynb`` with outputs.
 
 Run ``make docs`` after a change; a test fails while the cells of a notebook differ from its source. ``python
 docs/build_notebooks.py start`` builds one of them.
@@ -43,7 +43,9 @@ def execute(source: Path, folder: Path) -> Any:
 
     notebook = read(source)
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns otherwise
-    NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(
+        notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
     for cell in notebook.cells:
         cell["metadata"] = {}  # times of the run
         if cell.cell_type == "code":

@@ -169,7 +169,7 @@ def every_use() -> Iterator[Use]:
 
 
 def papers() -> dict[str, tuple[str, list[str]]]:
-    """arXiv number -> how it is cited, and the names that use it."""
+    """ArXiv number -> how it is cited, and the names that use it."""
     cited: dict[str, list[str]] = defaultdict(list)
     users: dict[str, list[str]] = defaultdict(list)
     for name, text, cites in every_use():
@@ -207,6 +207,7 @@ def linked(text: str) -> str:
 
 
 def cell(text: str) -> str:
+    """Text for a cell of a table."""
     return text.replace("|", "\\|")
 
 
@@ -232,6 +233,7 @@ def render() -> str:
 
 
 def default_row(name: str, values: dict[str, Any], source: str) -> str:
+    """A row with the defaults of an objective or an advantage."""
     shown = ", ".join(f"`{key}={value}`" for key, value in values.items())
     return f"| `{name}` | {shown or 'none'} | {cell(linked(source.replace('``', '`')))} |\n"
 

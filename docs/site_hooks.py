@@ -42,7 +42,9 @@ PAGES = {
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".md": "markdown"}
 #: Code that is left alone, or the target of a link or a picture.
-LINK = re.compile(r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<open>\]\()(?P<target>[^)\s]+)(?P<close>\))", re.DOTALL | re.MULTILINE)
+LINK = re.compile(
+    r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<open>\]\()(?P<target>[^)\s]+)(?P<close>\))", re.DOTALL | re.MULTILINE
+)
 
 # ---------------------------------------------------------------------- paths
 
@@ -119,7 +121,9 @@ def fill_in_layers(nav: list[Any]) -> None:
 
 def repository_url() -> str | None:
     """The project's repository, if ``pyproject.toml`` names it."""
-    block = re.search(r"^\[project\.urls\]\n(.*?)(?=^\[|\Z)", (PROJECT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    block = re.search(
+        r"^\[project\.urls\]\n(.*?)(?=^\[|\Z)", (PROJECT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )
     found = re.search(r'^(?:Repository|Source)\s*=\s*"([^"]+)"', block[1], re.MULTILINE) if block else None
     return found[1].rstrip("/") if found else None
 
@@ -133,7 +137,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
             add_notebook(file, files, config)
-    linked = sorted({path for file in files.documentation_pages() for path in links(text_of(file), in_repository(file.src_uri))})
+    linked = sorted(
+        {path for file in files.documentation_pages() for path in links(text_of(file), in_repository(file.src_uri))}
+    )
     for path in linked:
         if not (PROJECT / path).is_file() or path.startswith("docs/") or path in PAGES:
             continue  # in docs/ already, or wrong: then MkDocs says so
@@ -145,6 +151,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def text_of(file: File) -> str:
+    """The Markdown of a page."""
     return file.content_string if file.abs_src_path is None else Path(file.abs_src_path).read_text(encoding="utf-8")
 
 
@@ -226,7 +233,9 @@ _TOKEN = re.compile(r"(<code>([^<]*)</code>|<(/?)(a|h[1-6]|pre|autoref)\b[^>]*>)
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
     """Formulas as MathML; the first mention of a public name in each section as a link to the reference."""
-    content = re.sub(r"<code>\$(.*?)\$</code>", lambda match: to_mathml(html.unescape(match[1])), content, flags=re.DOTALL)
+    content = re.sub(
+        r"<code>\$(.*?)\$</code>", lambda match: to_mathml(html.unescape(match[1])), content, flags=re.DOTALL
+    )
     if page.file.src_uri.startswith(("reference/", "source/")) or page.file.src_uri == "api.md":
         return content
     return with_links(content, linked_names())

@@ -26,15 +26,16 @@ def to_markdown(path: Path, stem: str) -> tuple[str, dict[str, bytes]]:
             parts.append(cell.source)
         elif cell.cell_type == "code":
             parts.append(f"```python\n{cell.source}\n```")
-            for output in cell.outputs:
-                parts.append(_shown(output, stem, pictures))
+            parts += [_shown(output, stem, pictures) for output in cell.outputs]
     parts.append(f"*This page is a notebook: [{path.name}]({path.name}) has the same cells to run.*")
     return "\n\n".join(part for part in parts if part) + "\n", pictures
 
 
 def _shown(output: Any, stem: str, pictures: dict[str, bytes]) -> str:
     if output.output_type == "error":
-        raise ValueError(f"the notebook {stem} has a cell that failed: {output.ename}: {output.evalue}. Build it again.")
+        raise ValueError(
+            f"the notebook {stem} has a cell that failed: {output.ename}: {output.evalue}. Build it again."
+        )
     if output.output_type == "stream":
         return _block(output.text)
     data = output.data

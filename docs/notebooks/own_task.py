@@ -97,9 +97,7 @@ grpo = make_algorithm(
     kl_reward_coeff=coefficient,
 )
 generate = Sampling().generate_kwargs(model, max_new_tokens=3)
-policy = TransformersWrapper(
-    model, tokenizer=tokenizer, input_mode="text", pad_output=True, generate_kwargs=generate
-)
+policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="text", pad_output=True, generate_kwargs=generate)
 env = make_env(rows, reward, tokenizer, group_size=GROUP, num_prompts=PROMPTS, kl_transform=grpo.kl_transform)
 collector = LLMCollector(
     env, policy=policy, dialog_turns_per_batch=GROUP * PROMPTS, total_dialog_turns=GROUP * PROMPTS * STEPS
@@ -121,7 +119,9 @@ print(f"right {history[0][0]:.0%} -> {history[-1][0]:.0%}, KL {history[-1][1]:.1
 import matplotlib.pyplot as plt
 
 figure, panels = plt.subplots(1, 3, figsize=(10, 2.6))
-for panel, title, values in zip(panels, ("right answers", "KL, nats per answer", "coefficient"), zip(*history), strict=True):
+for panel, title, values in zip(
+    panels, ("right answers", "KL, nats per answer", "coefficient"), zip(*history), strict=True
+):
     panel.plot(values)
     panel.set(title=title, xlabel="step")
 panels[1].axhline(4.0, color="grey", lw=0.8, ls="--")
@@ -132,5 +132,7 @@ plt.show()
 # ## Some answers
 
 # %%
-for question, answer, score in list(zip(batch["query"], batch["text", "response"], batch["next", "rewards", "right"], strict=True))[::16]:
+for question, answer, score in list(
+    zip(batch["query"], batch["text", "response"], batch["next", "rewards", "right"], strict=True)
+)[::16]:
     print(repr(str(question)), "->", repr(answer), "right" if float(score) else "wrong")

@@ -17,7 +17,8 @@ PAGES = sorted(
     ]
 )
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]*?) -->\n+)?^```(?P<language>[\w.]*)[^\n`]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?:^<!-- not run: (?P<reason>[^\n]*?) -->\n+)?^```(?P<language>[\w.]*)[^\n`]*\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
 
 

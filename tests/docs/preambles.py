@@ -19,9 +19,8 @@ from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import ChatHistory
 
-from toy_models import tiny_model
-from toy_rollouts import collect, flat, make_model, make_policy, make_tokenizer
 from torchrl_llm_kl import Advantage, RetrieveKL, Sampling, make_algorithm
+from toy_rollouts import collect, flat, make_model, make_policy, make_tokenizer
 
 Names = Mapping[str, Any]
 
@@ -77,7 +76,7 @@ class World:
 
     @cached_property
     def batch(self) -> Any:
-        """The rollouts with log-probs of policy and reference, their KL, and an advantage; rows of a stack, as a collector's."""
+        """The rollouts with log-probs of policy and reference, their KL, and an advantage, as rows of a stack."""
         rows = RetrieveKL(self.model, self.reference, add_to_reward=False)(self.rollouts.clone())
         return lazy_stack(list(Advantage("grpo", group_size=8)(rows).unbind(0)))
 
@@ -197,10 +196,21 @@ def _scoring(world: World) -> Names:
     ids = torch.tensor([[3, 5, 7, 9], [0, 4, 6, 8]])
     batch = {"input_ids": ids, "attention_mask": ids > 0}
     mask = torch.tensor([False, False, True, True, False, True, True])
-    given = {"scorer": LogProbScorer(world.model), "ref_scorer": LogProbScorer(world.reference), "rows": rows, "mask": mask}
+    given = {
+        "scorer": LogProbScorer(world.model),
+        "ref_scorer": LogProbScorer(world.reference),
+        "rows": rows,
+        "mask": mask,
+    }
     given |= {"batch": batch, "sequences": rows, "student": LogProbScorer(world.new_model(2)), "buffer": world.buffer()}
     adapted = _adapted(world.new_model(4))
-    return {**given, "model": world.model, "ref_model": world.reference, "policy": adapted, "reference": world.reference}
+    return {
+        **given,
+        "model": world.model,
+        "ref_model": world.reference,
+        "policy": adapted,
+        "reference": world.reference,
+    }
 
 
 def _adapted(model: Any) -> Any:

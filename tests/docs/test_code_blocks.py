@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import re
 import shlex
-import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,10 @@ import torch
 import transformers
 import typer
 import yaml
-
-import torchrl_llm_kl
 from code_blocks import PAGES, PROJECT, Block, all_blocks
 from preambles import PREAMBLES, World
+
+import torchrl_llm_kl
 from torchrl_llm_kl.cli._commands import app
 
 #: Blocks that are not run: page -> how many, for reasons that hold on any machine without these.
@@ -132,8 +131,8 @@ def commands() -> list[Any]:
                 found.append(pytest.param(text, id=f"{block.page}:{block.line + number}"))
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-        for match in re.finditer(r"`((?:make|torchrl-llm-kl|python) [^`\n]+)`", text):
-            found.append(pytest.param(match[1], id=f"{page.relative_to(PROJECT)}:{match[1]}"))
+        inline = re.findall(r"`((?:make|torchrl-llm-kl|python) [^`\n]+)`", text)
+        found += [pytest.param(words, id=f"{page.relative_to(PROJECT)}:{words}") for words in inline]
     return found
 
 
@@ -158,9 +157,9 @@ def test_a_command_exists(command: str) -> None:
     elif program in ("python", "torchrun"):
         assert [word for word in words if word.endswith(".py") and not (PROJECT / word).is_file()] == []
     else:
-        project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+        section = (PROJECT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
         extras = [extra for word in words for found in re.findall(r"\[(.*?)\]", word) for extra in found.split(",")]
-        assert set(extras) <= set(project["optional-dependencies"])
+        assert set(extras) <= set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
 
 
 def check_words(words: list[str]) -> None:

@@ -66,4 +66,6 @@ def test_executing_a_notebook_yields_what_it_shows(source: Path, tmp_path: Path)
     """Numbers may differ in the last digits on another machine; the words around them may not."""
     number = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
     again, before = printed(build.execute(source, tmp_path)), printed(shown(source))
-    assert [number.sub("#", text).split("\n")[0] for text in again] == [number.sub("#", text).split("\n")[0] for text in before]
+    assert [number.sub("#", text).split("\n")[0] for text in again] == [
+        number.sub("#", text).split("\n")[0] for text in before
+    ]

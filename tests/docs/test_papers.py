@@ -33,7 +33,9 @@ def test_every_paper_that_the_code_names_is_listed() -> None:
     """Found by another way than the page's: in the text of the files."""
     files = [*PROJECT.glob("torchrl_llm_kl/losses/**/*.py"), *PROJECT.glob("torchrl_llm_kl/advantages/*.py")]
     files.append(PROJECT / "torchrl_llm_kl" / "algorithms" / "presets.py")
-    named = {number for file in files for number in re.findall(r"arXiv (\d{4}\.\d{5})", file.read_text(encoding="utf-8"))}
+    named = {
+        number for file in files for number in re.findall(r"arXiv (\d{4}\.\d{5})", file.read_text(encoding="utf-8"))
+    }
     listed = set(re.findall(r"^\| \[(\d{4}\.\d{5})\]", PAGE, re.MULTILINE))
     assert len(named) > 50
     assert named <= listed

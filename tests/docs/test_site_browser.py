@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from built_site import Site
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no chromium to test in: playwright is not installed")
 pytest.importorskip("material", reason="the extra `docs` is not installed")
 pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
-
-from built_site import Site
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -74,9 +73,14 @@ def visit(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         contexts.append(context := browser.new_context(**settings))
         page = context.new_page()
         page.set_default_timeout(120_000)
-        page.on("request", lambda request: request.url.startswith((address, "data:", "blob:")) or strangers.append(request.url))
+        page.on(
+            "request",
+            lambda request: request.url.startswith((address, "data:", "blob:")) or strangers.append(request.url),
+        )
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("response", lambda response: response.status < 400 or errors.append(f"{response.status} {response.url}"))
+        page.on(
+            "response", lambda response: response.status < 400 or errors.append(f"{response.status} {response.url}")
+        )
         page.goto(f"{address}/{path}")
         return page
 
