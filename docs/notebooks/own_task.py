@@ -50,7 +50,7 @@ reward = {"right": right, "brief": (0.2, brief)}
 # %% [markdown]
 # ## A model
 #
-# In your script: `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer. Here a tiny one with a token for each digit, untrained.
+# In your script: `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer. Here a tiny one, with a token for each letter, that has learned to answer with some digit.
 
 # %%
 special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -59,7 +59,11 @@ characters = Tokenizer(models.WordLevel({text: i for i, text in enumerate(specia
 characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 characters.decoder = decoders.Fuse()
 tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=characters, pad_token=special[0], eos_token=special[2], extra_special_tokens=[special[1]]
+    tokenizer_object=characters,
+    pad_token=special[0],
+    eos_token=special[2],
+    extra_special_tokens=[special[1]],
+    padding_side="left",
 )
 tokenizer.chat_template = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -76,16 +80,31 @@ config = Qwen2Config(
     pad_token_id=tokenizer.pad_token_id,
 )
 model = Qwen2ForCausalLM(config).eval()
+
+lines = [
+    tokenizer.apply_chat_template(
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": digit}], tokenize=False
+    )
+    for row in rows
+    for digit in "0123456789"
+]
+text = tokenizer(lines, return_tensors="pt", add_special_tokens=False)
+warm_up = torch.optim.Adam(model.parameters(), lr=3e-3)
+for _ in range(30):
+    model(**text, labels=text.input_ids).loss.backward()
+    warm_up.step()
+    warm_up.zero_grad()
+
 reference = copy.deepcopy(model).requires_grad_(False)
 
 # %% [markdown]
 # ## The run
 #
-# Ten questions, sixteen answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that holds it near 4 nats per answer.
+# Ten questions, eight answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that holds it near 1.5 nats per answer.
 
 # %%
-GROUP, PROMPTS, STEPS = 16, 10, 80
-coefficient = PIKLCoefficient(init=0.02, target=4.0)
+GROUP, PROMPTS, STEPS = 8, 10, 30
+coefficient = PIKLCoefficient(init=0.02, target=1.5)
 grpo = make_algorithm(
     "grpo",
     model,
@@ -102,7 +121,7 @@ env = make_env(rows, reward, tokenizer, group_size=GROUP, num_prompts=PROMPTS, k
 collector = LLMCollector(
     env, policy=policy, dialog_turns_per_batch=GROUP * PROMPTS, total_dialog_turns=GROUP * PROMPTS * STEPS
 )
-optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 history = []
 for batch in collector:
     batch = grpo.prepare(batch.reshape(-1))
@@ -124,7 +143,7 @@ for panel, title, values in zip(
 ):
     panel.plot(values)
     panel.set(title=title, xlabel="step")
-panels[1].axhline(4.0, color="grey", lw=0.8, ls="--")
+panels[1].axhline(1.5, color="grey", lw=0.8, ls="--")
 figure.tight_layout()
 plt.show()
 
@@ -134,5 +153,5 @@ plt.show()
 # %%
 for question, answer, score in list(
     zip(batch["query"], batch["text", "response"], batch["next", "rewards", "right"], strict=True)
-)[::16]:
+)[::8]:
     print(repr(str(question)), "->", repr(answer), "right" if float(score) else "wrong")

@@ -23,7 +23,7 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## A model and its reference
 #
-# The tokenizer has one token for each letter, so that an answer can be read token by token. Policy and reference begin with the same weights.
+# The tokenizer has one token for each letter, so that an answer can be read token by token. A few supervised steps teach the model what text looks like; a copy of the result is the reference.
 
 # %%
 letters = [chr(code) for code in range(32, 127)] + ["\n"]
@@ -32,7 +32,11 @@ characters = Tokenizer(models.WordLevel({text: i for i, text in enumerate(specia
 characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 characters.decoder = decoders.Fuse()
 tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=characters, pad_token=special[0], eos_token=special[2], extra_special_tokens=[special[1]]
+    tokenizer_object=characters,
+    pad_token=special[0],
+    eos_token=special[2],
+    extra_special_tokens=[special[1]],
+    padding_side="left",
 )
 tokenizer.chat_template = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -46,11 +50,28 @@ config = Qwen2Config(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    initializer_range=0.1,
     eos_token_id=tokenizer.eos_token_id,
     pad_token_id=tokenizer.pad_token_id,
 )
 model = Qwen2ForCausalLM(config).eval()
+
+questions = ["Say something.", "And now?"]
+replies = ["the cat sat on a mat", "we go out to sea", "it is a good idea", "no one saw the moon", "all is quiet now"]
+lines = [
+    tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}, {"role": "assistant", "content": reply}], tokenize=False
+    )
+    for question in questions
+    for reply in replies
+]
+text = tokenizer(lines, return_tensors="pt", padding=True, add_special_tokens=False)
+labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
+warm_up = torch.optim.Adam(model.parameters(), lr=3e-3)
+for _ in range(40):
+    model(**text, labels=labels).loss.backward()
+    warm_up.step()
+    warm_up.zero_grad()
+
 reference = copy.deepcopy(model).requires_grad_(False)
 
 # %% [markdown]
@@ -59,9 +80,9 @@ reference = copy.deepcopy(model).requires_grad_(False)
 # Sixteen answers to each of two questions, at temperature 1 from the whole distribution: that is what will be scored.
 
 # %%
-generate = Sampling().generate_kwargs(model, max_new_tokens=16)
-policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=generate, pad_output=True)
-chats = [[{"role": "user", "content": question}] for question in ("Say something.", "And now?") for _ in range(16)]
+generate = Sampling().generate_kwargs(model, max_new_tokens=20)
+policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=generate, pad_output=False)
+chats = [[{"role": "user", "content": question}] for question in questions for _ in range(16)]
 
 
 def sample():
@@ -77,7 +98,7 @@ batch = sample()
 print(repr(batch["text", "response"][0]), "reward", round(float(batch["next", "reward"][0]), 3))
 
 # %% [markdown]
-# The reward is the share of vowels in an answer. An untrained model writes noise; about one letter in twenty is a vowel.
+# The reward is the share of vowels in an answer.
 #
 # ## Score
 #
@@ -86,29 +107,47 @@ print(repr(batch["text", "response"][0]), "reward", round(float(batch["next", "r
 # %%
 scored = RetrieveKL(model, reference, add_to_reward=False)(batch.clone())
 for key in ("log_probs", "ref_log_probs"):
-    print(f"{key:14}", [f"{x:.2f}" for x in scored["next", key, "full"][0, -16:].tolist()])
-print(f"{'kl_penalty':14}", scored["next", "kl_penalty"].abs().max().item())
+    print(f"{key:14}", [f"{x:.2f}" for x in scored[0]["next", key, "full"][-16:].tolist()])
+print(f"{'kl_penalty':14}", max(float(row["next", "kl_penalty"].abs().max()) for row in scored.unbind(0)))
+
+# %% [markdown]
+# ## Look
+#
+# Before a policy is updated, its batch is checked: are these tokens from the distribution that is scored?
+
+# %%
+print(diagnose(scored, policy=model, reference=reference, tokenizer=tokenizer))
+
+# %% [markdown]
+# And a batch with a fault: the sampler draws from the three most probable tokens, the scorer does not know.
+
+# %%
+whole = dict(policy.generate_kwargs)
+policy.generate_kwargs["top_k"] = 3
+finding = diagnose(sample(), policy=model, tokenizer=tokenizer).worst
+print(finding.cause, "-", finding.remedy)
+policy.generate_kwargs = whole
 
 # %% [markdown]
 # ## Train
 #
-# An algorithm is a preset of objective, advantage and KL placement. Here the KL is charged in the reward, with a coefficient of 0.02.
+# An algorithm is a preset of objective, advantage and KL placement. Here the KL is charged in the reward, with a coefficient of 0.03.
 
 # %%
 grpo = make_algorithm(
-    "grpo", model, reference=reference, group_size=16, kl_loss="none", kl_reward="k1", kl_reward_coeff=0.02
+    "grpo", model, reference=reference, group_size=16, kl_loss="none", kl_reward="k1", kl_reward_coeff=0.03
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 rewards, kls = [], []
-for _ in range(40):
+for _ in range(30):
     batch = grpo.prepare(sample())
     out = grpo.loss(batch)
     out.total_loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    kl = batch["next", "kl_penalty"].sum(-1).mean().item()
-    kls.append(kl)
-    rewards.append(batch["next", "reward"].flatten(1).sum(-1).mean().item() + 0.02 * kl)
+    rows = batch.unbind(0)
+    kls.append(float(sum(row["next", "kl_penalty"].sum() for row in rows)) / len(rows))
+    rewards.append(float(sum(row["next", "reward"].sum() for row in rows)) / len(rows) + 0.03 * kls[-1])
 print(f"share of vowels {rewards[0]:.2f} -> {rewards[-1]:.2f}, KL {kls[0]:.2f} -> {kls[-1]:.2f} nats per answer")
 
 # %%
@@ -125,24 +164,7 @@ plt.show()
 # %% [markdown]
 # The KL grows as the policy moves; where it ends depends on the coefficient. A `PIKLCoefficient` in place of the number holds it at a target.
 #
-# ## Look
-#
-# A fresh batch, before the policy's next update: what is wrong with it?
-
-# %%
-batch = RetrieveKL(model, reference, add_to_reward=False)(sample())
-print(diagnose(batch, policy=model, reference=reference, tokenizer=tokenizer))
-
-# %% [markdown]
-# And a batch with a fault: the sampler draws from the five most probable tokens, the scorer does not know.
-
-# %%
-policy.generate_kwargs |= {"top_k": 5}
-finding = diagnose(sample(), policy=model, tokenizer=tokenizer).worst
-print(finding.cause, "-", finding.remedy)
-
-# %% [markdown]
-# The worst tokens of the batch, as an excerpt; `inspect_tokens(batch, tokenizer, "rollouts.html")` writes the whole page.
+# The worst tokens of the last batch, as an excerpt; `inspect_tokens(batch, tokenizer, "rollouts.html")` writes the whole page.
 
 # %%
 inspect_tokens(batch, tokenizer, None, policy=model, reference=reference)
