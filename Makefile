@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp study study-target test test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs clean demo-text
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -67,7 +67,7 @@ lint: $(READY)  ## Check style and formatting
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
-docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
+docs: $(READY)  ## Regenerate the generated pages, tables, pictures and notebooks in docs/, and build the site in site/
 	$(BIN)/python docs/build_architecture.py
 	$(BIN)/python docs/build_api.py
 	$(BIN)/python docs/build_estimator_table.py
@@ -79,6 +79,13 @@ docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
 	$(BIN)/python docs/build_doctor_table.py
 	$(BIN)/python docs/build_elsewhere_table.py
 	$(BIN)/python docs/build_train_table.py
+	$(BIN)/python docs/build_paper_index.py
+	$(BIN)/python docs/build_concept_figures.py
+	$(BIN)/python docs/build_notebooks.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site: $(READY)  ## Build the site from docs/ as they are, and serve it on this machine while you edit
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## Remove .venv, runs and caches
-	rm -rf $(VENV) .matrix runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
