@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from torchrl_llm_kl.diagnostics import METRICS, describe_metric
 from torchrl_llm_kl.losses import (
@@ -24,6 +25,7 @@ from torchrl_llm_kl.losses._parts import TermPart, dummy_inputs
 from torchrl_llm_kl.losses._policy_loss import common_metrics
 from torchrl_llm_kl.losses.corrections import Divergence, correction_metrics
 from torchrl_llm_kl.service.replica._stats import ReplicaStats
+from torchrl_llm_kl.tasks import reward_metrics
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "build_metrics_table.py"
 # Settings that report more than the defaults do.
@@ -74,6 +76,7 @@ def reported() -> dict[str, set[str]]:
     found["all losses"] = set(common_metrics({**inputs, "mask": mask}))
     (critic,) = value_error(zeros, mask, value_target=zeros, old_value=zeros)
     found["critic"] = set(critic.metrics)
+    found["task"] = set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))
     found["replica"] = set(ReplicaStats().snapshot()) - COUNTERS
     return found
 

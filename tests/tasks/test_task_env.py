@@ -91,6 +91,12 @@ def test_history_mode(tokenizer: Any, padded: bool) -> None:
     assert all(x > 0 for x in numbers(batches, "next", "reward"))
 
 
+def test_conversations_of_several_lengths_are_for_text_mode(tokenizer: Any) -> None:
+    rows = ["a", [{"role": "system", "content": "S"}, {"role": "user", "content": "b"}]]
+    with pytest.raises(ValueError, match=r"as many messages in each conversation of a batch, found \[1, 2\].*'text'"):
+        make_env(rows, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
+
+
 def test_the_specs_are_those_of_the_data(tokenizer: Any) -> None:
     reward = {"right": right, "odd": odd_rows}
     check_env_specs(make_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2))

@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 
 from torchrl_llm_kl import FunctionReward, RewardError, make_algorithm
-from torchrl_llm_kl.tasks import _calls, _rewards
+from torchrl_llm_kl.tasks import _calls, _rewards, reward_metrics
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 from toy_rollouts import make_model
 
@@ -120,6 +120,21 @@ def test_rows_that_are_not_done_have_no_reward_yet() -> None:
 
     assert values(FunctionReward(reward)(td)) == [1, 0, 0, 1]
     assert calls == [0, 3]
+
+
+@pytest.mark.parametrize("shape", ["dense", "lazy"])
+def test_metrics_are_means_over_finished_answers(shape: str) -> None:
+    td = batch(["a", "bb", "cccc", "d"])
+    td["next"] = TensorDict(done=torch.tensor([[True], [True], [False], [True]]), batch_size=[4])
+    td = FunctionReward({"length": length, "odd": (5.0, fails_on({1, 2}, None))})(td)
+    metrics = reward_metrics(td.reshape(2, 2) if shape == "dense" else lazy_stack(list(td.unbind(0))))
+    assert {name: round(float(value), 4) for name, value in metrics.items()} == {
+        "rewards/length": 1.3333,
+        "rewards/odd": 0.6667,
+        "reward_failures": 0.3333,
+    }
+    with pytest.raises(KeyError, match="expected 'reward_failures' under 'next', found done"):
+        reward_metrics(TensorDict(next=TensorDict(done=torch.ones(2, 1).bool(), batch_size=[2]), batch_size=[2]))
 
 
 def test_gdpo_reads_the_parts(tokenizer: Any) -> None:

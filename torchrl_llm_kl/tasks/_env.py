@@ -344,7 +344,14 @@ class TaskEnv(ChatEnv):
             td.set("text", text)
         else:
             history = ChatHistory._from_tensordict(td.empty())
-            history.prompt = History.from_chats([self._conversation(prompt) for prompt in prompts])
+            conversations = [self._conversation(prompt) for prompt in prompts]
+            lengths = sorted({len(messages) for messages in conversations})
+            if len(lengths) > 1:
+                raise ValueError(
+                    f"torchrl's History needs as many messages in each conversation of a batch, found {lengths}: use "
+                    "input_mode='text'."
+                )
+            history.prompt = History.from_chats(conversations)
             td.set("history", history)
         return td.to_lazystack(0)
 
