@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-slow mutants bench bench-gpu bench-ray lint types docs clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,13 +36,19 @@ study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an ho
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
 test: $(READY)  ## Run the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (minutes)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
+
+matrix: $(READY)  ## Test the oldest and the newest releases that are allowed; writes docs/versions.md (gigabytes)
+	$(BIN)/python .ci/matrix.py $(ARGS)
+
+nightly: $(READY)  ## Test the newest releases, beyond the bounds too (gigabytes)
+	.ci/nightly $(ARGS)
 
 # On a shared machine, set OMP_WAIT_POLICY=passive: spinning threads keep the ones they wait for off the cores.
 bench: $(READY)  ## Compare speed and memory with torchrl on the CPU; writes benchmarks/RESULTS.md
@@ -61,7 +67,7 @@ lint: $(READY)  ## Check style and formatting
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
-docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
+docs: $(READY)  ## Regenerate the generated pages, tables, pictures and notebooks in docs/, and build the site in site/
 	$(BIN)/python docs/build_architecture.py
 	$(BIN)/python docs/build_api.py
 	$(BIN)/python docs/build_estimator_table.py
@@ -72,6 +78,14 @@ docs: $(READY)  ## Regenerate the generated pages, tables and pictures in docs/
 	$(BIN)/python docs/build_algorithm_table.py
 	$(BIN)/python docs/build_doctor_table.py
 	$(BIN)/python docs/build_elsewhere_table.py
+	$(BIN)/python docs/build_train_table.py
+	$(BIN)/python docs/build_paper_index.py
+	$(BIN)/python docs/build_concept_figures.py
+	$(BIN)/python docs/build_notebooks.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site: $(READY)  ## Build the site from docs/ as they are, and serve it on this machine while you edit
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## Remove .venv, runs and caches
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

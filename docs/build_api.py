@@ -28,7 +28,9 @@ ORDER = (
     "scoring",
     "service",
     "diagnostics",
+    "training",
     "cli",
+    "configs",
     "masks",
     "rollouts",
     "ragged",
@@ -51,12 +53,19 @@ def public_names(layer: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in sorted(module.__all__, key=str.lower)}
 
 
+def home_of(layer: str, name: str, thing: Any) -> str:
+    """The layer in which a public name is defined, if that has it among its own public names too; else ``layer``."""
+    module = str(getattr(thing, "__module__", ""))
+    home = module.split(".")[1] if module.startswith(f"{PACKAGE.name}.") else layer
+    return home if home in ORDER and name in public_names(home) else layer
+
+
 def summary(layer: str, name: str, thing: Any) -> str:
     """The first paragraph of a docstring, or the ``#:`` comment of a constant or a type; empty if there is none."""
     if inspect.isfunction(thing) or (inspect.isclass(thing) and thing.__module__.startswith("torchrl_llm_kl")):
         text = inspect.getdoc(thing) or ""
     else:
-        text = _comment(layer, name)
+        text = comment(layer, name)
     return _first_paragraph(text)
 
 
@@ -67,7 +76,7 @@ def _first_paragraph(text: str) -> str:
     return re.sub(r":math:`([^`]*)`", r"`\1`", paragraph).replace("|", "\\|")
 
 
-def _comment(layer: str, name: str) -> str:
+def comment(layer: str, name: str) -> str:
     """The lines ``#: ...`` above the assignment of ``name`` in the layer's files."""
     for path in sorted((PACKAGE / layer).rglob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()

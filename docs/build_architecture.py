@@ -26,7 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses", "datasets"),
     ("algorithms", "service", "diagnostics", "tasks"),
-    ("cli",),
+    ("training",),
+    ("cli", "configs"),
 )
 
 HOLDS = {
@@ -47,7 +48,9 @@ HOLDS = {
     "service": "one model for many processes, over Ray",
     "diagnostics": "what a batch shows: a doctor's findings, tokens to look at",
     "tasks": "your own task: prompts, rewards from functions, tools, as an env",
+    "training": "a run from a configuration: loop, evaluation, checkpoints, a model card",
     "cli": "the command line",
+    "configs": "Hydra's config groups",
 }
 
 

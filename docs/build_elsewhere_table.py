@@ -25,11 +25,12 @@ INTRO = """\
 
 ```python
 from trl import GRPOConfig
-from torchrl_llm_kl import from_trinity, from_trl, from_verl
+from torchrl_llm_kl import from_trinity, from_trl, from_verl, make_algorithm
 
-found = from_trl(GRPOConfig(beta=0.04, epsilon_high=0.28))  # or a mapping: from_trl({"beta": 0.04})
 found = from_trinity("grpo.yaml")
 found = from_verl(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"])  # or a file, or a mapping
+config = GRPOConfig(beta=0.04, epsilon_high=0.28, use_cpu=True, bf16=False)  # the last two for a machine without a GPU
+found = from_trl(config)  # or a mapping: from_trl({"beta": 0.04})
 
 print(found)
 parts = found.make(actor, reference=reference)

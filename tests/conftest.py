@@ -1,11 +1,47 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 # The models of the tests are tiny: threads only wait for each other.
 torch.set_num_threads(1)
+
+
+TESTS = Path(__file__).parent
+#: Folders whose modules the actors of tests import, before an installed package.
+FOLDERS = (TESTS.parent, TESTS, TESTS / "service", TESTS / "in_torchrl")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray cluster with explicit resources, started once."""
+    ray = pytest.importorskip("ray")
+    ray.init(
+        address="local",  # not another cluster of this machine
+        num_cpus=4,
+        num_gpus=0,
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS)), "OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+#: Folders whose files take minutes. They come first: begun last, they would run alone while the other worker idles.
+LONG = ("tutorials", "distributed", "service", "in_torchrl", "docs", "training", "diagnostics", "algorithms")
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    rank = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(TESTS).parts[0], len(LONG)))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

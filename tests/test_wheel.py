@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import torchrl_llm_kl
 
 PROJECT = Path(__file__).parents[1]
 
@@ -34,7 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # In a copy: setuptools writes `build/` and `*.egg-info` beside the sources.
     source = folder / "source"
     source.mkdir()
-    tracked = ["pyproject.toml", "README.md", "LICENSE", "torchrl_llm_kl", "tests", "tutorials", "benchmarks", "docs"]
+    tracked = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"]
+    tracked += ["torchrl_llm_kl", "tests", "tutorials", "benchmarks", "docs"]
     for name in tracked:
         os.symlink(PROJECT / name, source / name)
     subprocess.run([*build, str(source)], check=True, capture_output=True, text=True)
@@ -57,6 +61,31 @@ def test_the_wheel_installs_the_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
     assert "torchrl-llm-kl = torchrl_llm_kl.cli:main" in archive.read(name).decode().splitlines()
+
+
+def test_the_wheel_has_the_version_and_a_readme_without_relative_links(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+    metadata = archive.read(name).decode()
+    assert f"\nVersion: {torchrl_llm_kl.__version__}\n" in metadata
+    assert "\nDescription-Content-Type: text/markdown\n" in metadata
+    _, _, readme = metadata.partition("\n\n")
+    links = re.findall(r"\]\(([^)]*)\)", readme)
+    assert "https://github.com/pytorch/rl" in links
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert "known defect" in readme  # the text of a link stays
+
+
+def test_relative_links_become_absolute() -> None:
+    functions = runpy.run_path(str(PROJECT / "setup.py"))
+    text = "See [`a` [b]](docs/a.md#top), ![a picture](docs/a.png), [there](https://example.org) and [here](#here)."
+    assert functions["absolute"](text, "https://example.org/x/", "v1.2") == (
+        "See [`a` [b]](https://example.org/x/blob/v1.2/docs/a.md#top), "
+        "![a picture](https://example.org/x/raw/v1.2/docs/a.png), [there](https://example.org) and [here](#here)."
+    )
+    assert functions["absolute"](text, None, "v1.2") == (
+        "See `a` [b], a picture, [there](https://example.org) and [here](#here)."
+    )
 
 
 def test_the_readme_example_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:

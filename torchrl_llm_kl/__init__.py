@@ -79,7 +79,7 @@ _PUBLIC = {
     ),
 }
 _HOME = {name: layer for layer, names in _PUBLIC.items() for name in names}
-_LAYERS = (*_PUBLIC, "cli", "masks", "rollouts", "service")
+_LAYERS = (*_PUBLIC, "cli", "configs", "masks", "rollouts", "service", "training")
 
 __all__ = [
     "AdaptiveEntropyCoefficient",

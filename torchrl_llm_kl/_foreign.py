@@ -147,6 +147,38 @@ _STORED_REFERENCE = _outside(
     "`RememberedModel`, or `reference='data'`", precompute_ref_log_probs=False, precompute_ref_batch_size=None
 )
 
+#: Of preference trainers without a reference.
+_TRL_PAIRS = (
+    *_outside(_MODEL, model_init_kwargs=None, trust_remote_code=False, is_encoder_decoder=None),
+    *_outside("models are scored without dropout; for the actor: `actor.eval()`", disable_dropout=True),
+    *_outside(_DATA, dataset_num_proc=None, max_length=1024, max_completion_length=None),
+    *_outside("of the evaluation loop", generate_during_eval=False),
+)
+_SFT = (
+    *_TRL_MODEL[:-1],
+    *_PREFERENCE_DATA,
+    *_outside(
+        _DATA,
+        chat_template_path=None,
+        dataset_text_field="text",
+        dataset_kwargs=None,
+        eos_token=None,
+        truncation_mode="keep_start",
+        shuffle_dataset=False,
+        pad_token=None,
+    ),
+    *_outside(
+        "nothing: rows are packed without padding",
+        packing=False,
+        packing_strategy="bfd",
+        padding_free=False,
+        eval_packing=None,
+    ),
+    *_outside("the tokens to train on: `masking_strategy`", completion_only_loss=None, assistant_only_loss=False),
+    _is("loss_type", "nll", "objective", "`sft`; `dft` is `sft_is`"),
+    _refused("label_smoothing_factor", 0.0, "the likelihood of the data alone"),
+)
+
 #: TRL's settings by trainer, without those of transformers' TrainingArguments.
 TRL: Mapping[str, Mapping[str, Foreign]] = {
     "grpo": _table(
@@ -235,31 +267,37 @@ TRL: Mapping[str, Mapping[str, Foreign]] = {
         _is("undesirable_weight", 1.0, "undesirable_weight"),
         *_TRL_REFERENCE,
     ),
-    "sft": _table(
+    "sft": _table("TRL", "SFT", *_SFT),
+    "cpo": _table(
         "TRL",
-        "SFT",
-        *_TRL_MODEL[:-1],
-        *_PREFERENCE_DATA,
-        *_outside(
-            _DATA,
-            chat_template_path=None,
-            dataset_text_field="text",
-            dataset_kwargs=None,
-            eos_token=None,
-            truncation_mode="keep_start",
-            shuffle_dataset=False,
-            pad_token=None,
-        ),
-        *_outside(
-            "nothing: rows are packed without padding",
-            packing=False,
-            packing_strategy="bfd",
-            padding_free=False,
-            eval_packing=None,
-        ),
-        *_outside("the tokens to train on: `masking_strategy`", completion_only_loss=None, assistant_only_loss=False),
-        _is("loss_type", "nll", "objective", "`sft`; `dft` is `sft_is`"),
-        _refused("label_smoothing_factor", 0.0, "the likelihood of the data alone"),
+        "CPO",
+        *_TRL_PAIRS,
+        _is("loss_type", "sigmoid", "objective", "`cpo` for `sigmoid`, `simpo` for `simpo`"),
+        _is("beta", 0.1, "beta"),
+        _is("label_smoothing", 0.0, "label_smoothing"),
+        _is("cpo_alpha", 1.0, "nll_coeff", "of the mean over tokens, as there; 0 for `alphapo`"),
+        _is("simpo_gamma", 0.5, "margin", "of `simpo`"),
+        _refused("alpha", 0.0, "no objective has AlphaPO's shape of the reward"),
+    ),
+    "orpo": _table(
+        "TRL",
+        "ORPO",
+        *_TRL_PAIRS,
+        *_outside(_DATA, padding_value=None),
+        _is("beta", 0.1, "beta"),
+    ),
+    "gkd": _table(
+        "TRL",
+        "GKD",
+        *_SFT,
+        *_outside("of SFT alone: GKD's loss is the divergence", loss_type="nll", label_smoothing_factor=0.0),
+        *_outside("models are scored without dropout; for the actor: `actor.eval()`", disable_dropout=True),
+        _is("beta", 0.5, "beta"),
+        _drawn("temperature", 0.9, "temperature", "of the sampler alone: TRL's divergence is at temperature 1"),
+        *_outside("the sampler's limit", max_new_tokens=128),
+        *_outside("the share of batches whose answers the student samples", lmbda=0.5),
+        *_outside("sample the other answers from the teacher, and not from the data", seq_kd=False),
+        *_outside("load the teacher so: `reference=`", teacher_model_name_or_path=None, teacher_model_init_kwargs=None),
     ),
 }
 

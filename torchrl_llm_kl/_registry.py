@@ -31,6 +31,18 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def first_sentence(error: BaseException) -> str:
+    """What an error of another library says first, on one line.
+
+    Example:
+        >>> first_sentence(OSError("No such model.  Check the name."))
+        'No such model.'
+    """
+    text = " ".join(str(error).split())
+    end = text.find(". ")
+    return text if end < 0 else text[: end + 1]
+
+
 class Registry(Mapping[str, T], Generic[T]):
     """Named things of one kind; a read-only mapping with :meth:`add`.
 

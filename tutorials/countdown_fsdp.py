@@ -51,7 +51,6 @@ from countdown.task import all_problems, make_env, split_problems
 from countdown_grpo import (
     EPOCHS,
     GROUP_SIZE,
-    LOSS_KEYS,
     MINIBATCHES,
     NUM_PROMPTS,
     WARMUP_STEPS,
@@ -64,6 +63,7 @@ from countdown_grpo import (
 )
 from torchrl_llm_kl import PIKLCoefficient, RetrieveKL
 from torchrl_llm_kl.algorithms import get_algorithm
+from torchrl_llm_kl.training import LOSS_KEYS
 
 # Others need expert answers or a teacher, which countdown_grpo.py makes.
 SUPPORTED = tuple(name for name in ON_POLICY if get_algorithm(name).schema not in ("mix", "distill"))

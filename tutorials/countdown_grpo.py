@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,7 @@ from countdown.algorithms import (
     make_teacher,
     with_experts,
 )
+from countdown.direct import direct_batches
 from countdown.model import (
     MAX_NEW_TOKENS,
     accuracy,
@@ -55,8 +56,9 @@ from countdown.model import (
 from countdown.report import Metrics, MetricsFile, keep_earlier_run, plot_curves, print_table, progress, totals
 from countdown.task import Problem, all_problems, make_env, split_problems
 from torchrl_llm_kl import RetrieveKL, RunMonitor
-from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm
+from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import status_line
+from torchrl_llm_kl.training import learn, loss_entries
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
@@ -66,18 +68,6 @@ GROUP_SIZE = 8  # answers per problem, compared with one another
 EPOCHS = 2  # passes over the answers of each step
 MINIBATCHES = 2  # updates per pass
 WARMUP_STEPS = 300  # few enough to leave room for RL
-LOSS_KEYS = (  # the entries that the losses read
-    ("tokens", "full"),
-    ("tokens", "prompt"),
-    ("masks", "all_attention_mask"),
-    ("next", "log_probs", "full"),
-    ("next", "ref_log_probs", "full"),
-    ("next", "state_value"),
-    "advantage",
-    "value_target",
-    "loss_mask",
-    "expert_mask",
-)
 TEACHER_STEPS = 300  # supervised steps on right answers, for algorithms that learn from a teacher
 
 
@@ -98,12 +88,13 @@ def train(
     monitor: RunMonitor | None = None,
     teacher: PreTrainedModel | None = None,
     sampling: Mapping[str, Any] | None = None,
+    direct: bool = False,
     **placement: Any,
 ) -> None:
     """Train ``policy`` in place; the reference is a copy of its initial weights.
 
     ``coefficient`` is that of the KL penalty, None for an algorithm without one. ``sampling`` goes to the sampler,
-    ``placement`` to the algorithm; the demo has the defaults of both.
+    ``placement`` to the algorithm; the demo has the defaults of both. ``direct`` samples without env and collector.
     """
     batch_size = num_prompts * group_size
     monitor = RunMonitor(every=0) if monitor is None else monitor
@@ -118,6 +109,7 @@ def train(
         coefficient=coefficient,
         max_new_tokens=max_new_tokens,
         teacher=teacher,
+        in_collector=not direct,
         **placement,
     )
     experts = expert_buffer(problems, tokenizer, seed=seed) if parts.algorithm.use_rollout else None
@@ -128,30 +120,35 @@ def train(
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):
         temperature = placement.get("temperature", 1.0)
-        kl = RetrieveKL("from_collector", reference, add_to_reward=False, temperature=temperature)
-    env = make_env(problems, tokenizer, num_prompts=num_prompts, group_size=group_size, seed=seed)
-    collector = LLMCollector(
-        env.append_transform(kl),
-        policy=as_policy(policy, tokenizer, max_new_tokens=max_new_tokens, **(sampling or {})),
-        dialog_turns_per_batch=batch_size,
-        total_dialog_turns=batch_size * steps,
-        flatten_data=True,
-    )
+        kl = RetrieveKL(policy if direct else "from_collector", reference, add_to_reward=False, temperature=temperature)
+    sampler = as_policy(policy, tokenizer, max_new_tokens=max_new_tokens, **(sampling or {}))
+    task = {"num_prompts": num_prompts, "group_size": group_size, "seed": seed}
+    batches: Iterable[TensorDictBase]
+    if direct:
+        batches = direct_batches(kl, sampler, tokenizer, problems, steps=steps, **task)
+    else:
+        batches = LLMCollector(
+            make_env(problems, tokenizer, **task).append_transform(kl),
+            policy=sampler,
+            dialog_turns_per_batch=batch_size,
+            total_dialog_turns=batch_size * steps,
+            flatten_data=True,
+        )
     optimizer = torch.optim.Adam([p for loss in parts.losses for p in loss.parameters() if p.requires_grad], lr=lr)
     # Decay to 0: noise in the updates also moves the policy away from the reference, and earns no reward.
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
 
     with progress(algorithm, steps) as advance:
         start = time.perf_counter()
-        for step, batch in enumerate(collector):
+        for step, batch in enumerate(batches):
             batch = parts.prepare(label(batch, group_size))  # evaluates the critic, writes advantages
             monitor.look(
                 step, batch
             )  # now and then, before the update: what is wrong with the batch, and its tokens as a page
-            answers = batch.select(*LOSS_KEYS, strict=False).contiguous()  # dense and without strings: faster to index
+            answers = loss_entries(batch)
             if experts is not None:
                 answers = with_experts(answers, experts)
-            learn(policy, parts, answers, optimizer, monitor)
+            learn(parts, answers, optimizer, epochs=EPOCHS, minibatches=MINIBATCHES, monitor=monitor)
             schedule.step()
             row = summarise(
                 batch,
@@ -166,27 +163,8 @@ def train(
                 # The penalty grows if the KL is above its target, and shrinks if it is below.
                 coefficient.update(row["kl"], n=batch_size)
             advance(status(logged, monitor.kl_target))
-    collector.shutdown()
-
-
-def learn(
-    policy: PreTrainedModel,
-    parts: AlgorithmParts,
-    answers: TensorDictBase,
-    optimizer: torch.optim.Optimizer,
-    monitor: RunMonitor | None = None,
-) -> None:
-    """Update the policy on minibatches of one step's answers: each is a step with its own mean."""
-    for _ in range(EPOCHS):
-        for minibatch in parts.minibatches(answers, MINIBATCHES):
-            optimizer.zero_grad()
-            for loss in parts.losses:
-                output = loss(minibatch)
-                output.total_loss.backward()
-                if monitor is not None:
-                    monitor.add(output)
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
+    if isinstance(batches, LLMCollector):
+        batches.shutdown()
 
 
 def summarise(

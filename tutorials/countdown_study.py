@@ -95,6 +95,7 @@ def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
             kl_reward=cell.kl_reward,
             kl_loss=cell.kl_loss,
             temperature=cell.scored_at,
+            direct=cell.study == "placement",
         )
     after = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
     kl, sampled = true_kl(policy, reference, tokenizer, held_out, samples=scale.samples, seed=seed)

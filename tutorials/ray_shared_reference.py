@@ -39,10 +39,10 @@ from countdown.report import Metrics, MetricsFile, keep_earlier_run, progress
 from countdown.sharing import ShareCollector, join
 from countdown.task import all_problems, split_problems
 from countdown_grpo import (
-    LOSS_KEYS,
+    EPOCHS,
+    MINIBATCHES,
     WARMUP_STEPS,
     check_options,
-    learn,
     make_policy,
     silence_dependencies,
     status,
@@ -50,6 +50,7 @@ from countdown_grpo import (
 )
 from torchrl_llm_kl import PIKLCoefficient
 from torchrl_llm_kl.service import ScoringService
+from torchrl_llm_kl.training import LOSS_KEYS, learn
 
 TOLERANCE = 1e-6  # for any metric and any weight; the verdict says whether the runs needed it
 
@@ -114,7 +115,7 @@ def train(
             collecting = time.perf_counter() - before
 
             batch = parts.prepare(label(batch, group_size))
-            learn(policy, parts, batch.select(*LOSS_KEYS, strict=False), optimizer)
+            learn(parts, batch.select(*LOSS_KEYS, strict=False), optimizer, epochs=EPOCHS, minibatches=MINIBATCHES)
             schedule.step()
             row = summarise(batch, step=step, coefficient=coefficient, seconds=time.perf_counter() - start)
             metrics.append(row | {"collecting": collecting})

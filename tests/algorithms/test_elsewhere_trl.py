@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import io
 import math
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from elsewhere_batches import PROMPT, ROWS, WIDTH, agree, differ, make_batch, make_model, ours, rollouts
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -365,9 +366,148 @@ def test_sft(model: nn.Module, batch: dict[str, Tensor], kind: str) -> None:
     agree(found, (loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
 
 
+# ------------------------------------------------------------------ experimental trainers
+
+EXPERIMENTAL = ("cpo", "orpo", "gkd")
+
+
+def bare_trainer(trainer: str, **state: Any) -> Any:
+    """TRL's trainer with nothing but the given state, which is what its loss reads."""
+    found = importlib.import_module(f"trl.experimental.{trainer}")
+    kind = getattr(found, f"{trainer.upper()}Trainer")
+    made = kind.__new__(kind)
+    made.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x)
+    made.is_encoder_decoder, made.aux_loss_enabled = False, False
+    made.pad_token_id, made.padding_value, made.args = PAD, PAD, SimpleNamespace(device="cpu")
+    made.__dict__.update(state)
+    return made
+
+
+PAD = 0
+
+
+def columns(batch: dict[str, Tensor], prompt: int) -> dict[str, Tensor]:
+    """Pairs as TRL's collator makes them, with the last ``prompt`` tokens of each prompt: padded, prompts without label."""
+    found = {}
+    for side, name in enumerate(("chosen", "rejected")):
+        ids, mask = batch["ids"][side::2, PROMPT - prompt :].clone(), batch["mask"][side::2]
+        attention = torch.cat([torch.ones(ROWS // 2, prompt, dtype=torch.bool), mask], 1)
+        labels = ids.masked_fill(~attention, -100)
+        labels[:, :prompt] = -100
+        found |= {f"{name}_input_ids": ids.masked_fill(~attention, PAD), f"{name}_labels": labels}
+        found[f"{name}_attention_mask"] = attention.long()
+    return found
+
+
+def experimental(trl: Any, trainer: str, tmp_path: Path, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return config_class(trl, trainer)(output_dir=str(tmp_path), **CPU, gradient_checkpointing=False, **settings)
+
+
+CONTRASTIVE: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "sigmoid": {"beta": 0.3, "cpo_alpha": 0.6, "label_smoothing": 0.1},
+    "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 1.7, "simpo_gamma": 0.4, "label_smoothing": 0.2},
+    "alphapo without its shape": {"loss_type": "alphapo", "beta": 2.1, "simpo_gamma": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_cpo(trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path, name: str) -> None:
+    config = experimental(trl, "cpo", tmp_path, **CONTRASTIVE[name])
+    read = ("loss_type", "beta", "label_smoothing", "cpo_alpha", "simpo_gamma", "alpha")
+    made = bare_trainer("cpo", **{key: getattr(config, key) for key in read})
+    expected = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, PROMPT))[0])
+    for found in (from_trl(config), from_trl(CONTRASTIVE[name], trainer="cpo")):
+        assert not found.refused
+        agree(ours(model, batch, found), expected)
+
+
+def with_gradients(model: nn.Module, compute: Any) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = compute()
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_orpo(trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path) -> None:
+    """TRL's likelihood is that of the prompt too: of prompts of one token, which nothing predicts, it is the answer's."""
+    found = from_trl(experimental(trl, "orpo", tmp_path, beta=0.3))
+    assert [row.note for row in found.translated] == [
+        "TRL's likelihood is that of prompt and answer, here of the answer alone"
+    ]
+    made = bare_trainer("orpo", beta=0.3)
+    short = {**batch, "ids": batch["ids"][:, PROMPT - 1 :]}
+    expected = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, 1))[0])
+    agree(with_gradients(model, lambda: paired_loss(model, short, found, prompt=1)), expected)
+    whole = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, PROMPT))[0])
+    assert differ(ours(model, batch, found), whole)
+
+
+def paired_loss(model: nn.Module, batch: dict[str, Tensor], translation: Any, prompt: int) -> Tensor:
+    """The loss of a translation on prompts of another length."""
+    rows = [
+        TensorDict(tokens=TensorDict(prompt=ids[:prompt], full=ids[: prompt + int(mask.sum())]))
+        for ids, mask in zip(batch["ids"], batch["mask"], strict=True)
+    ]
+    return translation.make(model).loss(lazy_stack(rows)).total_loss
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_gkd(trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path, beta: float) -> None:
+    """TRL's divergence is at temperature 1; the temperature of 0.9 is the sampler's."""
+    torch.manual_seed(1)
+    teacher = type(model)(model.config).double().eval()  # type: ignore[call-arg]
+    config = experimental(trl, "gkd", tmp_path, beta=beta, lmbda=0.25, temperature=0.8)
+    found = from_trl(config)
+    assert not found.refused
+    assert found.sampling.temperature == 0.8
+    assert {"lmbda", "seq_kd"} <= {row.name for row in found.outside}
+    ids = columns(batch, PROMPT)
+    names = ("input_ids", "labels", "attention_mask")
+    inputs = {name: torch.cat([ids[f"chosen_{name}"], ids[f"rejected_{name}"]]) for name in names}
+    made = bare_trainer("gkd", beta=beta, teacher_model=teacher)
+    count = batch["mask"].sum()
+    expected = with_gradients(model, lambda: made.compute_loss(model, inputs, num_items_in_batch=count))
+    parts = found.make(model, reference=teacher)
+    agree(with_gradients(model, lambda: parts.loss(rollouts(batch)).total_loss), expected)
+
+
+def test_a_derived_configuration_of_trls_own_is_not_its_base(trl: Any, tmp_path: Path) -> None:
+    """GKDConfig and others are derived from SFTConfig, and have another loss."""
+    from trl.experimental.gold import GOLDConfig
+
+    class Mine(trl.SFTConfig):
+        """A user's subclass."""
+
+    assert from_trl(experimental(trl, "gkd", tmp_path)).algorithm == "gkd"
+    assert from_trl(Mine(output_dir=str(tmp_path), **CPU)).algorithm == "sft"
+    assert issubclass(GOLDConfig, trl.SFTConfig)
+    with pytest.raises(
+        TypeError, match=r"from_trl takes GRPOConfig, .*GKDConfig or a mapping of settings, got GOLDConfig"
+    ):
+        from_trl(GOLDConfig.__new__(GOLDConfig))
+
+
+def test_a_configuration_that_trl_has_no_longer() -> None:
+    class BCOConfig:
+        pass
+
+    with pytest.raises(TypeError, match=r"got BCOConfig: .*TRL 1.16 has no BCO trainer: make_algorithm\('bco', ...\)"):
+        from_trl(BCOConfig())
+
+
 # ------------------------------------------------------------------ every setting has a place
 
-CONFIGS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "sft": "SFTConfig"}
+CONFIGS = {name: f"{name.upper()}Config" for name in TRL}
+
+
+def config_class(trl: Any, trainer: str) -> Any:
+    """Of TRL, or of its package of experimental trainers."""
+    if trainer in EXPERIMENTAL:
+        trl = importlib.import_module(f"trl.experimental.{trainer}")
+    return getattr(trl, CONFIGS[trainer])
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
@@ -375,7 +515,7 @@ def test_the_table_has_every_field_and_its_default(trl: Any, trainer: str) -> No
     from transformers import TrainingArguments
 
     general = {f.name for f in dataclasses.fields(TrainingArguments)}
-    fields = {f.name: f for f in dataclasses.fields(getattr(trl, CONFIGS[trainer]))}
+    fields = {f.name: f for f in dataclasses.fields(config_class(trl, trainer))}
     rows = TRL[trainer]
     assert not {name for name in fields if name not in general} - set(rows)
     assert not set(rows) - set(fields)
@@ -420,6 +560,9 @@ REFUSED = [
     ({"loss_type": "vespo", "use_vllm": True}, "grpo", "vllm_importance_sampling_correction", "weight of the sequence"),
     ({"normalize_advantages": True}, "rloo", "normalize_advantages", "leave-one-out"),
     ({"loss_type": ["sigmoid", "sft"]}, "dpo", "loss_type", "PolicyLoss with terms="),
+    ({"loss_type": "ipo"}, "cpo", "loss_type", "relative to a reference here"),
+    ({"loss_type": "simpo"}, "cpo", "cpo_alpha", "simpo has no likelihood beside it"),
+    ({"alpha": 0.25}, "cpo", "alpha", "AlphaPO's shape"),
     ({"epsilom": 0.1}, "grpo", "epsilom", "Did you mean 'epsilon'"),
 ]
 
@@ -441,6 +584,7 @@ def test_without_what_is_refused() -> None:
     [
         ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type='dapoo'.*Did you mean 'dapo'"),
         ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
+        ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL 1.16 has no BCO trainer: make_algorithm\\('bco', ...\\)"),
         (3, "grpo", TypeError, "takes GRPOConfig, .*or a mapping of settings, got int"),
     ],
 )
@@ -496,7 +640,7 @@ def test_the_table_of_a_translation() -> None:
 # ------------------------------------------------------------------ hints
 
 HINTS = [
-    ("beta", "TRL's 'beta' is 'kl_loss_coeff'.*DPO, KTO: 'beta'"),
+    ("beta", "TRL's 'beta' is 'kl_loss_coeff'.*DPO, KTO, CPO, ORPO, GKD: 'beta'"),
     ("num_generations", "TRL's 'num_generations' is 'group_size' of make_algorithm"),
     ("epsilon_high", "TRL's 'epsilon_high' is 'clip_high' here"),
     ("kl_loss_coef", "verl's 'kl_loss_coef' is 'kl_loss_coeff'"),

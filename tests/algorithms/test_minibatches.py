@@ -173,7 +173,7 @@ def test_the_answers_of_a_pair_stay_together() -> None:
     assert torch.equal(shuffled[1::2], shuffled[::2] + 1)  # chosen before rejected
 
 
-@pytest.mark.parametrize("layout", ["lazy", "nested", "two dimensions", "lazy, two dimensions"])
+@pytest.mark.parametrize("layout", ["lazy", "nested", "stacks inside", "two dimensions", "lazy, two dimensions"])
 def test_layouts(layout: str) -> None:
     parts = algorithm("sft")
     plain = uneven()
@@ -185,6 +185,15 @@ def test_layouts(layout: str) -> None:
         data["tokens"] = TensorDict(
             full=torch.nested.as_nested_tensor(rows), prompt=plain["tokens", "prompt"], batch_size=[16]
         )
+    if layout == "stacks inside":  # as a policy's output that no env has stacked
+        lengths = data["masks", "all_attention_mask"].sum(-1).tolist()
+        data["tokens"] = lazy_stack(
+            [
+                TensorDict(full=row["full"][:n], prompt=row["prompt"], batch_size=[])
+                for row, n in zip(data["tokens"].unbind(0), lengths, strict=True)
+            ]
+        )
+        data = data.exclude("masks", "expert_mask", "next")
     if "lazy" in layout:
         data = lazy_stack(list(data.unbind(0)))
     if "two" in layout:

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
 
-pytest.importorskip("matplotlib")
+pyplot = pytest.importorskip("matplotlib.pyplot")
 pytest.importorskip("rich")
 typer = pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
@@ -169,7 +169,7 @@ def test_batch_is_grouped_and_its_log_probs_are_the_models_own(batch, model):
 
 def test_gradient_of_the_loss_is_the_policy_gradient_by_hand(batch, model, parts):
     """With one update per batch the ratio is 1, and clipping plays no part."""
-    answers = batch.select(*countdown_grpo.LOSS_KEYS, strict=False).contiguous()
+    answers = countdown_grpo.loss_entries(batch)
     parts.loss(answers)["loss_objective"].backward()
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
@@ -259,7 +259,7 @@ def words(output: str) -> str:
 def drawn(monkeypatch):
     """The figures that a run draws."""
     figures = []
-    monkeypatch.setattr(countdown_grpo.plot_curves.__globals__["plt"], "close", figures.append)
+    monkeypatch.setattr(pyplot, "close", figures.append)
     return figures
 
 
@@ -332,7 +332,7 @@ def test_earlier_runs_are_moved_aside(tiny_run):
 
 def test_lines_come_at_once_where_there_is_no_terminal(capsys, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("countdown.report.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torchrl_llm_kl.training._report.time.perf_counter", lambda: clock[0])
     with progress("warm-up", 6) as advance:
         assert capsys.readouterr().out == "warm-up: 6 steps\n"
         said = []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrl.collectors.llm import LLMCollector
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -18,7 +19,8 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tutorials"))
 import countdown_study
-from countdown.model import build_model, build_tokenizer, render_prompt
+from countdown.direct import direct_batches
+from countdown.model import as_policy, build_model, build_tokenizer, render_prompt, warm_up
 from countdown.study import (
     DEMO,
     PLACEMENT_SEEDS,
@@ -39,7 +41,8 @@ from countdown.study import (
     verdict,
     write_blocks,
 )
-from countdown.task import Problem, all_problems
+from countdown.task import Problem, all_problems, make_env
+from torchrl_llm_kl import RetrieveKL
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -303,3 +306,36 @@ def test_a_study_run_is_the_demo(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
     assert result["kls"] == [round(r["kl"], 4) for r in rows]
     assert result["coefficients"] == [round(r["coefficient"], 5) for r in rows]
+
+
+# ------------------------------------------------------------------ answers without an env
+
+
+def test_direct_batches_are_those_of_the_collector():
+    """The placement study goes around env and collector: the same problems, tokens, rewards and scores."""
+    torch.manual_seed(4)
+    problems = all_problems(6)[:5]  # fewer than are posed: the order goes on with other permutations
+    tokenizer = build_tokenizer(problems)
+    policy, reference = build_model(tokenizer), build_model(tokenizer)
+    for _ in warm_up(policy, tokenizer, problems, steps=25, seed=4, batch_size=8, lr=5e-3):
+        pass  # the form of an answer, so that some have a reward
+    task = {"num_prompts": 3, "group_size": 2, "seed": 5}
+    env = make_env(problems, tokenizer, **task).append_transform(RetrieveKL("from_collector", reference, coeff=0.1))
+    collector = LLMCollector(
+        env, policy=as_policy(policy, tokenizer), dialog_turns_per_batch=6, total_dialog_turns=18, flatten_data=True
+    )
+    torch.manual_seed(3)
+    expected = list(collector)
+    collector.shutdown()
+    torch.manual_seed(3)
+    kl = RetrieveKL(policy, reference, coeff=0.1)
+    found = list(direct_batches(kl, as_policy(policy, tokenizer), tokenizer, problems, steps=3, **task))
+    assert len(found) == len(expected) == 3
+    rewards = torch.cat([batch["next", "reward"].flatten(1).sum(-1) for batch in found])
+    assert len(set(rewards.tolist())) > 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["text", "full"] == theirs["text", "full"]
+        for key in (("tokens", "full"), ("masks", "all_attention_mask"), ("next", "success")):
+            assert torch.equal(mine[key], theirs[key]), key
+        for name in ("reward", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")):
+            torch.testing.assert_close(mine["next"].get(name), theirs["next"].get(name), rtol=0, atol=2e-6)

@@ -172,6 +172,12 @@ class Algorithm:
         return self.schema not in ("sft", "dpo", "unpaired")
 
     @property
+    def compares_answers(self) -> bool:
+        """Whether an answer is compared with the other answers to its prompt."""
+        spec = None if self.advantage is None else advantage_spec(get_advantage(self.advantage))
+        return self.keep_best or (spec is not None and "group" in spec.needs)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference model, or the teacher of a distillation, is scored."""
         return self.use_reference or self.schema == "distill"

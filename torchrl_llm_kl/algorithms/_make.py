@@ -121,7 +121,7 @@ def make_algorithm(
     _check_models(preset, reference, critic)
     spec = None if preset.advantage is None else advantage_spec(get_advantage(preset.advantage))
     grouping: dict[str, Any] = {}
-    if preset.keep_best or (spec is not None and "group" in spec.needs):
+    if preset.compares_answers:
         grouping = {"group_key": group_key, "group_size": group_size}
     elif group_key is not None or group_size is not None:
         raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack, unravel_key
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, is_tensor_collection, lazy_stack, unravel_key
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Transform
@@ -35,11 +35,18 @@ _DENOMINATORS = ("denominators", "value_denominators")
 def _flat(batch: TensorDictBase) -> TensorDictBase:
     """A batch of one dimension whose rows can be chosen: nested tensors, which have no such index, become rows of a stack."""
     batch = batch.reshape(-1) if batch.batch_dims != 1 else batch
-    if not isinstance(batch, LazyStackedTensorDict) and any(
-        isinstance(value, Tensor) and value.is_nested for value in batch.values(True, True)
-    ):
-        return lazy_stack(list(batch.unbind(0)))
-    return batch
+    return lazy_stack(list(batch.unbind(0))) if _holds_nested(batch) else batch
+
+
+def _holds_nested(batch: Any) -> bool:
+    """Whether an entry is a nested tensor. Rows of a stack can be chosen, and may differ in shape: they are not looked at."""
+    batch = getattr(batch, "_tensordict", batch)  # of a tensorclass
+    if isinstance(batch, LazyStackedTensorDict):
+        return False
+    return any(
+        value.is_nested if isinstance(value, Tensor) else is_tensor_collection(value) and _holds_nested(value)
+        for value in batch.values()
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -164,7 +164,8 @@ def check(
 ) -> None:
     """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
     diagnose = _of_diagnostics("diagnose")
-    from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
+    from torchrl_llm_kl.cli._load import load_batch
+    from torchrl_llm_kl.training import load_model, load_tokenizer
 
     td = load_batch(batch, trust=trust)
     found = diagnose(
@@ -200,7 +201,8 @@ def inspect(
 ) -> None:
     """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
     inspect_tokens = _of_diagnostics("inspect_tokens")
-    from torchrl_llm_kl.cli._load import load_batch, load_model, load_tokenizer
+    from torchrl_llm_kl.cli._load import load_batch
+    from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
         raise CommandError(f"there is no folder {html.parent} for {html.name}: create it first.")
@@ -223,6 +225,34 @@ def _of_diagnostics(name: str) -> Any:
     if found is None:
         raise CommandError(f"this version has no diagnostics.{name}: install a later one.")
     return found
+
+
+# ------------------------------------------------------------------ runs
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG.yaml]", help="The settings; --example prints some to start from.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optimizer.lr=1e-5.")
+    ] = None,
+    example: Annotated[bool, typer.Option("--example", help="Print every setting with its meaning.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the settings and print them all.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin anew; by default a run whose folder holds a checkpoint goes on.")
+    ] = False,
+) -> None:
+    """Train a model on prompts with a reward, near a reference; exits with 1 if the KL blew up."""
+    from torchrl_llm_kl.cli._train import print_example, run_training
+
+    if example:
+        print_example()
+    elif config is None:
+        raise CommandError(f"name the file with the settings; {PROGRAM} train --example > config.yaml writes one.")
+    else:
+        run_training(config, changes or [], dry_run=dry_run, fresh=fresh)
 
 
 # ------------------------------------------------------------------ templates, demo

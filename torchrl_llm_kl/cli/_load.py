@@ -1,4 +1,4 @@
-"""Models, tokenizers and batches from disk, or one sentence that says why not."""
+"""Batches from disk, or one sentence that says why not."""
 
 from __future__ import annotations
 
@@ -8,84 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm_kl._registry import first_sentence
 from torchrl_llm_kl.cli._console import CommandError
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def load_model(name: str, *, dtype: str = "auto", device: str | None = None) -> Any:
-    """A causal language model of transformers, frozen, in evaluation mode.
-
-    Args:
-        name: a folder, or a name on the hub.
-
-    Keyword Args:
-        dtype: one of :data:`DTYPES`; ``"auto"`` is that of the checkpoint.
-        device: None for a GPU if there is one.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    if dtype not in DTYPES:
-        raise CommandError(f"--dtype {dtype} is unknown: choose one of {', '.join(DTYPES)}.")
-    check_model(name)
-    logging.disable_progress_bar()  # it would mix with this program's own
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
-        )
-        return model.to(place).eval().requires_grad_(False)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:  # the last: no CUDA
-        raise CommandError(f"cannot load the model {name!r}{_where(name)}: {_first_sentence(error)}") from error
-
-
-def check_model(name: str) -> None:
-    """Raise for a path that holds no model; a name on the hub passes."""
-    _check_folder(name, "config.json", "adapter_config.json", what="model")
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder, or of a name on the hub."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    _check_folder(name, "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", what="tokenizer")
-    try:
-        if get_tokenizer_config(name).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            # AutoTokenizer would take the class of the model's family, which may split text in another way.
-            return PreTrainedTokenizerFast.from_pretrained(name)
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise CommandError(f"cannot load the tokenizer {name!r}{_where(name)}: {_first_sentence(error)}") from error
-
-
-def _check_folder(name: str, *files: str, what: str) -> None:
-    """Raise for a path that can be no checkpoint; a name on the hub passes."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        raise CommandError(f"{name} is a file: pass the folder that save_pretrained wrote, or a name on the hub.")
-    if path.is_dir():
-        if not any((path / file).exists() for file in files):
-            raise CommandError(
-                f"the folder {name} holds no {what} ({' or '.join(files[:2])}): pass one that save_pretrained wrote."
-            )
-    elif name.startswith((".", "~", "/")) or name.count("/") > 1 or not name:
-        raise CommandError(f"there is no folder {name}: pass the path of a {what}, or a name on the hub.")
-
-
-def _where(name: str) -> str:
-    return "" if Path(name).expanduser().is_dir() else ", which is no folder here, from the hub"
-
-
-def _first_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    end = text.find(". ")
-    return text if end < 0 else text[: end + 1]
-
-
-# ------------------------------------------------------------------ batches
 
 
 def load_batch(path: Path, *, trust: bool = False) -> Any:
@@ -118,13 +42,13 @@ def _of_torch(path: Path, trust: bool) -> Any:
         found = torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
         if trust or "weights_only" not in str(error).lower().replace(" ", "_"):
-            raise CommandError(f"{path} is no file of torch.save: {_first_sentence(error)}") from error
+            raise CommandError(f"{path} is no file of torch.save: {first_sentence(error)}") from error
         raise CommandError(
             f"{path} holds pickled objects besides tensors, which can run any code when they are loaded: save "
             "td.to_dict() with torch.save, or use td.save(folder); or pass --trust if you made the file yourself."
         ) from error
     except (EOFError, RuntimeError, ValueError, AttributeError, ImportError, IndexError, KeyError) as error:
-        raise CommandError(f"{path} cannot be read by torch.load: {_first_sentence(error) or 'it is empty'}") from error
+        raise CommandError(f"{path} cannot be read by torch.load: {first_sentence(error) or 'it is empty'}") from error
     return _as_tensordict(found, path)
 
 
@@ -153,7 +77,7 @@ def _of_dict(found: dict[str, Any], path: Path) -> Any:
         td = TensorDict.from_dict(found, auto_batch_size=True, batch_dims=dims)
         td = td.unflatten_keys(".") if any("." in key for key in found) else td
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        raise CommandError(f"the dict in {path} is no batch: {_first_sentence(error)}") from error
+        raise CommandError(f"the dict in {path} is no batch: {first_sentence(error)}") from error
     if td.batch_dims < dims:
         raise CommandError(
             f"the entries of the dict in {path} have no first dimension in common, so it is no batch: save td.to_dict() of a "
@@ -183,4 +107,4 @@ def _of_memmap(path: Path, trust: bool) -> Any:
     try:
         return TensorDict.load_memmap(path)
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise CommandError(f"{path} is damaged: {_first_sentence(error)}") from error
+        raise CommandError(f"{path} is damaged: {first_sentence(error)}") from error

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
-from torchrl_llm_kl.cli._load import check_model, load_model, load_tokenizer
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.ragged import Ragged, segment_sum
 from torchrl_llm_kl.scoring import LogProbScorer, fingerprint_of, position_limit, vocab_size
+from torchrl_llm_kl.training import check_model, load_model, load_tokenizer
 
 #: Estimators of log-probs alone. Those with a ``+`` have the values of these; ``corrected_k3`` needs the sampler's log-probs.
 ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "exact")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm_kl.cli._console import CommandError, console, print_json, shows_colour
-from torchrl_llm_kl.cli._load import load_tokenizer
+from torchrl_llm_kl.training import load_tokenizer
 
 SAMPLE = (
     {"role": "system", "content": "You answer briefly."},

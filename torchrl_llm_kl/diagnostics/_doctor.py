@@ -338,7 +338,10 @@ class Doctor(Transform):
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self.forward(next_tensordict)  # a replay buffer's extend, with invert=True
+        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. What torchrl's MCAdvantage
+        # keeps until a group is whole arrives as None.
+        waiting: Any = next_tensordict
+        return waiting if waiting is None else self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self.forward(tensordict.copy().set("next", next_tensordict))

@@ -94,8 +94,10 @@ class StepMixin(ABC):
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`.
-        return self.forward(next_tensordict)
+        # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. What torchrl's MCAdvantage
+        # keeps until a group is whole arrives as None.
+        waiting: Any = next_tensordict
+        return waiting if waiting is None else self.forward(next_tensordict)
 
 
 class StepTransform(StepMixin, Transform):

@@ -96,8 +96,9 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             recorded there is replayed.
         ref_routing_key: the entry with the experts that the reference uses. Default None: it routes by itself.
         kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
-        assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side, adapters, dtype, memory,
-            deterministic, scope, temperature: of both models; see :class:`RetrieveLogProb`.
+        assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side: of both models; see
+            :class:`RetrieveLogProb`.
+        adapters, dtype, memory, deterministic, scope, temperature: likewise.
         sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over
             all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by
             side, whatever the estimator. Those of a reference behind a service are sent with each request.

@@ -18,8 +18,7 @@ from countdown.model import render_prompt, warm_up
 from countdown.report import progress
 from countdown.task import Problem
 from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
-from torchrl_llm_kl.advantages import advantage_spec, get_advantage
-from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
+from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, get_algorithm, make_algorithm, mix_buffers
 from torchrl_llm_kl.scoring import TokenCritic
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def build(
         reference=teacher if distils else (reference if preset.use_reference else None),
         critic=TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None,
         gen_model="from_collector" if preset.use_reference and in_collector else None,
-        group_key="group" if compares_answers(preset) else None,
+        group_key="group" if preset.compares_answers else None,
         max_len=max_new_tokens,
         temperature=temperature,
         **settings,
@@ -90,13 +89,6 @@ def make_coefficient(controller: str, *, target: float, batch_size: int) -> nn.M
         return DualKLCoefficient(init=0.2, target=target)
     # Changes by at most 10 % per step: 0.2 * n / horizon.
     return AdaptiveKLCoefficient(init=0.2, target=target, horizon=2 * batch_size)
-
-
-def compares_answers(preset: Algorithm) -> bool:
-    """Whether the algorithm compares an answer with the other answers to its problem."""
-    return preset.keep_best or (
-        preset.advantage is not None and "group" in advantage_spec(get_advantage(preset.advantage)).needs
-    )
 
 
 def label(batch: TensorDictBase, group_size: int) -> TensorDictBase:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchrl.modules.llm import TransformersWrapper
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,9 +19,9 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
+from torchrl_llm_kl.training import chat_tokenizer, load_model
 
 MAX_NEW_TOKENS = 14  # the longest right answer has 8
 
@@ -83,15 +81,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load any causal language model of transformers, from a folder or the hub."""
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    if get_tokenizer_config(name).get("tokenizer_class") == "TokenizersBackend":
-        # The class of build_tokenizer; AutoTokenizer takes that of the model's family, which splits text in another way.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, padding_side="left")
-    if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model.")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval(), tokenizer
+    return load_model(name, dtype="float32", device="cpu").requires_grad_(True), chat_tokenizer(name)
 
 
 def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -81,6 +82,17 @@ def split_problems(problems: Sequence[Problem], num_held_out: int = 200) -> tupl
     return train, held_out
 
 
+def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    """The reward of torchrl's parser, as a function for ``countdown.yaml``: 1 right, 0.1 wrong, 0 no answer."""
+    _, expression = CountdownRewardParser.extract_tags(answer)
+    return 1.0 if solved(question, answer, metadata) else 0.1 if expression else 0.0
+
+
+def solved(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 if the answer is right."""
+    return float(Problem(tuple(metadata["numbers"]), metadata["target"], "").is_solved_by(answer))
+
+
 class ShortCountdownEnv(CountdownEnv):
     """torchrl's environment with a short system prompt that contains no tags, since the reward parser searches for them."""
 
@@ -101,9 +113,8 @@ def make_env(
     ``CountdownEnv(...)`` generates random problems; ``from_dataloader`` lets us choose them and hold some out.
     """
     rows = [{"query": problem.query, "answer": problem.ground_truth} for problem in problems]
-    order = None if seed is None else torch.Generator().manual_seed(seed)
     env = ShortCountdownEnv.from_dataloader(
-        DataLoader(rows, batch_size=1, shuffle=seed is not None, generator=order, collate_fn=_collate),  # type: ignore[arg-type]
+        in_order(rows, seed, collate=_collate),
         repeats=group_size,
         batch_size=(num_prompts * group_size,),
         tokenizer=tokenizer,
@@ -114,6 +125,12 @@ def make_env(
     )
     env = env.append_transform(StepCounter(max_steps=1))
     return env.append_transform(CountdownRewardParser(tokenizer=tokenizer))
+
+
+def in_order(rows: Sequence[Any], seed: int | None, *, collate: Callable[[list[Any]], Any]) -> DataLoader:
+    """Rows one at a time; each pass in another random order, by ``seed``, or as they come with None."""
+    order = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(rows, batch_size=1, shuffle=seed is not None, generator=order, collate_fn=collate)  # type: ignore[arg-type]
 
 
 def _collate(rows: list[dict[str, str]]) -> TensorDictBase:

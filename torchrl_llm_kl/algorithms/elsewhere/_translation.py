@@ -242,6 +242,11 @@ class Reader:
             here = row.here if row and place in ("override", "sampling") else ""
             self._lists[place][name] = Setting(name, self[name], here, note or (row.note if row else ""), given)
 
+    def draw(self, name: str) -> Any:
+        """The value of a setting of the sampler alone, which leaves the scores as they are."""
+        self._place("sampling", name, "")
+        return self[name]
+
     def sample(self, temperature: str, top_p: str, top_k: str, min_p: str | None = None) -> Sampling:
         """The distribution that tokens are drawn from; -1 and None are no truncation."""
         for name in (temperature, top_p, top_k, *([min_p] if min_p else [])):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -22,8 +22,9 @@ from torchrl_llm_kl.losses import (
     get_objective,
     spec_of,
 )
+from torchrl_llm_kl.scoring import Sampling
 
-Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft"]
+Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd"]
 #: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
 UNCLAMPED_K3 = partial(corrected_k3, ratio_max=math.inf)
 #: TRL adds it to standard deviations.
@@ -34,8 +35,9 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
     """Translate a configuration of TRL 1.16.
 
     Args:
-        config: a ``GRPOConfig``, ``RLOOConfig``, ``DPOConfig``, ``KTOConfig`` or ``SFTConfig``, or a mapping with settings of
-            one. Of a configuration, settings that differ from TRL's defaults count as given.
+        config: a ``GRPOConfig``, ``RLOOConfig``, ``DPOConfig``, ``KTOConfig`` or ``SFTConfig``, a ``CPOConfig``, ``ORPOConfig``
+            or ``GKDConfig`` of ``trl.experimental``, or a mapping with settings of one. Of a configuration, settings that
+            differ from TRL's defaults count as given.
 
     Keyword Args:
         trainer: whose settings a mapping holds.
@@ -45,7 +47,7 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
         advantages over the standard deviation plus 1e-4, the sequence mask on vLLM's log-probs.
 
     Raises:
-        TypeError: for another configuration.
+        TypeError: for another configuration, one of TRL's own with another loss that is derived from these included.
         ValueError: for a value that TRL does not know either.
 
     Example:
@@ -58,20 +60,35 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
         "TRL has no such setting. Did you mean 'num_generations'?"
     """
     if not isinstance(config, Mapping):
-        kinds = {f"{name.upper()}Config": name for name in get_args(Trainer)}
-        found = [kinds[base.__name__] for base in type(config).__mro__ if base.__name__ in kinds]
-        if not found:
-            raise TypeError(
-                f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {type(config).__name__}: pass the settings "
-                "that matter as a mapping."
-            )
-        trainer, config = found[0], _given(config)
+        trainer, config = _trainer_of(config), _given(config)
     if trainer not in get_args(Trainer):
         raise ValueError(
-            f"unknown trainer {trainer!r}; known: {', '.join(get_args(Trainer))}.{did_you_mean(trainer, TRL)}"
+            f"unknown trainer {trainer!r}; known: {', '.join(get_args(Trainer))}.{_NO_BCO if trainer == 'bco' else ''}"
+            f"{did_you_mean(trainer, TRL)}"
         )
     reader = Reader("TRL", {**_training(), **TRAINING, **TRL[trainer]}, config)
-    return {"grpo": _grpo, "rloo": _rloo, "dpo": _dpo, "kto": _kto, "sft": _sft}[trainer](reader)
+    return _READ[trainer](reader)
+
+
+_NO_BCO = (
+    " TRL 1.16 has no BCO trainer: make_algorithm('bco', ...) has the paper's loss, and DPO's loss_type='bco_pair' is "
+    "translated."
+)
+
+
+def _trainer_of(config: Any) -> Trainer:
+    """The trainer of a configuration. A class that a user derived is of its base; TRL's own derived ones have other losses."""
+    kinds: dict[str, Trainer] = {f"{name.upper()}Config": name for name in get_args(Trainer)}
+    for base in type(config).__mro__:
+        if base.__name__ in kinds:
+            return kinds[base.__name__]
+        if base.__module__.partition(".")[0] == "trl":
+            break
+    found = type(config).__name__
+    raise TypeError(
+        f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {found}: pass the settings that matter as a mapping."
+        f"{_NO_BCO if found == 'BCOConfig' else ''}"
+    )
 
 
 def _training() -> dict[str, Foreign]:
@@ -394,6 +411,55 @@ def _sft(reader: Reader) -> Translation:
     _known("loss_type", kind, ("nll", "dft"))
     reader.overrides |= {"objective": {"nll": "sft", "dft": "sft_is"}[kind], "aggregation": "token-mean"}
     return reader.finish("sft")
+
+
+def _cpo(reader: Reader) -> Translation:
+    kind = reader.take("loss_type")
+    _known("loss_type", kind, ("sigmoid", "hinge", "ipo", "simpo", "alphapo"))
+    if kind in ("hinge", "ipo"):
+        reader.refuse("loss_type", f"{kind} is relative to a reference here, and has no likelihood beside it")
+    if reader["alpha"] != 0:
+        reader.refuse("alpha", "")
+    reader.copy("beta", "beta")
+    reader.copy("label_smoothing", "label_smoothing")
+    if kind not in ("simpo", "alphapo"):
+        reader.overrides |= {"nll_coeff": reader.take("cpo_alpha"), "nll_aggregation": "token-mean"}
+        return reader.finish("cpo")
+    reader.copy("simpo_gamma", "margin")
+    if kind == "simpo" and reader["cpo_alpha"] != 0:
+        reader.refuse("cpo_alpha", "simpo has no likelihood beside it: 0, which alphapo implies, is SimPO's own loss")
+    elif kind == "simpo":
+        reader.take("cpo_alpha")
+    return reader.finish("simpo")
+
+
+def _orpo(reader: Reader) -> Translation:
+    reader.overrides["beta"] = reader.take(
+        "beta", "TRL's likelihood is that of prompt and answer, here of the answer alone"
+    )
+    reader.overrides["nll_aggregation"] = "token-mean"
+    return reader.finish("orpo")
+
+
+def _gkd(reader: Reader) -> Translation:
+    reader.copy("beta", "beta")
+    reader.overrides["aggregation"] = "token-mean"
+    for name in ("lmbda", "seq_kd"):
+        reader.tell(name)
+    drawn = Sampling(temperature=float(reader.draw("temperature")))
+    return reader.finish("gkd", drawn)
+
+
+_READ: dict[Trainer, Callable[[Reader], Translation]] = {
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "dpo": _dpo,
+    "kto": _kto,
+    "sft": _sft,
+    "cpo": _cpo,
+    "orpo": _orpo,
+    "gkd": _gkd,
+}
 
 
 def _known(name: str, value: Any, known: Any) -> None:

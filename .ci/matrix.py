@@ -1,0 +1,193 @@
+"""Does the package work with the oldest and the newest releases it allows? ``make matrix`` asks its tests.
+
+Each column is a set of releases in a virtual environment of its own, under ``.matrix/``:
+
+- ``oldest``: the lower bounds of pyproject.toml;
+- ``newest``: what pip chooses within the bounds;
+- ``beyond``: what pip chooses without upper bounds: what the next release of a dependency breaks (``make nightly``).
+
+In each, the package is installed and the core of the tests runs. ``docs/versions.md`` holds the table, with dates; failures
+are in ``.matrix/COLUMN.log``. The tests never import the packages of another column: only this file and pip know of both.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import venv
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RECORD = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
+COLUMNS = ("oldest", "newest", "beyond")
+PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "ray", "peft")
+EXTRAS = ("ray", "lora")
+TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "rich>=13", "typer>=0.12", "pyarrow>=15")
+#: What the package is for, from token ids to losses, without the tutorials, the tools around it and other libraries.
+CORE = (
+    *(f"tests/{layer}" for layer in ("ragged", "masks", "head", "estimators", "rollouts", "scoring", "transforms")),
+    *(f"tests/{layer}" for layer in ("advantages", "losses")),
+    "tests/algorithms/test_make_algorithm.py",
+    "tests/algorithms/test_prepare.py",
+    "tests/service/test_service.py",
+    "tests/service/test_service_transforms.py",
+)
+
+
+# ------------------------------------------------------------------ what to install
+
+
+def bounds() -> dict[str, str]:
+    """The requirements of pyproject.toml on :data:`PACKAGES`: name -> ``">=2.7,<3"``."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.findall(r'"([a-z]+)(?:\[\w+\])?(>=[^"]+)"', text)
+    return {name: specifier for name, specifier in found if name in PACKAGES}
+
+
+def requirements(column: str, only: tuple[str, ...] = PACKAGES) -> list[str]:
+    """What pip installs first for a column.
+
+    Example:
+        >>> requirements("oldest", only=("torchrl",))
+        ['torchrl==0.14']
+    """
+    chosen = []
+    for name, specifier in bounds().items():
+        lower = re.match(r">=([\d.]+)", specifier)
+        assert lower is not None, f"{name}{specifier} has no lower bound"
+        if name in only:
+            chosen.append(f"{name}=={lower[1]}" if column == "oldest" else f"{name}{specifier}")
+            if column == "beyond":
+                chosen[-1] = f"{name}>={lower[1]}"
+    return chosen
+
+
+def install(column: str, folder: Path, pins: list[str], torch_index: str | None) -> Path:
+    """Make the environment of a column, torch first; returns its Python."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    chosen = [pin for pin in requirements(column) if re.split("[=<>]", pin)[0] not in {p.split("==")[0] for p in pins}]
+    chosen += pins
+    torch = [pin for pin in chosen if re.match("torch[=<>]", pin)]
+    run([*pip, *torch, *(("--index-url", torch_index) if torch_index else ())])
+    if column == "beyond":  # the package's own upper bounds would win
+        run([*pip, "--upgrade", *chosen, *TOOLS, "setuptools>=77", "safetensors", "filelock", "jinja2"])
+        run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
+    else:
+        run([*pip, *chosen, *TOOLS, "--editable", f"{ROOT}[{','.join(EXTRAS)}]"])
+    return python
+
+
+def run(command: list[str]) -> None:
+    """Run a command; its output is shown if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\nfailed:\n{done.stdout}{done.stderr}")
+
+
+def versions(python: Path) -> dict[str, str]:
+    """The installed releases of Python and :data:`PACKAGES`."""
+    code = (
+        "import json, platform; from importlib.metadata import version; "
+        f"print(json.dumps({{'python': platform.python_version()}} | {{n: version(n) for n in {PACKAGES!r}}}))"
+    )
+    return json.loads(subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+# ------------------------------------------------------------------ what it says
+
+
+def test(column: str, python: Path, folder: Path, tests: list[str], workers: int) -> dict[str, Any]:
+    """Run the tests; returns counts, seconds and the names of what failed."""
+    report, log = folder.with_suffix(".xml"), folder.with_suffix(".log")
+    report.unlink(missing_ok=True)
+    command = [str(python), "-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow and not gpu", f"--junit-xml={report}", *tests]
+    start = time.perf_counter()
+    with log.open("w") as file:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, check=False)
+    if not report.exists():
+        raise SystemExit(f"{column}: the tests did not run, see {log}:\n{log.read_text()[-2000:]}")
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    broken = [f"{case.get('classname')}.{case.get('name')}" for case in cases if case.find("failure") is not None]
+    broken += [f"{case.get('classname')}.{case.get('name')}" for case in cases if case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {
+        "passed": len(cases) - len(broken) - skipped,
+        "failed": sorted(broken),
+        "skipped": skipped,
+        "seconds": round(time.perf_counter() - start),
+    }
+
+
+def page(record: dict[str, Any]) -> str:
+    """The table of ``docs/versions.md``."""
+    lines = [
+        "| | " + " | ".join(record) + " |",
+        "|---" * (len(record) + 1) + "|",
+    ]
+    rows: list[tuple[str, Any]] = [("tested on", lambda column: column["date"])]
+    rows += [(name, lambda column, name=name: column["versions"][name]) for name in ("python", *PACKAGES)]
+    rows.append(("tests passed", lambda column: f"{column['passed']:,}"))
+    rows.append(("failed", lambda column: str(len(column["failed"]))))
+    rows.append(("skipped", lambda column: str(column["skipped"])))
+    lines += [f"| {name} | " + " | ".join(value(column) for column in record.values()) + " |" for name, value in rows]
+    return "\n".join(lines)
+
+
+def main(
+    columns: Annotated[list[str] | None, typer.Argument(help="oldest, newest or beyond.")] = None,
+    torch_index: Annotated[
+        str | None, typer.Option(help="Index of torch's wheels, such as PyTorch's for CPUs. Default: pip's own.")
+    ] = None,
+    pin: Annotated[list[str] | None, typer.Option(help="Such as torch==2.13.0; may be repeated.")] = None,
+    tests: Annotated[list[str] | None, typer.Option(help="Instead of the core; may be repeated.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Of pytest.")] = 2,
+    write: Annotated[bool, typer.Option(help="Write the result to docs/versions.md.")] = True,
+) -> None:
+    """Run the core of the tests with other releases; exit code 1 if something fails."""
+    chosen = tuple(columns or COLUMNS[:2])
+    if unknown := sorted(set(chosen) - set(COLUMNS)):
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(COLUMNS)}.")
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    console = Console()
+    for column in chosen:
+        folder = ROOT / ".matrix" / column
+        folder.parent.mkdir(exist_ok=True)
+        console.print(f"{column}: installing")
+        python = install(column, folder, pin or [], torch_index)
+        found = versions(python)
+        console.print(f"{column}: testing with " + ", ".join(f"{name} {version}" for name, version in found.items()))
+        result = test(column, python, folder, list(tests or CORE), workers)
+        record[column] = {"date": datetime.date.today().isoformat(), "versions": found, **result}
+        table = Table(title=column, show_header=False, title_justify="left")
+        for name in ("passed", "skipped", "seconds"):
+            table.add_row(name, f"{result[name]:,}")
+        table.add_row("failed", "\n".join(result["failed"][:40]) or "0")
+        console.print(table)
+    record = {column: record[column] for column in COLUMNS if column in record}
+    if write:
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        text = PAGE.read_text(encoding="utf-8")
+        before, after = text.split("<!-- table -->")[0], text.split("<!-- end -->")[1]
+        PAGE.write_text(f"{before}<!-- table -->\n{page(record)}\n<!-- end -->{after}", encoding="utf-8")
+    if any(record[column]["failed"] for column in chosen):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,121 @@
+"""Groups of answers with a reward that a tiny policy can earn, and the loss of a batch from plain forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvBase, StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
+
+from toy_rollouts import QUERIES, _collate, plain_log_probs, steps
+
+GROUP = 4
+PROMPTS = 2
+ROWS = GROUP * PROMPTS
+
+
+class EvenBytes(Transform):
+    """The share of the sampled tokens whose id is even, ``[B, 1]``."""
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=[], out_keys=["reward"])
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        shares = [even_share(step) for step in steps(tensordict)]
+        return next_tensordict.set("reward", torch.stack(shares).reshape(*next_tensordict.batch_size, 1))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1))
+        return reward_spec
+
+
+def of_response(step: TensorDictBase, values: Tensor) -> Tensor:
+    """The values at the sampled tokens, without padding."""
+    start = len(step["tokens", "prompt"])
+    return values[start:][step["masks", "all_attention_mask"][start:]]
+
+
+def response(step: TensorDictBase) -> Tensor:
+    """The sampled tokens."""
+    return of_response(step, step["tokens", "full"])
+
+
+def even_share(step: TensorDictBase) -> Tensor:
+    return (response(step) % 2 == 0).float().mean()
+
+
+def group_env(
+    tokenizer: Any,
+    *transforms: Transform,
+    rows: int = ROWS,
+    group: int = GROUP,
+    turns: int = 1,
+    queries: Sequence[str] = QUERIES,
+) -> EnvBase:
+    """A chat env that poses each query ``group`` times in a row, ``rows`` at a step, done after ``turns``."""
+    env = ChatEnv.from_dataloader(
+        DataLoader([{"query": query} for query in queries] * 100, batch_size=1, collate_fn=_collate),
+        batch_size=(rows,),
+        repeats=group,
+        tokenizer=tokenizer,
+        input_mode="history",
+    )
+    for transform in (StepCounter(max_steps=turns), EvenBytes(), *transforms):
+        env = env.append_transform(transform)
+    return env
+
+
+def scored(model: nn.Module, step: TensorDictBase) -> Tensor:
+    """Log-probs of the sampled tokens by one plain forward, with graph."""
+    ids = step["tokens", "full"][step["masks", "all_attention_mask"]]
+    count = len(response(step))
+    log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    return log_probs[:-1].gather(-1, ids[1:, None])[-count:, 0]
+
+
+def without_graph(model: nn.Module, batch: TensorDictBase) -> list[Tensor]:
+    """Log-probs of the sampled tokens of each row."""
+    return [plain_log_probs(model, _ids(step))[-len(response(step)) :] for step in steps(batch)]
+
+
+def _ids(step: TensorDictBase) -> Tensor:
+    return step["tokens", "full"][step["masks", "all_attention_mask"]]
+
+
+def grpo_advantages(rewards: Sequence[float], group: int = GROUP) -> list[float]:
+    """Rewards centred and scaled in each group, by hand."""
+    found = []
+    for start in range(0, len(rewards), group):
+        own = rewards[start : start + group]
+        mean = sum(own) / group
+        deviation = (sum((x - mean) ** 2 for x in own) / (group - 1)) ** 0.5
+        found += [(x - mean) / (deviation + 1e-6) for x in own]
+    return found
+
+
+def plain_loss(
+    model: nn.Module,
+    batch: TensorDictBase,
+    old: Sequence[Tensor],
+    ref: Sequence[Tensor],
+    *,
+    kl_coeff: float,
+    clip: tuple[float, float] = (0.2, 0.2),
+) -> Tensor:
+    """PPO's dual-clipped surrogate plus ``kl_coeff`` times k2 to the reference: means over the sampled tokens of a batch."""
+    objective, kl = [], []
+    for step, old_row, ref_row in zip(steps(batch), old, ref, strict=True):
+        advantage = float(step["advantage"].flatten()[0])
+        for now, was, base in zip(scored(model, step), old_row, ref_row, strict=True):
+            ratio = (now - was).exp()
+            clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
+            value = torch.max(-advantage * ratio, -advantage * clipped)
+            objective.append(torch.min(value, torch.tensor(-3.0 * advantage)) if advantage < 0 else value)
+            kl.append((now - base) ** 2 / 2)
+    return torch.stack(objective).mean() + kl_coeff * torch.stack(kl).mean()

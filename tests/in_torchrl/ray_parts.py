@@ -1,0 +1,48 @@
+"""What Ray's actors make: envs, policies and models, equal in every process.
+
+Models are float64: in no number does the shape of a batch show.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import tensordict
+import torch
+from group_rollouts import GROUP, group_env
+from torchrl.envs import EnvBase
+
+from torchrl_llm_kl import RetrieveKL
+from toy_rollouts import make_model, make_policy, make_scoring_wrapper, make_tokenizer
+
+CPUS = {"num_cpus": 0.2}
+
+
+@cache
+def scoring_model(seed: int) -> Any:
+    """The policy (seed 0) or the reference (seed 1), as a wrapper that scores."""
+    tokenizer = make_tokenizer()
+    key = "ref_log_probs" if seed else "log_probs"
+    return make_scoring_wrapper(make_model(tokenizer, seed).double(), tokenizer, pad_output=False, log_probs_key=key)
+
+
+def sampling_policy() -> Any:
+    """A policy that samples from what is scored."""
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer()
+    policy = make_policy(make_model(tokenizer, 0).double(), tokenizer, pad_output=False)
+    policy.generate_kwargs["top_k"] = 0
+    return policy
+
+
+def plain_env(rows: int = 2 * GROUP) -> EnvBase:
+    """Groups of answers with a reward."""
+    tensordict.set_list_to_stack(True).set()
+    return group_env(make_tokenizer(), rows=rows)
+
+
+def scoring_env(rows: int = 2 * GROUP) -> EnvBase:
+    """The same, scored under the collector's own policy and the reference."""
+    tensordict.set_list_to_stack(True).set()
+    return group_env(make_tokenizer(), RetrieveKL("from_collector", scoring_model(1), add_to_reward=False), rows=rows)

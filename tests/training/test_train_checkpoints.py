@@ -1,0 +1,158 @@
+"""Checkpoints are there whole or not at all, and damage is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchrl_llm_kl.training import Checkpoints, CheckpointWarning
+
+
+def write(checkpoints: Checkpoints, step: int, *, best: int | None = None, text: str = "weights") -> None:
+    with checkpoints.writing(step, {"at": step}, best=best) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "a.txt").write_text(f"{text} {step}")
+        (folder / "b.txt").write_text("state")
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return [path.name for path in checkpoints.paths()]
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step, best in ((10, 10), (20, 20), (30, 20), (40, 20), (1_000_000, 20)):
+        write(checkpoints, step, best=best)
+    assert names(checkpoints) == ["step-000020", "step-000040", "step-1000000"]
+    last, best_one = checkpoints.latest(), checkpoints.at(20)
+    assert last is not None
+    assert best_one is not None
+    assert (last.step, last.numbers["at"]) == (1_000_000, 1_000_000)
+    assert (best_one.folder / "model" / "a.txt").read_text() == "weights 20"
+    assert checkpoints.at(10) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == names(checkpoints)
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 1)
+
+    def fail() -> None:
+        with checkpoints.writing(2, {}) as folder:
+            (folder / "half.txt").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001"]
+
+
+def test_a_step_is_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 1)
+    write(checkpoints, 1, text="other")
+    assert (tmp_path / "step-000001" / "model" / "a.txt").read_text() == "other 1"
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    write(Checkpoints(tmp_path), 1)
+    for left in (".new-000002", ".old-step-000000"):
+        (tmp_path / left / "model").mkdir(parents=True)
+    assert Checkpoints(tmp_path).latest() is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001"]
+
+
+def truncate(folder: Path) -> None:
+    (folder / "model" / "a.txt").write_text("w")
+
+
+def flip(folder: Path) -> None:
+    file = folder / "b.txt"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+
+
+def remove(folder: Path) -> None:
+    (folder / "b.txt").unlink()
+
+
+def cut_record(folder: Path) -> None:
+    record = folder / "checkpoint.json"
+    record.write_text(record.read_text()[:20])
+
+
+def no_record(folder: Path) -> None:
+    (folder / "checkpoint.json").unlink()
+
+
+def odd_record(folder: Path) -> None:
+    (folder / "checkpoint.json").write_text(json.dumps([1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"model/a\.txt has 1 bytes of 9"),
+        (flip, r"b\.txt has another content"),
+        (remove, r"b\.txt is missing"),
+        (cut_record, r"checkpoint\.json"),
+        (no_record, r"checkpoint\.json"),
+        (odd_record, r"checkpoint\.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage, message: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 1)
+    write(checkpoints, 2)
+    damage(tmp_path / "step-000002")
+    with pytest.warns(CheckpointWarning, match=f"step-000002 is damaged .{message}"):
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_at_least_one_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Checkpoints(tmp_path, keep=0)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from torchrl_llm_kl.training import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], keep=1)
+print("ready", flush=True)
+for step in range(1, 10**6):
+    with checkpoints.writing(step, {"at": step}) as folder:
+        for i in range(20):
+            (folder / f"{i}.bin").write_bytes(bytes([step % 256]) * 5000)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """The writer does nothing but write: each kill hits it in the middle of a checkpoint."""
+    before = 0
+    for delay in (0.05, 0.11, 0.18):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        limit = time.monotonic() + 60
+        while not list(tmp_path.glob("step-*")) and time.monotonic() < limit:
+            time.sleep(0.01)
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        half_written = list(tmp_path.glob(".new-*"))
+        found = Checkpoints(tmp_path).latest()  # a warning would be an error of the test below
+        assert found is not None
+        assert (found.folder / "19.bin").read_bytes() == bytes([found.step % 256]) * 5000
+        assert not list(tmp_path.glob(".*-*"))
+        before += bool(half_written)
+    assert before, "no kill hit a checkpoint that was being written: the test shows nothing"

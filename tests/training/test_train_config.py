@@ -1,0 +1,169 @@
+"""A configuration is read with its types, and each error names the key and what to change."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("omegaconf")
+from torchrl_llm_kl.training import (
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    TrainConfig,
+    example_config,
+    read_config,
+    settings_table,
+)
+from torchrl_llm_kl.training._config import differences
+
+LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f"}
+
+
+def test_defaults_and_overrides() -> None:
+    config = read_config(LEAST, ["optimizer.lr=1e-5", "algorithm.args.clip_high=0.28", "lora.r=4", "kl.target=0.5"])
+    assert (config.model.name, config.data.prompts, config.reward.functions) == ("m", "p.jsonl", "r.py:f")
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-5, [0.9, 0.999])
+    assert (config.algorithm.name, config.algorithm.args) == ("grpo", {"clip_high": 0.28})
+    assert config.lora is not None
+    assert (config.lora.r, config.lora.alpha, config.kl.target) == (4, 32.0, 0.5)
+
+
+def test_a_later_override_wins_and_the_file_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {name: m}\ndata: {prompts: p.jsonl, num_prompts: 3}\nreward:\n  functions:\n    a: r.py:f\n"
+        "optimizer: {lr: 1e-4}\nrun: {out: 'runs/${model.name}'}\n"
+    )
+    config = read_config(
+        file, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "reward.functions.b={function: r.py:g, weight: 2}"]
+    )
+    assert (config.data.num_prompts, config.optimizer.lr, config.run.out) == (3, 2e-5, "runs/m")
+    assert config.reward.functions == {"a": "r.py:f", "b": {"function": "r.py:g", "weight": 2}}
+
+
+def test_a_configuration_survives_yaml(tmp_path: Path) -> None:
+    config = read_config(LEAST, ["lora.targets=[q_proj]", "kl.target=0.25", "evaluation.greedy=false", "run.seed=7"])
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert read_config(file) == config
+    assert read_config(config.to_dict()) == config
+
+
+def test_the_example_holds_every_setting_and_its_default(tmp_path: Path) -> None:
+    file = tmp_path / "example.yaml"
+    file.write_text(example_config())
+    config = read_config(file)
+    assert config.lora is None
+    assert read_config(
+        file, [f"{key}={value}" for key, value in (("model.name", "m"), ("data.prompts", "p.jsonl"))]
+    ) == (
+        TrainConfig(
+            model=ModelConfig(name="m"), data=DataConfig(prompts="p.jsonl"), reward=RewardConfig("rewards.py:correct")
+        )
+    )
+    with_lora = example_config().replace("lora: null", "lora:").replace("\n#  ", "\n  ")
+    file.write_text(with_lora)
+    assert read_config(file).lora is not None
+    for section in fields(TrainConfig):
+        assert f"\n{section.name}:" in example_config()
+    assert settings_table().count("\n") > 60
+    assert max(map(len, example_config().splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.learning_rate=1e-5", "unknown key optimizer.learning_rate: did you mean optimizer.lr?"),
+        ("optimzer.lr=1", "unknown key optimzer: did you mean optimizer?"),
+        ("data.num_generations=4", "did you mean data.group_size?"),
+        ("lr=1e-5", "unknown key lr: did you mean optimizer.lr?"),
+        ("lora.rank=8", "unknown key lora.rank: did you mean lora.r?"),
+        ("run.stps=3", "did you mean run.steps?"),
+        ("foo.bar=1", "there are model, lora, reference,"),
+        ("optimizer.foo=1", "optimizer has name, lr, critic_lr"),
+        ("optimizer=3", "optimizer is 3: expected a section with name, lr"),
+        ("optimizer.lr=fast", "optimizer.lr is 'fast': expected a number."),
+        ("run.steps=1.5", "run.steps is 1.5: expected a whole number."),
+        ("evaluation.greedy=maybe", "evaluation.greedy is 'maybe': expected true or false."),
+        ("logging.loggers=csv", "logging.loggers is 'csv': expected a list, each text."),
+        ("algorithm.args=3", "algorithm.args is 3: expected names with values."),
+        ("optimizer.lr", "'optimizer.lr' is no change of a setting: write it as key=value"),
+        ("optimizer.lr=0", "optimizer.lr is 0: expected more than 0."),
+        ("optimizer.lr=inf", "optimizer.lr is inf: expected a finite number."),
+        ("sampler.top_p=1.5", "sampler.top_p is 1.5: expected at most 1."),
+        ("data.group_size=0", "data.group_size is 0: expected at least 1."),
+        ("kl.place=los", "choose one of preset, loss, reward, none. Did you mean loss?"),
+        ("optimizer.betas=[0.9]", "expected two numbers"),
+        ("logging.loggers=[csv,foo]", "logging.loggers has 'foo'"),
+        ("model.name=${nothing.there}", "nothing.there"),
+        ("reference.name=base", "reference.name=base is the model without its adapters"),
+        ("reference.every=3", "set reference.decay"),
+        ("optimizer.warmup_steps=100", "expected fewer than run.steps"),
+        ("kl.controller_args={integral: 0.1}", "set kl.target"),
+    ],
+)
+def test_what_is_wrong_is_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config(LEAST, [override])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["kl.place=none", "kl.target=0.5"], "choose loss or reward, or drop the target"),
+        (["reference.name=none", "kl.place=loss"], "no KL to charge"),
+        (["lora.r=4", "reference.decay=0.9"], "train without lora"),
+        (["reference.name=base", "lora.r=4", "reference.service=shared"], "holds a model of its own"),
+    ],
+)
+def test_settings_that_contradict_one_another(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(LEAST, overrides)
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config({**LEAST, "run": {"stps": 3, "sed": 1}, "optim": {}})
+    assert all(key in str(error.value) for key in ("run.stps", "run.sed", "optim:"))
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.prompts is missing: set it in the file, or pass data\.prompts=\.\.\."
+    ):
+        read_config({"model": {"name": "m"}, "reward": "r.py:f"})
+    with pytest.raises(ConfigError, match=r"model\.name is missing"):
+        TrainConfig()
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_config(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        read_config(tmp_path)
+    for text, message in (
+        ("a: [", "is no YAML"),
+        ("- a\n", "expected sections"),
+        ("just text", "unknown key just text; there are model"),
+    ):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config(tmp_path / "bad.yaml")
+
+
+def test_only_some_settings_may_change_on_resuming() -> None:
+    old = read_config(LEAST).to_dict()
+    allowed = ["run.steps=200", "logging.loggers=[csv]", "checkpoints.keep=5", "kl.stop_above=3", "run.out=elsewhere"]
+    assert differences(old, read_config(LEAST, allowed)) == []
+    changed = read_config(LEAST, ["optimizer.lr=1e-5", "algorithm.args.clip_high=0.3", "lora.r=4", "run.steps=7"])
+    found = differences(old, changed)
+    assert "optimizer.lr: 1e-06, now 1e-05" in found
+    assert "algorithm.args.clip_high: None, now 0.3" in found
+    assert any(each.startswith("lora.r: ") for each in found)
+    assert not any("run.steps" in each for each in found)

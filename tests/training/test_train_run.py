@@ -1,0 +1,193 @@
+"""A run does what its configuration says, and goes on to the bit where it was ended."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from train_lab import ANSWERS, HELD_OUT, assert_same_run, build_lab, figures, same, settings, steps_in, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_llm_kl.training import (
+    CheckpointWarning,
+    ConfigError,
+    TrainConfig,
+    load_prompts,
+    read_config,
+    train,
+)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture(scope="module")
+def whole(lab: Path) -> Path:
+    """A run that nothing interrupts."""
+    out = lab / "whole"
+    result = train(settings(lab, out), say=lambda line: None)
+    assert (result.outcome, result.step, result.chosen, result.final) == ("finished", 4, 4, out / "final")
+    return out
+
+
+# ------------------------------------------------------------------ what a run leaves
+
+
+def test_the_figures_of_a_run(whole: Path) -> None:
+    rows, evaluations = figures(whole / "metrics.jsonl"), figures(whole / "evaluations.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)
+    assert any(abs(row["kl"]) > 1e-3 for row in rows[1:]), "the policy has moved"
+    assert evaluations[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert evaluations[2]["kl"] > 1e-4
+    # Warm-up of one step, then linearly to 0 in three.
+    assert [row["lr"] for row in rows] == pytest.approx([3e-3, 3e-3, 2e-3, 1e-3])
+    for row in rows:
+        assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
+        assert ANSWERS <= row["answer_tokens"] <= ANSWERS * 6
+    assert len({row["coefficient"] for row in rows}) > 1
+    assert steps_in(whole) == [f"step-00000{step}" for step in range(5) if step or evaluations[0]["reward"] >= 0][-5:]
+
+
+def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
+    """Greedy answers of the first model, one prompt at a time, through transformers alone."""
+    config = settings(lab, whole)
+    _, held_out = load_prompts(config)
+    assert held_out is not None
+    assert len(held_out) == HELD_OUT
+    tokenizer = AutoTokenizer.from_pretrained(config.model.name)
+    model = AutoModelForCausalLM.from_pretrained(config.model.name)
+    rewards = []
+    for prompt in held_out:
+        text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        out = model.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=tokenizer.pad_token_id)
+        answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        rewards.append(sum(letter in "aeiou" for letter in answer) / 6)
+    row = figures(whole / "evaluations.jsonl")[0]
+    mean = sum(rewards) / len(rewards)
+    variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+    assert row["reward"] == pytest.approx(mean, abs=1e-6)
+    assert row["reward_error"] == pytest.approx((variance / len(rewards)) ** 0.5, abs=1e-6)
+
+
+def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(whole / "final")
+    assert same(weights(whole / "final"), weights(whole / "checkpoints" / "step-000004" / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(whole / "final")
+    assert tokenizer.chat_template
+    assert model.generate(tokenizer("say 3", return_tensors="pt").input_ids, max_new_tokens=2).shape[0] == 1
+    card = (whole / "final" / "README.md").read_text()
+    last = figures(whole / "evaluations.jsonl")[-1]
+    assert f"| 4 | {last['reward']:.4g} | {last['reward_error']:.2g} | {last['kl']:.3g} |" in card
+    assert "trained for 4 steps with grpo" in card
+    assert "  target: 0.5\n" in card
+    assert (whole / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert read_config(whole / "config.yaml") == settings(whole.parent, whole)
+
+
+# ------------------------------------------------------------------ resuming
+
+
+@pytest.mark.parametrize(("from_step", "damaged"), [(1, False), (2, True), (3, False)])
+def test_a_resumed_run_ends_with_the_same_bits(
+    lab: Path, whole: Path, tmp_path: Path, from_step: int, damaged: bool
+) -> None:
+    """Metrics of later steps are there too, as a kill leaves them; with ``damaged`` a later checkpoint is cut."""
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "final")
+    for step in range(from_step + 1, 5):
+        shutil.rmtree(out / "checkpoints" / f"step-00000{step}")
+    if damaged:
+        folder = out / "checkpoints" / f"step-00000{from_step}"
+        state = folder / "state.pt"
+        state.write_bytes(state.read_bytes()[:1000])
+    said: list[str] = []
+    if damaged:
+        with pytest.warns(CheckpointWarning, match=r"state\.pt has 1000 bytes"):
+            train(settings(lab, out), say=said.append)
+    else:
+        train(settings(lab, out), say=said.append)
+    assert said[0].startswith(f"going on after step {from_step - damaged} of 4")
+    assert_same_run(out, whole)
+
+
+def test_a_signal_saves_and_the_run_goes_on(
+    lab: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM while the answers of the second step are rewarded: the step is finished, and nothing else."""
+    config = settings(lab, tmp_path / "out", "checkpoints.every=4")
+    said: list[str] = []
+    monkeypatch.setenv("INTERRUPT_AT", str(HELD_OUT + ANSWERS + 3))
+    result = train(config, say=said.append)
+    assert (result.outcome, result.step, result.final) == ("interrupted", 2, None)
+    assert f"saved {tmp_path / 'out' / 'checkpoints' / 'step-000002'}" in said[-1]
+    assert "Run the same command to go on" in said[-1]
+    assert not (tmp_path / "out" / "final").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.delenv("INTERRUPT_AT")
+    assert train(config, say=said.append).outcome == "finished"
+    assert_same_run(tmp_path / "out", whole)
+
+
+def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whole: Path, tmp_path: Path) -> None:
+    config = settings(
+        lab, tmp_path / "out", "evaluation.every=1", "evaluation.greedy=false", "logging.doctor_every=1",
+        "logging.loggers=[csv,tensorboard]",
+    )  # fmt: skip
+    train(config, say=lambda line: None)
+    assert same(weights(tmp_path / "out" / "final"), weights(whole / "final"))
+    assert (tmp_path / "out" / "rollouts.html").exists()
+    assert list((tmp_path / "out" / "logs" / "csv").rglob("kl.csv"))
+    assert list((tmp_path / "out" / "logs" / "tensorboard").rglob("events*"))
+    never = settings(lab, tmp_path / "never", "evaluation.every=0")
+    train(never, say=lambda line: None)
+    assert same(weights(tmp_path / "never" / "final"), weights(whole / "final"))
+
+
+def test_logs_in_files_hold_each_step_once_after_resuming(lab: Path, tmp_path: Path) -> None:
+    def config(steps: int) -> TrainConfig:
+        return settings(
+            lab, tmp_path / "out", f"run.steps={steps}", "logging.loggers=[csv]", "optimizer.schedule=constant"
+        )
+
+    train(config(2), say=lambda line: None)
+    train(config(3), say=lambda line: None)
+    (file,) = (tmp_path / "out" / "logs" / "csv").rglob("scalars/kl.csv")
+    assert [int(line.split(",")[0]) for line in file.read_text().splitlines()] == [0, 1, 2]
+    assert [row["step"] for row in figures(tmp_path / "out" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.003, now 0\.001.*--fresh"):
+        train(settings(lab, out, "optimizer.lr=1e-3"))
+    said: list[str] = []
+    result = train(
+        settings(lab, out, "optimizer.lr=1e-3", "run.steps=2", "evaluation.every=0"), fresh=True, say=said.append
+    )
+    assert said[0] == f"{out} held an earlier run: moved it to {out / 'earlier-1'}."
+    assert (result.step, len(figures(out / "metrics.jsonl"))) == (2, 2)
+    assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
+
+
+def test_a_finished_run_with_fewer_steps_does_not_go_on(lab: Path, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "out")
+    result = train(settings(lab, tmp_path / "out", "run.steps=2"), say=lambda line: None)
+    assert (result.outcome, result.step) == ("finished", 4)
+
+
+def test_a_finished_run_only_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "final")
+    result = train(settings(lab, out), say=lambda line: None)
+    assert (result.outcome, result.step) == ("finished", 4)
+    assert_same_run(out, whole)

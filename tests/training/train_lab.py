@@ -1,0 +1,99 @@
+"""A tiny model, prompts and rewards on disk, and runs on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from torchrl_llm_kl.training import Checkpoints, TrainConfig, read_config
+from toy_rollouts import make_model, make_tokenizer
+
+REWARDS = """
+import os
+import signal
+import threading
+
+answered, lock = 0, threading.Lock()
+
+
+def vowels(question, answer, metadata):
+    global answered
+    with lock:
+        answered += 1
+        if os.environ.get("INTERRUPT_AT") == str(answered):
+            os.kill(os.getpid(), signal.SIGTERM)
+    return sum(letter in "aeiou" for letter in answer) / 6
+
+
+def digits(question, answer, metadata):
+    return float(any(letter.isdigit() for letter in answer))
+"""
+
+#: Answers that are rewarded in a step, and in an evaluation.
+ANSWERS, HELD_OUT = 8, 4
+
+
+def build_lab(folder: Path) -> Path:
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, seed=0).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"question": f"say {i}", "answer": chr(97 + i)} for i in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+TARGET = {"place": "reward", "target": 0.5, "controller_args": {"warmup": 0}}
+
+
+def settings(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET) -> TrainConfig:
+    """Four steps, each with a checkpoint, and three evaluations; all that a resumed run must restore has an effect."""
+    source: dict[str, Any] = {
+        "model": {"name": str(lab / "model")},
+        "data": {"prompts": str(lab / "prompts.jsonl"), "num_prompts": 2, "group_size": 4, "held_out_share": 0.2},
+        "reward": f"{lab / 'rewards.py'}:vowels",
+        "sampler": {"max_new_tokens": 6},
+        "algorithm": {"minibatches": 2},
+        "kl": kl,
+        "optimizer": {"lr": 3e-3, "schedule": "linear", "warmup_steps": 1},
+        "evaluation": {"every": 2, "batch_size": 3},  # of four held-out prompts
+        "logging": {"doctor_every": 0},
+        "checkpoints": {"every": 1, "keep": 10},
+        "run": {"steps": 4, "out": str(out), "threads": 1},
+    }
+    return read_config(source, overrides)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved model."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    assert found
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def figures(path: Path) -> list[dict[str, float]]:
+    """Rows of a run without what depends on the clock."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def steps_in(out: Path) -> list[str]:
+    """The names of the checkpoints."""
+    return [path.name for path in Checkpoints(out / "checkpoints").paths()]
+
+
+def assert_same_run(out: Path, whole: Path) -> None:
+    """Weights, figures and evaluations of two folders are equal to the last bit."""
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert figures(out / name) == figures(whole / name)
+    assert same(weights(out / "final"), weights(whole / "final"))

@@ -1,0 +1,54 @@
+"""``train``: a run from a YAML file and changes of its settings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import typer
+
+from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_table, say
+
+
+def print_example() -> None:
+    """Print a configuration to start from."""
+    _check_installed()
+    from torchrl_llm_kl.training import example_config
+
+    print(example_config(), end="")
+
+
+def run_training(config: str, changes: Sequence[str], *, dry_run: bool, fresh: bool) -> None:
+    """Train, or print the settings.
+
+    Args:
+        config: a YAML file, or the first of the changes.
+        changes: ``key=value``.
+
+    Keyword Args:
+        dry_run: check and print the settings only.
+        fresh: begin anew.
+
+    Raises:
+        typer.Exit: with 1 if the KL blew up, and 130 if a signal ended the run.
+    """
+    _check_installed()
+    from torchrl_llm_kl.training import check_algorithm, read_config, train
+
+    source = None if "=" in config else config
+    settings = read_config(source, changes if source else [config, *changes])
+    check_algorithm(settings)
+    if dry_run:
+        print(settings.to_yaml(), end="")
+        return
+    result = train(settings, fresh=fresh, say=say)
+    if result.final is not None:
+        print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])
+        print(f"wrote {result.final}, the weights after step {result.chosen}")
+    if result.outcome != "finished":
+        raise typer.Exit(INTERRUPTED if result.outcome == "interrupted" else FOUND)
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("omegaconf") is None:
+        raise CommandError("this command needs omegaconf: pip install 'torchrl-llm-kl[train]'.")

@@ -1,0 +1,55 @@
+"""Hydra's config groups of transforms, losses and coefficients, as torchrl has them for its own.
+
+Importing this package registers them. It needs hydra-core: ``pip install 'torchrl-llm-kl[hydra]'``.
+"""
+
+from __future__ import annotations
+
+try:
+    import hydra  # noqa: F401
+except ImportError as error:
+    raise ImportError("config groups need hydra-core: pip install 'torchrl-llm-kl[hydra]'.") from error
+
+from torchrl_llm_kl.configs._nodes import (
+    NODES,
+    AdaptiveEntropyCoefficientConfig,
+    AdaptiveKLCoefficientConfig,
+    AdvantageConfig,
+    AlgorithmConfig,
+    DualKLCoefficientConfig,
+    EntropyBonusConfig,
+    FixedKLCoefficientConfig,
+    KLComputationConfig,
+    KLRewardTransformConfig,
+    KLToReferenceConfig,
+    KLToSamplerConfig,
+    PIKLCoefficientConfig,
+    PolicyLossConfig,
+    RetrieveKLConfig,
+    RetrieveLogProbConfig,
+    SamplingConfig,
+    ValueLossConfig,
+)
+from torchrl_llm_kl.configs._settings import build
+
+__all__ = [
+    "NODES",
+    "AdaptiveEntropyCoefficientConfig",
+    "AdaptiveKLCoefficientConfig",
+    "AdvantageConfig",
+    "AlgorithmConfig",
+    "DualKLCoefficientConfig",
+    "EntropyBonusConfig",
+    "FixedKLCoefficientConfig",
+    "KLComputationConfig",
+    "KLRewardTransformConfig",
+    "KLToReferenceConfig",
+    "KLToSamplerConfig",
+    "PIKLCoefficientConfig",
+    "PolicyLossConfig",
+    "RetrieveKLConfig",
+    "RetrieveLogProbConfig",
+    "SamplingConfig",
+    "ValueLossConfig",
+    "build",
+]

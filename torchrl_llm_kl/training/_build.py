@@ -1,0 +1,402 @@
+"""From a configuration to the parts of a run: algorithm, KL, rewards, prompts, loggers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm, make_algorithm
+from torchrl_llm_kl.estimators import (
+    AdaptiveKLCoefficient,
+    DualKLCoefficient,
+    PIKLCoefficient,
+    as_coefficient,
+)
+from torchrl_llm_kl.scoring import Sampling, TokenCritic
+from torchrl_llm_kl.tasks import Prompts
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig
+from torchrl_llm_kl.training._models import load_model
+from torchrl_llm_kl.transforms import RetrieveKL
+
+# ------------------------------------------------------------------ the reference, the KL and the algorithm
+
+
+def sampling_of(config: TrainConfig) -> Sampling:
+    """The distribution that answers are drawn from.
+
+    Example:
+        >>> sampling_of(config)  # doctest: +SKIP
+    """
+    sampler = config.sampler
+    return Sampling(sampler.temperature, top_k=sampler.top_k, top_p=sampler.top_p, min_p=sampler.min_p)
+
+
+def load_reference(config: TrainConfig, policy: Any) -> Any:
+    """The reference of a run: a frozen model, ``"base"`` for the policy without its adapters, a service's, or None.
+
+    Args:
+        config: of the run.
+        policy: the model that is trained.
+
+    Example:
+        >>> reference = load_reference(config, policy)  # doctest: +SKIP
+    """
+    settings = config.reference
+    name = config.model.name if settings.name == "start" else settings.name
+    if name == "none" or config.algorithm.teacher is not None:  # the teacher takes its place
+        return None
+    if settings.service is None and (name == "base" or (settings.name == "start" and config.lora is not None)):
+        return "base"
+    load = partial(load_model, name, dtype=config.model.dtype, attention=config.model.attention)
+    if settings.service is None:
+        return load(device=config.model.device)
+    from torchrl_llm_kl.service import ScoringService
+
+    gpus = float(torch.cuda.is_available())
+    return ScoringService(factory=load, name=settings.service, num_gpus=gpus).model
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """An algorithm with what measures and controls its KL.
+
+    Args:
+        parts: the algorithm, bound to its models.
+        kl: scores the answers in the env; None without a reference.
+        coefficient: of the KL; None if nothing is charged.
+        charged: whether the KL is subtracted from the rewards.
+    """
+
+    parts: AlgorithmParts
+    kl: RetrieveKL | None
+    coefficient: nn.Module | None
+    charged: bool
+
+
+def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training:
+    """Bind the algorithm of a configuration to its models.
+
+    Args:
+        config: of the run.
+        policy: the model that is trained.
+        reference: of :func:`load_reference`.
+
+    Raises:
+        ConfigError: if the algorithm needs what a configuration cannot give, or has no KL to hold at a target.
+
+    Example:
+        >>> training = build_training(config, policy, reference)  # doctest: +SKIP
+    """
+    check_algorithm(config)
+    preset, sampling = get_algorithm(config.algorithm.name), sampling_of(config)  # type: ignore[arg-type]
+    estimators = _estimators(config)
+    charged = [place for place, estimator in estimators.items() if estimator != "none"]
+    coefficient = None if not charged else _coefficient(config, getattr(preset, f"kl_{charged[0]}_coeff"))
+    settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in estimators.items()}
+    settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
+    distils = preset.schema == "distill"
+    teacher = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device) if distils else None
+    parts = make_algorithm(
+        config.algorithm.name,  # type: ignore[arg-type]
+        policy,
+        reference=teacher if distils else reference if charged else None,
+        critic=_critic(config) if preset.use_critic else None,
+        group_key="group" if preset.compares_answers else None,
+        sampling=sampling,
+        max_len=config.sampler.max_new_tokens,
+        **settings,
+    )
+    kl = parts.kl_transform
+    if not isinstance(kl, RetrieveKL):
+        kl = None if reference is None or distils else measured_kl(config, policy, reference)
+    return Training(parts, kl, coefficient, "reward" in charged)
+
+
+def measured_kl(config: TrainConfig, policy: Any, reference: Any, **settings: Any) -> RetrieveKL:
+    """A transform that measures the KL and charges nothing.
+
+    Example:
+        >>> kl = measured_kl(config, policy, reference)  # doctest: +SKIP
+    """
+    sampling = sampling_of(config)
+    how: dict[str, Any] = {"sampling": sampling} if sampling.truncates else {"temperature": sampling.temperature}
+    return RetrieveKL(policy, reference, add_to_reward=False, **how, **settings)
+
+
+#: Arguments of make_algorithm that other sections set.
+_SET_ELSEWHERE = {
+    "kl_loss": "kl.place and kl.estimator",
+    "kl_reward": "kl.place and kl.estimator",
+    "kl_loss_coeff": "kl.coefficient",
+    "kl_reward_coeff": "kl.coefficient",
+    "temperature": "sampler.temperature",
+    "sampling": "the sampler section",
+    "max_len": "sampler.max_new_tokens",
+    "reference": "reference.name",
+    "group_size": "data.group_size",
+    "repeat_times": "data.group_size",
+}
+
+
+def check_algorithm(config: TrainConfig) -> None:
+    """Raise for an algorithm that needs what a configuration cannot give.
+
+    Raises:
+        ConfigError: says what it needs, and where it can be trained.
+
+    Example:
+        >>> from torchrl_llm_kl.training import read_config
+        >>> source = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f", "algorithm": {"name": "dpo"}}
+        >>> check_algorithm(read_config(source))
+        Traceback (most recent call last):
+        ...
+        torchrl_llm_kl.training._config.ConfigError: algorithm.name is dpo, which learns from given answers and needs...
+    """
+    name, kl = config.algorithm.name, config.kl
+    preset = get_algorithm(name)  # type: ignore[arg-type]
+    reasons = {
+        "sft": "learns from given answers and needs no rewards",
+        "dpo": "learns from given answers and needs no rewards",
+        "unpaired": "learns from given answers and needs no rewards",
+        "mix": "needs answers of experts beside the policy's own",
+        "trajectory": "compares the steps of an env, whose states a prompt does not have",
+        "rewards": "scales several rewards apart, and a run has their sum",
+    }
+    if preset.schema in reasons:
+        raise ConfigError(
+            f"algorithm.name is {name}, which {reasons[preset.schema]}: choose one that learns from the policy's own answers, "
+            f"such as grpo, or write the loop yourself with make_algorithm({name!r}, ...)."
+        )
+    for argument in sorted(_SET_ELSEWHERE.keys() & config.algorithm.args.keys()):
+        raise ConfigError(f"algorithm.args has {argument}: set {_SET_ELSEWHERE[argument]} instead.")
+    distils = preset.schema == "distill"
+    if distils != (config.algorithm.teacher is not None):
+        raise ConfigError(
+            f"algorithm.name is {name}, which learns from a teacher: set algorithm.teacher to its folder or hub name."
+            if distils
+            else f"algorithm.teacher is set, and {name} has no teacher: choose on_policy_distill, jsd or gkd, or leave it out."
+        )
+    if distils and (kl.place in ("loss", "reward") or kl.target is not None):
+        raise ConfigError(f"{name} compares with its teacher: leave kl.place and kl.target out.")
+    if preset.compares_answers and config.data.group_size < 2:
+        raise ConfigError(f"data.group_size is 1, and {name} compares the answers to a prompt: take at least 2.")
+    placed = kl.place if kl.place != "preset" else _place_of(preset)
+    if placed == "none" and (kl.target is not None or kl.coefficient is not None or kl.estimator is not None):
+        raise ConfigError(
+            f"{name} has no KL penalty, so that kl.target, kl.coefficient and kl.estimator have no effect: set kl.place to "
+            "loss or reward, or leave them out."
+        )
+    if placed != "none" and config.reference.name == "none":
+        raise ConfigError(
+            f"{name} charges a KL, and reference.name is none: set reference.name=start, or kl.place=none."
+        )
+
+
+def _place_of(preset: Any) -> str:
+    return "loss" if preset.kl_loss != "none" else "reward" if preset.kl_reward != "none" else "none"
+
+
+def _estimators(config: TrainConfig) -> dict[str, Any]:
+    """The estimator of each place, ``"none"`` where there is no KL."""
+    kl, preset = config.kl, get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
+    found: dict[str, Any] = {"loss": preset.kl_loss, "reward": preset.kl_reward}
+    if kl.place != "preset":
+        standard = {"loss": "k2", "reward": "k1"}
+        found = {place: standard[place] if place == kl.place else "none" for place in found}
+    if kl.estimator is not None:
+        found = {place: estimator if estimator == "none" else kl.estimator for place, estimator in found.items()}
+    return found
+
+
+def _coefficient(config: TrainConfig, preset: Any) -> nn.Module:
+    """The coefficient: adaptive with a target, else the configuration's number or the preset's."""
+    kl = config.kl
+    if kl.target is None:
+        return as_coefficient(preset if kl.coefficient is None else kl.coefficient)
+    settings = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target, **kl.controller_args}
+    kind: Any = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[kl.controller]
+    if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
+        settings = {"horizon": 2 * config.data.num_prompts * config.data.group_size, **settings}
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise ConfigError(f"kl.controller_args is {kl.controller_args}: {error}.") from error
+
+
+def _critic(config: TrainConfig) -> TokenCritic:
+    """A critic on a body of its own, of the weights before training."""
+    body = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
+    return TokenCritic(body.requires_grad_(True))
+
+
+# ------------------------------------------------------------------ rewards and prompts
+
+
+def load_function(place: str) -> Callable[..., Any]:
+    """The function of a text such as ``rewards.py:correct`` or ``package.rewards:correct``.
+
+    Args:
+        place: a file, or a module, and a name in it.
+
+    Raises:
+        ConfigError: if there is no such file, module or function.
+
+    Example:
+        >>> load_function("math:sqrt")(9.0)
+        3.0
+    """
+    where, colon, name = place.rpartition(":")
+    if not colon or not where or not name:
+        raise ConfigError(f"{place!r} names no function: write it as module.py:function or package.module:function.")
+    module = _module(where)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{where} has no function {name!r}: it has {', '.join(known) or 'none'}.")
+    return found
+
+
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        sys.path.insert(0, "")  # modules of the current folder, as with `python -m`
+        try:
+            return importlib.import_module(where)
+        except ImportError as error:
+            raise ConfigError(f"there is no module {where}: {error}.") from error
+        finally:
+            sys.path.remove("")
+    path = Path(where).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {where}: paths are relative to the folder where the command runs.")
+    name = f"torchrl_llm_kl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look there
+    sys.path.insert(0, str(path.resolve().parent))  # what it imports beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def load_reward(config: TrainConfig) -> Any:
+    """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it.
+
+    Raises:
+        ConfigError: if a part is no function.
+
+    Example:
+        >>> reward = load_reward(config)  # doctest: +SKIP
+    """
+    functions = config.reward.functions
+    if isinstance(functions, str):
+        return load_function(functions)
+    if not isinstance(functions, Mapping) or not functions:
+        raise ConfigError(f"reward.functions is {functions!r}: expected module.py:function, or several by name.")
+    parts: dict[str, Any] = {}
+    for name, part in functions.items():
+        if isinstance(part, str):
+            part = {"function": part}
+        if not isinstance(part, Mapping) or set(part) - {"function", "weight"} or "function" not in part:
+            raise ConfigError(
+                f"reward.functions.{name} is {part!r}: expected module.py:function, or {{function: ..., weight: ...}}."
+            )
+        weight = part.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            raise ConfigError(f"reward.functions.{name}.weight is {weight!r}: expected a number.")
+        parts[str(name)] = (float(weight), load_function(part["function"]))
+    return parts
+
+
+def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
+    """The prompts to train on and the held-out ones, if there are any.
+
+    A share is held out by a permutation that is the same in every run.
+
+    Example:
+        >>> prompts, held_out = load_prompts(config)  # doctest: +SKIP
+    """
+    data = config.data
+    prompts, held_out = Prompts(data.prompts), None
+    if data.held_out is not None:
+        held_out = Prompts(data.held_out)
+    elif data.held_out_share and len(prompts) > 1:
+        count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
+        prompts, held_out = _some(prompts, sorted(order[count:])), _some(prompts, sorted(order[:count]))
+    number = config.evaluation.num_prompts
+    if held_out is not None and number is not None and number < len(held_out):
+        held_out = _some(held_out, list(range(number)))
+    return prompts, held_out
+
+
+def _some(prompts: Prompts, numbers: list[int]) -> Prompts:
+    return Prompts([{**prompts[i].metadata, "prompt": prompts[i].messages} for i in numbers])
+
+
+# ------------------------------------------------------------------ loggers
+
+
+def make_loggers(config: TrainConfig, folder: Path) -> list[Any]:
+    """The loggers of torchrl; what an earlier process wrote to files in ``folder`` is removed, to be written again.
+
+    Raises:
+        ConfigError: if a logger's package is not installed.
+
+    Example:
+        >>> loggers = make_loggers(config, Path("runs/train/logs"))  # doctest: +SKIP
+    """
+    logging = config.logging
+    name = logging.name or Path(config.run.out).resolve().name
+    loggers: list[Any] = []
+    for kind in logging.loggers:
+        own = folder / kind
+        if kind in ("csv", "tensorboard"):
+            shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True, exist_ok=True)
+        try:
+            loggers.append(_logger(kind, name, own, config))
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.loggers has {kind!r}, which is not installed: pip install {kind} ({error})."
+            ) from error
+    return loggers
+
+
+def _logger(kind: str, name: str, folder: Path, config: TrainConfig) -> Any:
+    if kind == "csv":
+        from torchrl.record import CSVLogger
+
+        return CSVLogger(name, log_dir=str(folder))
+    if kind == "tensorboard":
+        from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+        return TensorboardLogger(name, log_dir=str(folder))
+    if kind == "wandb":
+        from torchrl.record.loggers.wandb import WandbLogger
+
+        own = folder / "id"
+        if not own.exists():
+            import uuid
+
+            own.write_text(uuid.uuid4().hex[:12])
+        return WandbLogger(
+            name, save_dir=str(folder), id=own.read_text(), project=config.logging.project, config=config.to_dict()
+        )
+    from torchrl.record.loggers.mlflow import MLFlowLogger
+
+    return MLFlowLogger(name, tracking_uri=folder.resolve().as_uri())

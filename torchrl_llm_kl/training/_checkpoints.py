@@ -1,0 +1,203 @@
+"""Checkpoints on disk: each is there whole or not at all, a damaged one is passed over, the last and the best are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECORD = "checkpoint.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged and was passed over."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read whole.
+
+    Args:
+        folder: with its files.
+        step: steps that were done.
+        numbers: what was saved with it: plain values.
+    """
+
+    folder: Path
+    step: int
+    numbers: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of a run: folders ``step-000040``, of which the last few and the best are kept.
+
+    A checkpoint is written into a folder of another name, flushed to the disk, and renamed: a process that is killed at any
+    time leaves whole checkpoints only. Each has a record of the size and the checksum of its files, by which damage of another
+    kind is found.
+
+    Args:
+        folder: of the run's checkpoints; created with the first one. What a killed process left half written is removed.
+
+    Keyword Args:
+        keep: how many of the last ones are kept.
+
+    Raises:
+        ValueError: if ``keep`` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoints = Checkpoints(folder, keep=1)
+        >>> for step in (10, 20, 30):
+        ...     with checkpoints.writing(step, {"reward": 0.1 * step}, best=10) as new:
+        ...         _ = (new / "weights.txt").write_text("1 2 3")
+        >>> [path.name for path in checkpoints.paths()]
+        ['step-000010', 'step-000030']
+        >>> last = checkpoints.latest()
+        >>> last.step, last.numbers, (last.folder / "weights.txt").read_text()
+        (30, {'reward': 3.0}, '1 2 3')
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: expected at least 1, the last checkpoint.")
+        self.folder, self.keep = Path(folder), keep
+        for left in (*self.folder.glob(".new-*"), *self.folder.glob(".old-*")):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def paths(self) -> list[Path]:
+        """The checkpoints' folders, from the first step to the last; whole or not."""
+        found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=_step_of)
+
+    @contextmanager
+    def writing(self, step: int, numbers: Mapping[str, Any], *, best: int | None = None) -> Iterator[Path]:
+        """Write a checkpoint: yields a folder for its files, which has its name once all is on the disk.
+
+        If the body raises an error, nothing is left of it. An earlier checkpoint of this step is replaced.
+
+        Args:
+            step: steps that were done.
+            numbers: plain values to keep with it, as JSON.
+
+        Keyword Args:
+            best: the step of the best checkpoint, which is kept too.
+        """
+        new, path = self.folder / f".new-{step:06d}", self.folder / f"step-{step:06d}"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        try:
+            yield new
+            files = {str(file.relative_to(new)): _flushed(file) for file in sorted(new.rglob("*")) if file.is_file()}
+            record = new / RECORD
+            record.write_text(json.dumps({"step": step, "numbers": dict(numbers), "files": files}, indent=1) + "\n")
+            _flushed(record)
+            for inner in (*(each for each in new.rglob("*") if each.is_dir()), new):
+                flush_folder(inner)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        self._remove(path)
+        new.rename(path)
+        flush_folder(self.folder)
+        kept = {each.name for each in self.paths()[-self.keep :]}
+        kept |= {f"step-{best:06d}"} if best is not None else set()
+        for other in self.paths():
+            if other.name not in kept:
+                self._remove(other)
+
+    def latest(self) -> Checkpoint | None:
+        """The last whole checkpoint; None if there is none.
+
+        Warns:
+            CheckpointWarning: for each later one that is damaged, with what is wrong; it is left where it is.
+        """
+        for path in reversed(self.paths()):
+            found = self.read(path)
+            if isinstance(found, Checkpoint):
+                return found
+            warnings.warn(
+                f"the checkpoint {path} is damaged ({found}): taking the one before.", CheckpointWarning, stacklevel=2
+            )
+        return None
+
+    def at(self, step: int) -> Checkpoint | None:
+        """The checkpoint of a step, if it is there and whole."""
+        path = self.folder / f"step-{step:06d}"
+        found = self.read(path) if path.is_dir() else "absent"
+        return found if isinstance(found, Checkpoint) else None
+
+    @staticmethod
+    def read(path: Path) -> Checkpoint | str:
+        """The checkpoint in a folder, or what is wrong with it."""
+        try:
+            record = json.loads((path / RECORD).read_text())
+            step, numbers, files = int(record["step"]), dict(record["numbers"]), dict(record["files"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{RECORD}: {error}"
+        for name, (size, checksum) in files.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes of {size}"
+            if _checksum(file) != checksum:
+                return f"{name} has another content"
+        return Checkpoint(path, step, numbers)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint: its name is gone before its first file is."""
+        if path.exists():
+            old = self.folder / f".old-{path.name}"
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as data:
+        while block := data.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _flushed(file: Path) -> tuple[int, int]:
+    """Flush a file to the disk; returns its size and checksum."""
+    with file.open("rb") as data:
+        os.fsync(data.fileno())
+    return file.stat().st_size, _checksum(file)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError:  # some network file systems cannot
+        pass
+    finally:
+        os.close(number)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that is there whole or not at all."""
+    new = path.with_name(f".new-{path.name}")
+    new.write_text(text, encoding="utf-8")
+    _flushed(new)
+    new.rename(path)

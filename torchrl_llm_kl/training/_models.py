@@ -1,0 +1,217 @@
+"""Models and tokenizers from disk or the hub, adapters, and what a run saves of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_llm_kl._registry import first_sentence
+from torchrl_llm_kl.training._checkpoints import flush_folder
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.training._config import LoraConfig, ModelConfig, TrainConfig
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ModelError(ValueError):
+    """A model or a tokenizer cannot be loaded or used; one sentence says why."""
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str | None = None, attention: str | None = None) -> Any:
+    """Load a causal language model of transformers, frozen, in evaluation mode.
+
+    Args:
+        name: a folder that ``save_pretrained`` wrote, or a name on the hub.
+
+    Keyword Args:
+        dtype: ``"auto"`` (that of the checkpoint), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        device: None for a GPU if there is one.
+        attention: transformers' ``attn_implementation``; None for its default.
+
+    Raises:
+        ModelError: if there is no such model, or it cannot be loaded.
+
+    Example:
+        >>> model = load_model("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16")  # doctest: +SKIP
+        >>> load_model("./nowhere")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm_kl.training._models.ModelError: there is no folder ./nowhere: pass the path of a model, or a name...
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if dtype not in DTYPES:
+        raise ModelError(f"the dtype {dtype} is unknown: choose one of {', '.join(DTYPES)}.")
+    check_model(name)
+    logging.disable_progress_bar()  # it would mix with this program's own
+    kwargs = {} if attention is None else {"attn_implementation": attention}
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **kwargs
+        )
+        return model.to(place).eval().requires_grad_(False)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:  # the last: no CUDA
+        raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
+
+
+def check_model(name: str) -> None:
+    """Raise for a path that holds no model; a name on the hub passes.
+
+    Raises:
+        ModelError: says what is there instead.
+
+    Example:
+        >>> check_model("Qwen/Qwen2.5-0.5B-Instruct")
+    """
+    _check_folder(name, "config.json", "adapter_config.json", what="model")
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a folder, or of a name on the hub.
+
+    Raises:
+        ModelError: if there is none.
+
+    Example:
+        >>> tokenizer = load_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    _check_folder(name, "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", what="tokenizer")
+    try:
+        if get_tokenizer_config(name).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            # AutoTokenizer would take the class of the model's family, which may split text in another way.
+            return PreTrainedTokenizerFast.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise ModelError(f"cannot load the tokenizer {name!r}{_where(name)}: {first_sentence(error)}") from error
+
+
+def _check_folder(name: str, *files: str, what: str) -> None:
+    """Raise for a path that can be no checkpoint; a name on the hub passes."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ModelError(f"{name} is a file: pass the folder that save_pretrained wrote, or a name on the hub.")
+    if path.is_dir():
+        if not any((path / file).exists() for file in files):
+            raise ModelError(
+                f"the folder {name} holds no {what} ({' or '.join(files[:2])}): pass one that save_pretrained wrote."
+            )
+    elif name.startswith((".", "~", "/")) or name.count("/") > 1 or not name:
+        raise ModelError(f"there is no folder {name}: pass the path of a {what}, or a name on the hub.")
+
+
+def _where(name: str) -> str:
+    return "" if Path(name).expanduser().is_dir() else ", which is no folder here, from the hub"
+
+
+# ------------------------------------------------------------------ the policy of a run
+
+
+def chat_tokenizer(name: str) -> Any:
+    """Load a tokenizer that renders conversations, pads on the left, and has a padding token.
+
+    Raises:
+        ModelError: if it has no chat template.
+
+    Example:
+        >>> tokenizer = chat_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
+    """
+    tokenizer = load_tokenizer(name)
+    if tokenizer.chat_template is None:
+        raise ModelError(f"the tokenizer of {name!r} has no chat template: choose an instruction-tuned model.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def load_policy(config: TrainConfig, folder: Path | None = None) -> Any:
+    """Load the model that a run trains, with gradients for what is trained.
+
+    Args:
+        config: of the run. With ``lora``, the model is frozen and gets adapters.
+        folder: where :func:`save_policy` saved it; None for the start of a run, where new adapters are drawn by torch's
+            generator.
+
+    Raises:
+        ModelError: if it cannot be loaded.
+
+    Example:
+        >>> policy = load_policy(config)  # doctest: +SKIP
+    """
+    settings, lora = config.model, config.lora
+    if lora is None:
+        policy = _load(settings, settings.name if folder is None else str(folder)).requires_grad_(True)
+    else:
+        policy = _with_adapters(_load(settings, settings.name), lora, folder)
+    if settings.gradient_checkpointing:
+        _checkpoint_layers(policy)
+    return policy.eval()  # and it stays in evaluation mode: with dropout, sampling and scoring would disagree
+
+
+def _load(settings: ModelConfig, name: str) -> Any:
+    return load_model(name, dtype=settings.dtype, device=settings.device, attention=settings.attention)
+
+
+def _with_adapters(model: Any, lora: LoraConfig, folder: Path | None) -> Any:
+    try:
+        from peft import LoraConfig as Settings, PeftModel, get_peft_model
+    except ImportError as error:
+        raise ModelError("lora needs peft: pip install 'torchrl-llm-kl[lora]'.") from error
+    if folder is not None:
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    targets = lora.targets[0] if lora.targets == ["all-linear"] else list(lora.targets)
+    settings = Settings(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    try:
+        return get_peft_model(model, settings)
+    except ValueError as error:
+        raise ModelError(f"lora.targets is {lora.targets}: {first_sentence(error)}") from error
+
+
+def _checkpoint_layers(policy: Any) -> None:
+    """Switch activation checkpointing on, which transformers does in training mode alone: dropout must then be 0."""
+    drops = sorted({name for name, part in policy.named_modules() if type(part).__name__ == "Dropout" and part.p > 0})
+    if drops:
+        raise ModelError(
+            f"model.gradient_checkpointing needs the training mode of transformers, and {drops[0]} drops activations there: "
+            "set its dropout to 0 in the model's configuration."
+        )
+    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def save_policy(policy: Any, tokenizer: Any, folder: Path) -> None:
+    """Save a policy, or its adapters alone, and the tokenizer.
+
+    Example:
+        >>> save_policy(policy, tokenizer, Path("model"))  # doctest: +SKIP
+    """
+    adapters = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
+    policy.save_pretrained(folder, **adapters)
+    tokenizer.save_pretrained(folder)
+
+
+def export_policy(config: TrainConfig, saved: Path, tokenizer: Any, folder: Path) -> None:
+    """Write the folder that users open with ``from_pretrained``, from one of :func:`save_policy`; an earlier one is replaced.
+
+    Adapters are merged into the model's weights, unless the configuration says otherwise.
+
+    Example:
+        >>> export_policy(config, Path("model"), tokenizer, Path("final"))  # doctest: +SKIP
+    """
+    new = folder.with_name(f".new-{folder.name}")
+    shutil.rmtree(new, ignore_errors=True)
+    if config.lora is not None and config.lora.merge:
+        merged = load_policy(config, saved).merge_and_unload()
+        save_policy(merged, tokenizer, new)
+    else:
+        shutil.copytree(saved, new)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+    flush_folder(folder.parent)

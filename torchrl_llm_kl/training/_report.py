@@ -1,0 +1,406 @@
+"""What a run writes for people: lines of progress, files of figures, curves and a model card."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from torchrl_llm_kl.training._checkpoints import write_whole
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.training._config import TrainConfig
+
+Figures = dict[str, float]
+
+
+class FiguresFile:
+    """A file with one JSON object per line, readable during the run.
+
+    Args:
+        path: of the file, which is overwritten.
+        rows: of earlier steps.
+
+    Keyword Args:
+        writes: whether to write the file, which one of several ranks does.
+
+    Example:
+        >>> import tempfile
+        >>> file = FiguresFile(Path(tempfile.mkdtemp(), "metrics.jsonl"), [{"step": 0, "reward": 0.5}])
+        >>> file.append({"step": 1, "reward": 0.75})
+        >>> len(file.path.read_text().splitlines()), file.rows[-1]["reward"]
+        (2, 0.75)
+    """
+
+    def __init__(self, path: Path, rows: Sequence[Figures] = (), *, writes: bool = True) -> None:
+        self.path, self.rows, self._writes = path, list(rows), writes
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self.text)
+
+    @property
+    def text(self) -> str:
+        """The content of the file."""
+        return "".join(json.dumps(row) + "\n" for row in self.rows)
+
+    def append(self, row: Figures) -> None:
+        """Store the row and write it to the file."""
+        self.rows.append(row)
+        if self._writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def read_figures(path: Path) -> list[Figures]:
+    """The rows of a :class:`FiguresFile`.
+
+    Example:
+        >>> read_figures(Path("nowhere.jsonl"))
+        []
+    """
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
+    """Move what an earlier run wrote, ``names`` in ``folder``, to ``folder/earlier-1``, -2, ...
+
+    Returns:
+        Where they are now; None if there were none.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "metrics.jsonl").write_text("")
+        >>> keep_earlier(folder, ["metrics.jsonl", "final"]).name
+        'earlier-1'
+    """
+    found = [folder / name for name in names if (folder / name).exists()]
+    if not found:
+        return None
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    earlier = folder / f"earlier-{number}"
+    earlier.mkdir()
+    for path in found:
+        path.rename(earlier / path.name)
+    return earlier
+
+
+# ------------------------------------------------------------------ progress
+
+
+@contextmanager
+def progress(
+    name: str, total: int, *, done: int = 0, shown: bool = True, stream: TextIO | None = None
+) -> Iterator[Callable[[str], None]]:
+    """Show the progress of ``total`` steps; yields a function to call after each step, with a status text.
+
+    A bar on a terminal. Elsewhere lines: one at once, then one every five seconds, and one at the end. Nothing with
+    ``shown=False``, for all but one of several ranks. It goes to ``stream``, by default stdout.
+
+    Example:
+        >>> with progress("GRPO", 2, shown=False) as advance:
+        ...     advance("KL 0.1")
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if not shown:
+        yield lambda status: None
+        return
+    terminal = Console(file=stream)
+    if terminal.is_terminal:
+        columns = (
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        with Progress(TextColumn("{task.description}"), *columns, console=terminal) as bar:
+            task = bar.add_task(name, total=total, completed=done, status="")
+            yield lambda status: bar.update(task, advance=1, status=status)
+        return
+    start = printed = time.perf_counter()
+    print(f"{name}: {total} steps" + (f", {done} of them done" if done else ""), flush=True, file=stream)
+
+    def advance(status: str) -> None:
+        nonlocal done, printed
+        done, now = done + 1, time.perf_counter()
+        if done == total or now - printed >= 5:
+            printed = now
+            print(f"{name}: {done}/{total}, {now - start:.0f} s  {status}", flush=True, file=stream)
+
+    yield advance
+
+
+# ------------------------------------------------------------------ curves
+
+LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values (fewer at the start).
+
+    Example:
+        >>> smooth([1.0, 3.0, 5.0], 2)
+        [1.0, 2.0, 4.0]
+    """
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def plot_curves(
+    rows: Sequence[Figures],
+    path: Path,
+    *,
+    kl_target: float | None = None,
+    held_out: Sequence[tuple[float, float]] = (),
+    title: str = "",
+    reward_label: str = "reward of sampled answers",
+    held_out_label: str = "held-out prompts",
+    held_out_format: str = "{:.3g}",
+    reward_range: tuple[float, float] | None = None,
+    window: int = 10,
+) -> None:
+    """Plot reward, KL and coefficient by step, and the rewards on held-out prompts.
+
+    Args:
+        rows: figures of each step: ``step``, ``reward``, and ``kl``, ``penalised_reward`` and ``coefficient`` where there are
+            any.
+        path: of the image.
+
+    Keyword Args:
+        kl_target: nats per answer, if there is one.
+        held_out: (step, mean reward) of each evaluation.
+        title: above the picture.
+        reward_label: what the rewards are.
+        held_out_label: what the evaluations are.
+        held_out_format: how the first and the last of them are written.
+        reward_range: limits of the axis of rewards.
+        window: number of steps of the moving averages.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+
+    Example:
+        >>> plot_curves([{"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.2}], Path("curves.png"))  # doctest: +SKIP
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    names = [name for name in ("kl", "coefficient") if all(name in row for row in rows)]
+    heights = [3, *(3 if name == "kl" else 2 for name in names)]
+    figure, grid = plt.subplots(
+        len(heights),
+        1,
+        figsize=(8, 8.5 * sum(heights) / 8),
+        sharex=True,
+        layout="constrained",
+        height_ratios=heights,
+        squeeze=False,
+    )
+    axes = dict(zip(("reward", *names), grid[:, 0], strict=True))
+    steps = [row["step"] for row in rows]
+
+    def draw(axis: Any, key: str, label: str, color: str) -> None:
+        values = [row[key] for row in rows]
+        axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+        axis.plot(steps, smooth(values, window), color=color, linewidth=2, label=label)
+
+    reward = axes["reward"]
+    draw(reward, "reward", reward_label, "tab:blue")
+    if all("penalised_reward" in row for row in rows):
+        draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
+    if held_out:
+        reward.plot(*zip(*held_out, strict=True), "o", color="black", label=held_out_label, clip_on=False)
+    for at, value in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
+        text = held_out_format.format(value)
+        reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
+    reward.set(ylabel="mean per answer (dimensionless)", title=title)
+    if reward_range is not None:
+        reward.set_ylim(*reward_range)
+    reward.legend(loc="best")
+    if "kl" in axes:
+        draw(axes["kl"], "kl", "KL(policy ‖ reference)", "tab:red")
+        if kl_target is not None:
+            label = f"target: {kl_target:g} nats"
+            axes["kl"].axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=label)
+        axes["kl"].set(ylabel="KL (nats per answer)")
+        axes["kl"].set_ylim(bottom=min(0.0, *(row["kl"] for row in rows)))
+        axes["kl"].legend(loc="lower right")
+    if "coefficient" in axes:
+        axes["coefficient"].plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2)
+        axes["coefficient"].set(ylabel="KL coefficient\n(reward per nat)")
+        axes["coefficient"].set_ylim(bottom=0)
+    grid[-1, 0].set(xlabel=f"RL step (thick lines: mean of {window} steps)")
+    for axis in axes.values():
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# ------------------------------------------------------------------ the model card
+
+_CARD = """\
+---
+{% if base %}base_model: {{ base }}
+{% endif -%}
+library_name: transformers
+pipeline_tag: text-generation
+tags: [torchrl-llm-kl, {{ config.algorithm.name }}, reinforcement-learning]
+---
+
+# {{ name }}
+
+{{ config.model.name }}, trained for {{ steps }} steps with {{ config.algorithm.name }}
+{%- if kl %}, near {{ reference }}{% endif %}. This folder holds {{ holds }}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{{ name }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
+```
+
+| | |
+|---|---|
+{% for label, figure in figures.items() -%}
+| {{ label }} | {{ figure }} |
+{% endfor %}
+{% if curves %}![Reward, KL and coefficient over the steps]({{ curves }})
+
+{% endif -%}
+{% if evaluations %}## Held-out prompts
+
+| step | reward | standard error |{% if with_kl %} KL, nats per answer |{% endif %}
+|---|---|---|{% if with_kl %}---|{% endif %}
+{% for row in evaluations -%}
+| {{ row.step }} | {{ "%.4g"|format(row.reward) }} | {{ "%.2g"|format(row.reward_error) }} |
+{%- if with_kl %} {{ "%.3g"|format(row.kl) }} |{% endif %}
+{% endfor %}
+{% endif -%}
+## Configuration
+
+```yaml
+{{ config.to_yaml() }}```
+
+{% for package, number in versions.items() %}{{ package }} {{ number }}{{ ", " if not loop.last else "." }}{% endfor %}
+"""
+
+
+def summary(
+    config: TrainConfig, rows: Sequence[Figures], evaluations: Sequence[Figures], *, chosen: int | None = None
+) -> dict[str, str]:
+    """The figures of a run in words: label -> figure.
+
+    Args:
+        config: of the run.
+        rows: of its steps.
+        evaluations: on held-out prompts.
+
+    Keyword Args:
+        chosen: the step whose weights are kept; the last one by default.
+
+    Example:
+        >>> summary(config, rows, evaluations)  # doctest: +SKIP
+    """
+    found: dict[str, str] = {}
+    by_step = {int(row["step"]): row for row in evaluations}
+    at = len(rows) if chosen is None else chosen
+    for label, step in (("before", min(by_step, default=-1)), ("after", at)):
+        if step in by_step:
+            row = by_step[step]
+            found[f"reward on {int(row['num_prompts'])} held-out prompts, {label}"] = (
+                f"{row['reward']:.4g} ± {row['reward_error']:.2g}"
+            )
+    last_half = rows[len(rows) // 2 :]
+    if last_half and all("kl" in row for row in last_half):
+        target = "" if config.kl.target is None else f", target {config.kl.target:g}"
+        mean = sum(row["kl"] for row in last_half) / len(last_half)
+        found["KL to the reference, mean of the last half"] = f"{mean:.3g} nats per answer{target}"
+    if rows:
+        tokens, seconds = sum(row.get("tokens", 0.0) for row in rows), rows[-1]["seconds"]
+        found["training"] = f"{len(rows)} steps, {tokens:.3g} tokens, {seconds:.0f} s"
+    return found
+
+
+def write_card(
+    config: TrainConfig,
+    folder: Path,
+    *,
+    rows: Sequence[Figures],
+    evaluations: Sequence[Figures],
+    chosen: int,
+    curves: Path | None = None,
+) -> None:
+    """Write ``README.md`` of a final folder: what the model is, its figures, the curves and the configuration.
+
+    Args:
+        config: of the run.
+        folder: with the model.
+
+    Keyword Args:
+        rows: of the run's steps.
+        evaluations: on held-out prompts.
+        chosen: the step whose weights are kept.
+        curves: a picture, which is copied there.
+
+    Example:
+        >>> write_card(config, Path("final"), rows=rows, evaluations=evaluations, chosen=100)  # doctest: +SKIP
+    """
+    from jinja2 import Environment
+
+    if curves is not None:
+        shutil.copyfile(curves, folder / curves.name)
+    base = config.model.name
+    adapters = config.lora is not None and not config.lora.merge
+    merged = config.lora is not None and config.lora.merge
+    reference = {"start": "its weights before training", "base": "its weights without adapters"}
+    text = (
+        Environment(trim_blocks=False)
+        .from_string(_CARD)
+        .render(
+            config=config,
+            name=folder.resolve().parent.name + "/" + folder.name,
+            base="" if Path(base).is_absolute() or Path(base).is_dir() else base,  # hubs know names alone
+            steps=chosen,
+            kl=any("kl" in row for row in rows),
+            reference=reference.get(config.reference.name, config.reference.name),
+            holds="LoRA adapters of it, which need peft"
+            if adapters
+            else "the whole model" + (", adapters merged" if merged else ""),
+            figures=summary(config, rows, evaluations, chosen=chosen),
+            curves=None if curves is None else curves.name,
+            evaluations=evaluations,
+            with_kl=bool(evaluations) and all("kl" in row for row in evaluations),
+            versions=versions(),
+        )
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def versions() -> Mapping[str, str]:
+    """The versions that a run's figures depend on.
+
+    Example:
+        >>> "torch" in versions()
+        True
+    """
+
+    def installed(name: str) -> str:
+        with suppress(PackageNotFoundError):
+            return version(name)
+        return ""
+
+    names = ("torchrl-llm-kl", "torch", "tensordict", "torchrl", "transformers", "peft")
+    found = {"python": platform.python_version(), **{name: installed(name) for name in names}}
+    return {name: number for name, number in found.items() if number}

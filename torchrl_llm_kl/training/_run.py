@@ -1,0 +1,534 @@
+"""A run: steps, evaluations and checkpoints, from a configuration; one that was ended goes on to the bit where it was."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tensordict
+import torch
+from filelock import FileLock, Timeout
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
+from torchrl_llm_kl.scoring import ReferenceUpdater
+from torchrl_llm_kl.tasks import make_env
+from torchrl_llm_kl.training._build import (
+    build_training,
+    load_prompts,
+    load_reference,
+    load_reward,
+    make_loggers,
+    measured_kl,
+    sampling_of,
+)
+from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints, write_whole
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
+from torchrl_llm_kl.training._evaluation import evaluate
+from torchrl_llm_kl.training._models import chat_tokenizer, export_policy, load_policy, save_policy
+from torchrl_llm_kl.training._report import (
+    Figures,
+    FiguresFile,
+    keep_earlier,
+    plot_curves,
+    progress,
+    read_figures,
+    summary,
+    versions,
+    write_card,
+)
+from torchrl_llm_kl.training._steps import (
+    apart,
+    forget_scores,
+    learn,
+    loss_entries,
+    make_optimizer,
+    make_sampler,
+    make_schedule,
+    random_state,
+    seed_everything,
+    set_random_state,
+    step_figures,
+)
+
+#: What a run writes into its folder.
+WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "checkpoints",
+    "logs",
+    "curves.png",
+    "rollouts.html",
+    "diagnosis.txt",
+    "final",
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Args:
+        outcome: ``"finished"``: all steps are done; ``"interrupted"``: by a signal, and saved; ``"stopped"``: because the KL or
+            a gradient blew up.
+        why: for ``"stopped"``.
+        step: steps that were done.
+        folder: of the run.
+        rows: figures of each step, as in ``metrics.jsonl``.
+        evaluations: as in ``evaluations.jsonl``.
+        final: the folder with the trained model; None for a run that was interrupted.
+        chosen: the step whose weights it holds.
+        figures: a summary, label -> figure.
+    """
+
+    outcome: Literal["finished", "interrupted", "stopped"]
+    why: str
+    step: int
+    folder: Path
+    rows: list[Figures]
+    evaluations: list[Figures]
+    final: Path | None = None
+    chosen: int | None = None
+    figures: dict[str, str] = field(default_factory=dict)
+
+
+class StopRequest:
+    """Is True after SIGINT (Ctrl-C) or SIGTERM; a second Ctrl-C ends the process at once.
+
+    Example:
+        >>> stop = StopRequest()
+        >>> with stop.on_signals():
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> bool(stop)
+        True
+    """
+
+    def __init__(self, say: Say | None = None) -> None:
+        self._asked, self._say = False, say
+
+    def __bool__(self) -> bool:
+        return self._asked
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Take the signals, in the main thread; elsewhere they are left to it."""
+        try:
+            before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, *_: Any) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        if self._say is not None:
+            self._say("interrupted: finishing the step, then saving; once more to end at once.")
+
+
+class Run:
+    """The parts of a run, and what is done with them in a step.
+
+    Args:
+        config: its settings.
+
+    Keyword Args:
+        saved: the checkpoint to go on from; None to begin.
+        say: takes lines for the user.
+
+    Example:
+        >>> run = Run(read_config("config.yaml"))  # doctest: +SKIP
+        >>> run.take_step()["reward"]  # doctest: +SKIP
+        0.25
+    """
+
+    def __init__(self, config: TrainConfig, *, saved: Checkpoint | None = None, say: Say = print) -> None:
+        self.config, self.out, self.say = config, Path(config.run.out), say
+        if config.run.threads is not None:
+            torch.set_num_threads(config.run.threads)
+        seed_everything(config.run.seed)
+        self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
+        self.prompts, self.held_out = load_prompts(config)
+        self.reward = load_reward(config)
+        self.tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
+        self.policy = load_policy(config, None if saved is None else saved.folder / "model")
+        self.reference = load_reference(config, self.policy)
+        self.training = build_training(config, self.policy, self.reference)
+        self.parts = self.training.parts
+        self.updater = self._updater()
+        self.optimizer = make_optimizer(self.parts, config.optimizer)
+        self.schedule = make_schedule(self.optimizer, config.optimizer, steps=config.run.steps, done=self.step)
+        rows: list[Figures] = []
+        evaluations: list[Figures] = []
+        seed_everything(config.run.seed)  # whatever the parts above have drawn
+        if saved is not None:
+            rows, evaluations = (read_figures(saved.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+            self._load(saved)
+        self.rows = FiguresFile(self.out / "metrics.jsonl", rows)
+        self.evaluations = FiguresFile(self.out / "evaluations.jsonl", evaluations)
+        self.sampler = self._sampler(greedy=False)
+        self.env = self.make_env(start=self.step * config.data.num_prompts)
+        self.monitor = self._monitor()
+
+    # ------------------------------------------------------------------ parts
+
+    def make_env(self, *, start: int) -> EnvBase:
+        """The env, after ``start`` prompts."""
+        data = self.config.data
+        return make_env(
+            self.prompts,
+            self.reward,
+            self.tokenizer,
+            num_prompts=data.num_prompts,
+            group_size=data.group_size,
+            system_prompt=data.system_prompt,
+            kl_transform=self.training.kl,
+            timeout=self.config.reward.timeout,
+            seed=self.config.run.seed if data.shuffle else None,
+            start=start,
+        )
+
+    def _sampler(self, *, greedy: bool) -> Any:
+        sampling = None if greedy else sampling_of(self.config)
+        length = self.config.sampler.max_new_tokens
+        return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling)
+
+    def _updater(self) -> ReferenceUpdater | None:
+        settings = self.config.reference
+        if settings.decay is None and settings.reset_every is None:
+            return None
+        return ReferenceUpdater(
+            self.reference, self.policy, decay=settings.decay, every=settings.every, reset_every=settings.reset_every
+        )
+
+    def _monitor(self) -> RunMonitor:
+        every = self.config.logging.doctor_every
+        monitor = RunMonitor(
+            make_loggers(self.config, self.out / "logs"),
+            every=every,
+            folder=self.out if every else None,
+            tokenizer=self.tokenizer,
+            kl_target=self.config.kl.target,
+            temperature=self.config.sampler.temperature,
+        )
+        for row in self.rows.rows:  # of earlier processes; W&B and MLflow have them already
+            self._log(monitor, row, int(row["step"]), files_only=True)
+        for row in self.evaluations.rows:
+            self._log(monitor, _evaluation_log(row), int(row["step"]), files_only=True)
+        return monitor
+
+    @staticmethod
+    def _log(monitor: RunMonitor, row: Mapping[str, float], step: int, *, files_only: bool = False) -> None:
+        for logger in monitor.loggers:
+            if not files_only or type(logger).__name__ in ("CSVLogger", "TensorboardLogger"):
+                log_metrics(logger, row, step)
+
+    # ------------------------------------------------------------------ a step
+
+    def take_step(self) -> Figures:
+        """Sample answers, learn from them, and adapt the coefficient; returns the figures."""
+        config, algorithm = self.config, self.config.algorithm
+        batch = self.sample()
+        with apart(self.step):  # how often the doctor looks changes no random number of the run
+            self.monitor.look(self.step, batch)
+        figures = step_figures(batch, coefficient=self.training.coefficient, charged=self.training.charged)
+        figures["lr"] = self.optimizer.param_groups[0]["lr"]
+        learn(
+            self.parts,
+            loss_entries(batch),
+            self.optimizer,
+            epochs=algorithm.epochs,
+            minibatches=algorithm.minibatches,
+            micro_batch=algorithm.micro_batch,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            monitor=self.monitor,
+            after_update=None if self.updater is None else self.updater.step,
+        )
+        self.schedule.step()
+        if self.training.coefficient is not None and "kl" in figures:
+            self.training.coefficient.update(figures["kl"], n=len(batch))  # type: ignore[operator]
+        row = {"step": self.step, **self.monitor.step(self.step, **figures), "seconds": self.elapsed}
+        self.rows.append(row)
+        self.step += 1
+        return row
+
+    def sample(self) -> TensorDictBase:
+        """The answers of a step, scored, with advantages."""
+        forget_scores(self.env)
+        return self.parts.prepare(self.env.rollout(1, self.sampler).reshape(-1))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of this process and those before it."""
+        return self.seconds + time.perf_counter() - self.begun
+
+    # ------------------------------------------------------------------ evaluations
+
+    def evaluation_is_due(self) -> bool:
+        """Whether the held-out prompts are to be answered now."""
+        every, step = self.config.evaluation.every, self.step
+        due = every > 0 and (step % every == 0 or step >= self.config.run.steps)
+        return due and self.held_out is not None and all(row["step"] != step for row in self.evaluations.rows)
+
+    def evaluate(self) -> Figures:
+        """Answer the held-out prompts, and store the figures."""
+        assert self.held_out is not None
+        settings, kl = self.config.evaluation, None
+        if self.training.kl is not None and self.reference is not None:
+            local = isinstance(self.reference, (str, torch.nn.Module))
+            if local or not settings.greedy:  # of the most probable tokens, the exact KL alone means something
+                estimator = "exact" if settings.greedy else "k1"
+                kl = measured_kl(self.config, self.policy, self.reference, estimator=estimator)
+        env = make_env(
+            self.held_out,
+            self.reward,
+            self.tokenizer,
+            num_prompts=min(settings.batch_size, len(self.held_out)),
+            group_size=1,
+            system_prompt=self.config.data.system_prompt,
+            kl_transform=kl,
+            timeout=self.config.reward.timeout,
+            seed=None,
+        )
+        sampler = self._sampler(greedy=settings.greedy)
+        row = {"step": self.step, **evaluate(env, sampler, len(self.held_out), seed=self.config.run.seed)}
+        self.evaluations.append(row)
+        self._log(self.monitor, _evaluation_log(row), self.step)
+        return row
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best reward on held-out prompts, the first of equal ones."""
+        rows = self.evaluations.rows
+        return int(max(rows, key=lambda row: row["reward"])["step"]) if rows else None
+
+    # ------------------------------------------------------------------ the end
+
+    def blow_up(self) -> str:
+        """Why the KL ends the run; empty if it does not."""
+        kl, rows = self.config.kl, self.rows.rows
+        limit = kl.stop_above if kl.stop_above is not None else None if kl.target is None else 10 * kl.target
+        last = [row["kl"] for row in rows[-kl.stop_after :] if "kl" in row]
+        if limit is None or len(last) < kl.stop_after or any(value <= limit for value in last):
+            return ""
+        found = ", ".join(f"{value:.3g}" for value in last)
+        return (
+            f"the KL was above kl.stop_above={limit:g} nats per answer in {kl.stop_after} steps in a row ({found}): lower "
+            "optimizer.lr, or raise kl.coefficient."
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, checkpoints: Checkpoints) -> Path:
+        """Write a checkpoint of all that the next step depends on."""
+        numbers = {
+            "config": self.config.to_dict(),
+            "versions": dict(versions()),
+            "seconds": self.elapsed,
+            "best": self.best,
+        }
+        with checkpoints.writing(self.step, numbers, best=self.best) as folder:
+            save_policy(self.policy, self.tokenizer, folder / "model")
+            state: dict[str, Any] = {
+                "optimizer": self.optimizer.state_dict(),
+                "parts": self.parts.state_dict(),
+                "random": random_state(),
+            }
+            if self.updater is not None:
+                state["reference"] = self.updater.state_dict()
+            torch.save(state, folder / "state.pt")
+            if self.parts.critic_loss is not None:
+                from safetensors.torch import save_model
+
+                save_model(self.parts.critic_loss.critic_network, str(folder / "critic.safetensors"))
+            for file in (self.rows, self.evaluations):
+                (folder / file.path.name).write_text(file.text, encoding="utf-8")
+        return checkpoints.folder / f"step-{self.step:06d}"
+
+    def _load(self, saved: Checkpoint) -> None:
+        """Restore everything but the policy's weights, which are loaded already."""
+        # Tensors and plain values only: nothing in a checkpoint is run as code.
+        state = torch.load(saved.folder / "state.pt", map_location="cpu", weights_only=True)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # of the schedule: run.steps may have changed
+        self.parts.load_state_dict(state["parts"])
+        if self.updater is not None:
+            self.updater.load_state_dict(state["reference"])
+        if self.parts.critic_loss is not None:
+            from safetensors.torch import load_model
+
+            load_model(self.parts.critic_loss.critic_network, str(saved.folder / "critic.safetensors"))
+        self.seconds = float(saved.numbers["seconds"])
+        set_random_state(state["random"])
+
+
+def _evaluation_log(row: Mapping[str, float]) -> dict[str, float]:
+    return {f"evaluation/{name}": value for name, value in row.items() if name not in ("step", "num_prompts")}
+
+
+# ------------------------------------------------------------------ the run
+
+
+def train(
+    config: TrainConfig, *, fresh: bool = False, say: Say = print, build: Callable[..., Run] = Run
+) -> TrainResult:
+    """Train a language model as a configuration says, or go on with a run that was ended.
+
+    A run whose folder (``run.out``) holds a checkpoint goes on from it, and ends with the same weights and figures as one that
+    was never ended. SIGINT and SIGTERM save a checkpoint after the current step. The folder then holds
+
+    - ``metrics.jsonl``, ``evaluations.jsonl``: figures of each step, and on held-out prompts;
+    - ``checkpoints/step-000040``, ...: the last ones and the best one; ``model`` in each opens with ``from_pretrained``;
+    - ``final``: the trained model with its card, and ``curves.png``;
+    - ``rollouts.html``, ``diagnosis.txt``: tokens of a late step, and what the doctor found; ``logs``, of loggers.
+
+    Args:
+        config: of :func:`read_config`.
+
+    Keyword Args:
+        fresh: begin anew, and move the files of an earlier run to ``earlier-1``, -2, ... in the same folder.
+        say: takes lines for the user.
+        build: makes the parts: :class:`Run`, or a subclass.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        ConfigError: for settings that no run can have, or that differ from those of the run to go on with.
+        ModelError: if a model cannot be loaded.
+
+    Example:
+        >>> result = train(read_config("config.yaml", ["run.steps=200"]))  # doctest: +SKIP
+        >>> result.outcome, result.step  # doctest: +SKIP
+        ('finished', 200)
+    """
+    tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
+    out = Path(config.run.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"run.out is {out}, a file: pass a folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            return _train(config, out, fresh=fresh, say=say, build=build)
+    except Timeout:
+        raise ConfigError(f"another process trains in {out}: end it, or pass another run.out.") from None
+
+
+def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Callable[..., Run]) -> TrainResult:
+    saved = None if fresh else _saved(config, out)
+    if fresh and (earlier := keep_earlier(out, WRITTEN)) is not None:
+        say(f"{out} held an earlier run: moved it to {earlier}.")
+    write_whole(out / "config.yaml", config.to_yaml())
+    checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
+        warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy
+        run = build(config, saved=saved, say=say)
+        if saved is not None:
+            say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
+        stop = StopRequest(say)
+        with (
+            stop.on_signals(),
+            progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr) as advance,
+        ):
+            outcome, why = _steps(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
+    result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
+    if outcome == "interrupted":
+        folder = checkpoints.folder / f"step-{run.step:06d}"
+        say(f"interrupted after step {run.step} of {config.run.steps}: saved {folder}. Run the same command to go on.")
+        return result
+    if outcome == "stopped":
+        say(f"stopped after step {run.step} of {config.run.steps}: {why}")
+    return _finish(run, checkpoints, result)
+
+
+def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
+    """The checkpoint to go on from, of a run with the same settings."""
+    checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
+    found = checkpoints.latest()
+    if found is None:
+        if checkpoints.paths():
+            raise ConfigError(f"no checkpoint in {checkpoints.folder} is whole: begin anew with --fresh.")
+        return None
+    different = differences(found.numbers["config"], config)
+    if different:
+        raise ConfigError(
+            f"{out} holds a run with other settings ({'; '.join(different)}): use those, another run.out, or begin anew with "
+            "--fresh."
+        )
+    return found
+
+
+def _steps(
+    run: Run, checkpoints: Checkpoints, stop: StopRequest, advance: Callable[[str], None], *, saved: int | None
+) -> tuple[Literal["finished", "interrupted", "stopped"], str]:
+    """Train to the last step, or until there is a reason not to; ``saved`` is the step of the last checkpoint."""
+    settings = run.config
+    while True:
+        ending = bool(stop)
+        if not ending and run.evaluation_is_due():
+            row = run.evaluate()
+            run.say(f"step {run.step}: reward on held-out prompts {row['reward']:.4g} ± {row['reward_error']:.2g}")
+        why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may have fewer steps than are done
+        due = run.step > 0 and run.step % settings.checkpoints.every == 0
+        if saved != run.step and (due or last or ending or why or run.best == run.step):
+            run.save(checkpoints)
+            saved = run.step
+        if last:
+            return "finished", ""
+        if why:
+            return "stopped", why
+        if ending:
+            return "interrupted", ""
+        try:
+            row = run.take_step()
+        except FloatingPointError as error:
+            return "stopped", str(error)
+        advance(status_line(row, kl_target=settings.kl.target))
+
+
+def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainResult:
+    """Write the curves and the final folder."""
+    config, out = run.config, run.out
+    rows, evaluations = run.rows.rows, run.evaluations.rows
+    curves = out / "curves.png"
+    try:
+        if rows:
+            held_out = [(row["step"], row["reward"]) for row in evaluations]
+            plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name)
+    except ImportError:
+        run.say("there is no curves.png: it needs matplotlib (pip install 'torchrl-llm-kl[train]').")
+    chosen = checkpoints.latest()
+    if config.checkpoints.final == "best" and run.best is not None:
+        chosen = checkpoints.at(run.best) or chosen
+    if chosen is None:  # a gradient blew up before the first checkpoint
+        return result
+    final = out / "final"
+    export_policy(config, chosen.folder / "model", run.tokenizer, final)
+    write_card(
+        config,
+        final,
+        rows=rows,
+        evaluations=evaluations,
+        chosen=chosen.step,
+        curves=curves if curves.exists() else None,
+    )
+    figures = summary(config, rows, evaluations, chosen=chosen.step)
+    return replace(result, final=final, chosen=chosen.step, figures=figures)

@@ -1,0 +1,374 @@
+"""The pieces of a step: answers, updates, the schedule of the learning rate, figures; and random numbers to go on from."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.envs import EnvBase
+from torchrl.modules.llm import TransformersWrapper
+
+from torchrl_llm_kl.algorithms import AlgorithmParts
+from torchrl_llm_kl.diagnostics import RunMonitor
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling
+from torchrl_llm_kl.training._config import OptimizerConfig
+from torchrl_llm_kl.transforms import RetrieveLogProb
+
+#: The entries that losses read.
+LOSS_KEYS = (
+    ("tokens", "full"),
+    ("tokens", "prompt"),
+    ("masks", "all_attention_mask"),
+    ("masks", "all_assistant_mask"),
+    ("next", "log_probs", "full"),
+    ("next", "ref_log_probs", "full"),
+    ("next", "entropy"),
+    ("next", "moments"),
+    ("next", "state_value"),
+    ("kept", "counts"),
+    ("kept", "ids"),
+    "top_k",
+    "routed_experts",
+    "advantage",
+    "value_target",
+    "loss_mask",
+    "expert_mask",
+)
+
+# ------------------------------------------------------------------ answers
+
+
+def make_sampler(
+    model: Any, tokenizer: Any, *, max_new_tokens: int, sampling: Sampling | None = None
+) -> TransformersWrapper:
+    """A torchrl policy that writes answers with a transformers model, for the envs of :func:`~torchrl_llm_kl.tasks.make_env`.
+
+    Args:
+        model: a transformers model; it is not copied.
+        tokenizer: with a padding token, padding on the left.
+
+    Keyword Args:
+        max_new_tokens: longest answer.
+        sampling: the distribution they are drawn from; None for the most probable tokens.
+
+    Example:
+        >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
+    """
+    others = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    if sampling is None:
+        kwargs: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, **others}
+    else:
+        kwargs = sampling.generate_kwargs(model, **others)
+    return TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="text",
+        generate=True,
+        generate_kwargs=kwargs,
+        pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
+        device=model.device if model.device.type == "cuda" else None,
+    )
+
+
+def forget_scores(env: EnvBase) -> None:
+    """Clear what the env's transforms cached of earlier steps, so that a step depends on its own prompts alone.
+
+    A prefix that is read from a cache may differ in its last bit from one that is computed: a resumed run, whose caches are
+    empty, would not be bit-equal.
+
+    Example:
+        >>> forget_scores(env)  # doctest: +SKIP
+    """
+    for part in env.modules():
+        if isinstance(part, RetrieveLogProb):
+            for scorer in (part.scorer, part.reference_scorer):
+                if isinstance(scorer, LogProbScorer):  # a service's replicas have caches of their own
+                    scorer.forget()
+
+
+# ------------------------------------------------------------------ updates
+
+
+def loss_entries(batch: TensorDictBase) -> TensorDictBase:
+    """The entries of a batch that losses read: dense and without text, so that rows are chosen faster.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict(advantage=torch.ones(2, 3), other=torch.ones(2), batch_size=[2])
+        >>> list(loss_entries(batch).keys())
+        ['advantage']
+    """
+    return batch.select(*LOSS_KEYS, strict=False).contiguous()
+
+
+def learn(
+    parts: AlgorithmParts,
+    batch: TensorDictBase,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int = 1,
+    minibatches: int = 1,
+    micro_batch: int | None = None,
+    max_grad_norm: float = 1.0,
+    monitor: RunMonitor | None = None,
+    after_update: Any = None,
+) -> None:
+    """Update an algorithm's models on a prepared batch.
+
+    Args:
+        parts: of :func:`~torchrl_llm_kl.make_algorithm`.
+        batch: what ``parts.prepare`` returned; faster with :func:`loss_entries` alone.
+        optimizer: of the parameters of ``parts.losses``.
+
+    Keyword Args:
+        epochs: passes over the batch.
+        minibatches: updates in a pass; each takes its own mean over its rows, which torch's generator chooses.
+        micro_batch: the most rows in one forward; None for a whole minibatch. Gradients add up.
+        max_grad_norm: the gradient of each model is scaled down to this norm; 0 for no limit.
+        monitor: takes the losses' numbers.
+        after_update: called after each, such as ``ReferenceUpdater.step``.
+
+    Raises:
+        FloatingPointError: if a gradient is not finite; the weights are those before.
+
+    Example:
+        >>> learn(parts, loss_entries(parts.prepare(batch)), optimizer, minibatches=4)  # doctest: +SKIP
+    """
+    with _training(parts):
+        for _ in range(epochs):
+            for minibatch in parts.minibatches(batch, minibatches):
+                optimizer.zero_grad()
+                pieces = [minibatch] if micro_batch is None else parts.micro_batches(minibatch, size=micro_batch)
+                for piece in pieces:
+                    for loss in parts.losses:
+                        output = loss(piece)
+                        output.total_loss.backward()
+                        if monitor is not None:
+                            monitor.add(output)
+                norms = [_clip(loss, max_grad_norm) for loss in parts.losses]
+                if monitor is not None:
+                    monitor.add({"grad_norm": norms[0]})
+                if not all(bool(norm.isfinite()) for norm in norms):
+                    raise FloatingPointError(
+                        f"the gradient's norm is {float(norms[0])}: look at diagnosis.txt and rollouts.html, and for a "
+                        "learning rate that is too high."
+                    )
+                optimizer.step()
+                if after_update is not None:
+                    after_update()
+
+
+def _clip(loss: nn.Module, max_norm: float) -> Tensor:
+    trained = [p for p in loss.parameters() if p.requires_grad]
+    return torch.nn.utils.clip_grad_norm_(trained, max_norm or float("inf"))
+
+
+@contextmanager
+def _training(parts: AlgorithmParts) -> Iterator[None]:
+    """Training mode for a model that computes layers again in the backward: transformers does so in no other mode."""
+    actor = getattr(parts.loss, "actor_network", None)
+    if actor is None or not any(getattr(part, "gradient_checkpointing", False) for part in actor.modules()):
+        yield
+        return
+    actor.train()
+    try:
+        yield
+    finally:
+        actor.eval()
+
+
+def make_optimizer(parts: AlgorithmParts, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimiser of an algorithm's models.
+
+    Example:
+        >>> optimizer = make_optimizer(parts, config.optimizer)  # doctest: +SKIP
+    """
+    groups = [
+        {"params": [p for p in loss.parameters() if p.requires_grad], "lr": lr}
+        for loss, lr in zip(parts.losses, (config.lr, config.critic_lr or config.lr), strict=False)
+    ]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    first, second = config.betas
+    return kind(groups, lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay)
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, steps: int, done: int = 0
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule of the learning rate, after ``done`` of ``steps`` steps.
+
+    It is a function of the step alone, so that nothing of it needs to be saved.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> schedule = make_schedule(optimizer, OptimizerConfig(schedule="linear", warmup_steps=2), steps=6, done=3)
+        >>> schedule.get_last_lr()
+        [0.75]
+    """
+    schedules = torch.optim.lr_scheduler
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("initial_lr", group["lr"])
+    rest = steps - config.warmup_steps
+    parts: list[Any] = []
+    if config.warmup_steps:
+        parts.append(
+            schedules.LinearLR(optimizer, 1 / config.warmup_steps, 1.0, total_iters=config.warmup_steps - 1 or 1)
+        )
+    if config.schedule == "linear":
+        parts.append(schedules.LinearLR(optimizer, 1.0, 0.0, total_iters=rest))
+    elif config.schedule == "cosine":
+        parts.append(schedules.CosineAnnealingLR(optimizer, rest))
+    else:
+        parts.append(schedules.ConstantLR(optimizer, 1.0, total_iters=rest))
+    found = parts[0] if len(parts) == 1 else schedules.SequentialLR(optimizer, parts, [config.warmup_steps])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps before the optimiser's
+        for _ in range(done):
+            found.step()
+    return found
+
+
+# ------------------------------------------------------------------ figures
+
+
+def step_figures(
+    batch: TensorDictBase, *, coefficient: nn.Module | None = None, charged: bool = False
+) -> dict[str, float]:
+    """Means over the answers of a step.
+
+    Args:
+        batch: prepared answers, ``[B]``.
+
+    Keyword Args:
+        coefficient: of the KL, if there is one.
+        charged: whether the KL was subtracted from the rewards, times the coefficient.
+
+    Returns:
+        ``reward`` and each named part ``reward/<name>``; ``kl``, nats per answer; with a coefficient ``coefficient`` and, if it
+        is charged to the reward, ``penalised_reward``; ``reward_failures``; ``answer_tokens`` and ``tokens`` of all answers.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> reward, kl = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.1, 0.3], [0.2, 0.2]])
+        >>> step_figures(TensorDict(next=TensorDict(reward=reward, kl_penalty=kl, batch_size=[2]), batch_size=[2]))
+        {'reward': 0.5, 'kl': 0.4...}
+    """
+    after = batch["next"]
+    rewards = after["reward"].flatten(1).sum(-1)
+    figures = {"reward": rewards.mean().item()}
+    if "kl_penalty" in after.keys():  # noqa: SIM118  # of a TensorDict
+        kl = after["kl_penalty"].flatten(1).sum(-1).mean().item()
+        if coefficient is not None:
+            value = coefficient().item()
+            if charged:
+                figures = {"reward": figures["reward"] + value * kl, "penalised_reward": figures["reward"]}
+            figures["coefficient"] = value
+        figures["kl"] = kl
+    parts = after.get("rewards", None)
+    if parts is not None:
+        figures |= {f"reward/{name}": parts[name].float().mean().item() for name in parts.keys()}  # noqa: SIM118
+    failures = after.get("reward_failures", None)
+    if failures is not None and int(failures.sum()):
+        figures["reward_failures"] = float(failures.sum())
+    real = batch.get(("masks", "all_attention_mask"), None)
+    if real is not None:
+        width = batch["tokens", "prompt"].shape[-1]
+        figures["answer_tokens"] = real[:, width:].sum().item()
+        figures["tokens"] = real.sum().item()
+    return figures
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the generators of torch (CPU and GPUs), Python and NumPy, as tensors and plain values.
+
+    Example:
+        >>> state = random_state()
+        >>> first = torch.rand(1), random.random()
+        >>> set_random_state(state)
+        >>> (torch.rand(1), random.random()) == first
+        True
+    """
+    import numpy as np
+
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)  # what reward functions may draw from
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what :func:`random_state` returned.
+
+    Example:
+        >>> set_random_state(random_state())
+    """
+    import numpy as np
+
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy.
+
+    Example:
+        >>> seed_everything(0)
+    """
+    import numpy as np
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def apart(seed: int) -> Iterator[None]:
+    """Random numbers of their own, by seed: those outside go on as if the block were not there.
+
+    Example:
+        >>> seed_everything(0)
+        >>> with apart(1):
+        ...     _ = torch.rand(3)
+        >>> inside = torch.rand(1)
+        >>> seed_everything(0)
+        >>> bool(inside == torch.rand(1))
+        True
+    """
+    state = random_state()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of independent values and its standard error.
+
+    Example:
+        >>> mean_and_error([0.0, 1.0, 1.0, 0.0])
+        (0.5, 0.288...)
+    """
+    data = torch.tensor(values, dtype=torch.float64)
+    error = data.std().item() / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return data.mean().item(), error

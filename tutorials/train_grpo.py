@@ -1,0 +1,148 @@
+"""Train a language model on your own prompts with your own reward: GRPO, with the KL to the first weights held at a target.
+
+Run it with ``python tutorials/train_grpo.py MODEL``, a folder or a name on the hub. It is the loop of ``torchrl-llm-kl train``
+written out, to be copied and changed: with the same settings both give the same weights, to the last bit. It
+
+1. loads the model twice: the policy, and the reference, which stays as it is;
+2. binds GRPO to them. The KL is part of the reward, times a coefficient that adapts to hold it at the target;
+3. samples answers to prompts in groups, rewards them, and learns from the comparison within each group;
+4. saves a checkpoint now and then, from which the same command goes on, also after ``kill -9``.
+
+Start reading at :func:`train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensordict
+import torch
+from torch import nn
+
+from torchrl_llm_kl import PIKLCoefficient, RunMonitor, Sampling, make_algorithm
+from torchrl_llm_kl.tasks import make_env
+from torchrl_llm_kl.training import (
+    Checkpoints,
+    chat_tokenizer,
+    forget_scores,
+    learn,
+    load_model,
+    loss_entries,
+    make_sampler,
+    progress,
+    random_state,
+    save_policy,
+    seed_everything,
+    set_random_state,
+    step_figures,
+)
+
+# A column "question", "prompt" or "messages"; the reward gets all others. The path of a JSONL or Parquet file does too.
+PROMPTS = [{"question": f"What is {a} * {b}?", "answer": str(a * b)} for a in range(3, 20) for b in range(3, 20)]
+
+
+def right(question: str, answer: str, metadata: dict[str, Any]) -> float:
+    """1 if the last number of the answer is the right one."""
+    numbers = re.findall(r"\d+", answer)
+    return float(bool(numbers) and numbers[-1] == metadata["answer"])
+
+
+def train(
+    model: str,
+    out: Path,
+    *,
+    prompts: Any = PROMPTS,
+    reward: Any = right,
+    steps: int = 200,
+    num_prompts: int = 8,
+    group_size: int = 8,
+    max_new_tokens: int = 64,
+    kl_target: float = 0.5,
+    lr: float = 1e-6,
+    minibatches: int = 2,
+    save_every: int = 20,
+    seed: int = 0,
+) -> nn.Module:
+    """Train, and return the policy."""
+    tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
+    checkpoints = Checkpoints(out / "checkpoints", keep=2)
+    saved = checkpoints.latest()  # None for a new run; a damaged checkpoint is passed over
+    done = 0 if saved is None else saved.step
+
+    tokenizer = chat_tokenizer(model)
+    policy = load_model(model if saved is None else str(saved.folder / "model"), dtype="float32").requires_grad_(True)
+    reference = load_model(model, dtype="float32")
+
+    coefficient = PIKLCoefficient(init=0.1, target=kl_target)
+    grpo = make_algorithm(
+        "grpo",
+        policy,
+        reference=reference,
+        group_key="group",  # make_env numbers the prompts
+        kl_loss="none",
+        kl_reward="k1",
+        kl_reward_coeff=coefficient,
+    )
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+    seed_everything(seed)
+    if saved is not None:
+        state = torch.load(saved.folder / "state.pt", weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+        grpo.load_state_dict(state["parts"])  # the coefficient
+        set_random_state(state["random"])
+
+    # Prompts in an order that the seed decides, each to `group_size` neighbouring rows; then rewards; then the KL.
+    env = make_env(
+        prompts,
+        reward,
+        tokenizer,
+        num_prompts=num_prompts,
+        group_size=group_size,
+        kl_transform=grpo.kl_transform,
+        seed=seed,
+        start=done * num_prompts,
+    )
+    # The distribution that is scored: without transformers' default top-k.
+    sampler = make_sampler(policy, tokenizer, max_new_tokens=max_new_tokens, sampling=Sampling())
+    monitor = RunMonitor(every=0, kl_target=kl_target)
+
+    with progress("grpo", steps, done=done) as advance:
+        for step in range(done, steps):
+            forget_scores(env)  # a resumed run has empty caches
+            batch = grpo.prepare(env.rollout(1, sampler).reshape(-1))  # answers, scored, with advantages
+            figures = step_figures(batch, coefficient=coefficient, charged=True)
+            learn(grpo, loss_entries(batch), optimizer, minibatches=minibatches, monitor=monitor)
+            schedule.step()
+            coefficient.update(figures["kl"], n=len(batch))
+            monitor.step(step, **figures)
+            advance(monitor.status)
+            if (step + 1) % save_every == 0 or step + 1 == steps:
+                with checkpoints.writing(step + 1, figures) as folder:
+                    save_policy(policy, tokenizer, folder / "model")
+                    state = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+                    state |= {"parts": grpo.state_dict(), "random": random_state()}
+                    torch.save(state, folder / "state.pt")
+    return policy
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="a folder that save_pretrained wrote, or a name on the hub")
+    parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder of the checkpoints")
+    parser.add_argument("--steps", type=int, default=200)
+    given = parser.parse_args(arguments)
+    policy = train(given.model, given.out, steps=given.steps)
+    policy.save_pretrained(given.out / "final")
+    chat_tokenizer(given.model).save_pretrained(given.out / "final")
+    print(f"wrote {given.out / 'final'}")
+
+
+if __name__ == "__main__":
+    main()
