@@ -21,7 +21,7 @@ from torchrl_llm_kl import __version__
 from torchrl_llm_kl.cli import _commands, _console, main
 from torchrl_llm_kl.cli._commands import app
 
-COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "templates", "demo")
+COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "train", "templates", "demo")
 
 
 def raising(error: BaseException) -> Any:

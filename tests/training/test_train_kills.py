@@ -65,7 +65,7 @@ def test_a_killed_run_ends_with_the_same_bits(lab: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_run_killed_five_times_ends_with_the_same_bits(lab: Path, tmp_path: Path) -> None:
-    overrides = ("run.steps=12", "checkpoints.every=1", "checkpoints.keep=2")
+    overrides = ("run.steps=12", "checkpoints.keep=2", "optimizer.lr=1e-3", "kl.stop_above=100")
     train(settings(lab, tmp_path / "whole", *overrides), say=lambda line: None)
     seed = random.SystemRandom().randrange(2**32)
     killed_at = kill_at_random_moments(lab, tmp_path / "out", random.Random(seed), *overrides, kills=5)
