@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,32 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
     clear = [margin for margin in margins if abs(margin) > 1e-5]
     assert len(clear) == len(margins)
     assert result["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
+
+
+@pytest.mark.slow
+def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = finished
+    words = [
+        sys.executable,
+        str(TUTORIALS / "gsm8k_text.py"),
+        "--quick",
+        "--data",
+        str(out.parent),
+        "--sft-epochs",
+        "6",
+    ]
+    words += ["--out", str(tmp_path / "out"), "--jobs", "2", "--seed", "0", "--seed", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found, expected = (
+        [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        for folder in (tmp_path / "out", out)
+    )
+    varying = {"seconds", "cpu_seconds", "commands"}
+    plain = [{key: x for key, x in result.items() if key not in varying} for result in (*found, *expected)]
+    assert sorted(plain[:2], key=lambda result: result["seed"]) == plain[2:]
+    assert "seed 0: SFT" in done.stdout
+    assert "seed 2: DPO" in done.stdout
 
 
 def test_a_second_run_keeps_the_first(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:

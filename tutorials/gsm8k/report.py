@@ -156,8 +156,17 @@ def draw(results: Sequence[Result], rows: Sequence[dict[str, Any]], path: Path) 
             markeredgecolor="black",
             capsize=3,
         )
-    sft.set(yscale="log", xlabel="SFT step", ylabel="perplexity of worked solutions", title="SFT (circles: held out)")
-    dpo.set(xlabel="DPO step", ylabel="share of pairs with a margin above 0", title="DPO (circles: held out, one s.e.)")
+    sft.set(
+        yscale="log",
+        xlabel="SFT step (lines: mean of the last 40)",
+        ylabel="perplexity of worked solutions",
+        title="SFT (circles: held out)",
+    )
+    dpo.set(
+        xlabel="DPO step (lines: mean of the last 40)",
+        ylabel="share of pairs with a margin above 0",
+        title="DPO (circles: held out, one s.e.)",
+    )
     dpo.axhline(0.5, color="black", linestyle="--", linewidth=1)
     sft.legend(loc="upper right")
     for axis in (sft, dpo):
