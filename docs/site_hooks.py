@@ -176,7 +176,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     place = page.file.src_uri
     if place == "api.md":
         markdown = with_references(markdown)
-    if place.startswith(("reference/", "source/")) and place not in PAGES.values():
+    if place.startswith(("notebooks/", "reference/", "source/")) and place not in PAGES.values():
         return markdown
     return with_site_links(markdown, in_repository(place), place, config.repo_url or None)
 

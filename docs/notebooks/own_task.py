@@ -18,7 +18,7 @@ from torchrl_llm_kl import PIKLCoefficient, Sampling, make_algorithm
 from torchrl_llm_kl.tasks import make_env
 
 tensordict.set_list_to_stack(True).set()
-torch.manual_seed(0)
+_ = torch.manual_seed(0)
 
 # %% [markdown]
 # ## The data

@@ -33,7 +33,7 @@ NOT_RUN = {
 }
 #: Pages that start Ray.
 SLOW = {"docs/ray.md"}
-LANGUAGES = {"", "python", "bash", "console", "text", "yaml", "json"}
+LANGUAGES = {"", "python", "bash", "console", "text", "yaml", "json", "diff", "toml"}
 
 PYTHON = all_blocks("python")
 WITH_PYTHON = sorted({block.page for block in PYTHON})
