@@ -120,10 +120,11 @@ def test_every_update_is_that_of_plain_forwards(lab: Lab, where: str) -> None:
     torch.manual_seed(0)
     trainer.train()
     assert len(lab.seen) == BATCHES * EPOCHS * ROWS // MINIBATCH
-    per_batch = len(lab.seen) // BATCHES
+    # The trainer extends the buffer again in each epoch: scored there, old log-probs are those of the epoch's first policy.
+    per_score = ROWS // MINIBATCH if where == "buffer" else len(lab.seen) // BATCHES
     clipped = 0
     for number, batch in enumerate(lab.seen):
-        if number % per_batch == 0:  # the policy as it samples
+        if number % per_score == 0:  # the policy that is scored
             sampler = copy.deepcopy(shadow)
         old, ref = without_graph(sampler, batch), without_graph(lab.ref_model, batch)
         for step, row in zip(steps(batch), old, strict=True):

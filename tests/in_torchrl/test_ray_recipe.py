@@ -138,15 +138,14 @@ def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str, reques
                 with torch.no_grad():
                     for parameter in weights.parameters():
                         parameter.mul_(1.1)
-                push(collector, weights)
-                collector.increment_version()
+                push(collector, weights)  # which also counts the version
                 buffer.empty(empty_write_count=False)
 
 
 def check_scores(batch: TensorDictBase, policy: Any, reference: Any) -> None:
     for key, model in ((("next", "log_probs", "full"), policy), (("next", "ref_log_probs", "full"), reference)):
         for step, want in zip(steps(batch), without_graph(model, batch), strict=True):
-            assert_close(of_response(step, step[key]), want.float(), atol=1e-5, rtol=0)
+            assert_close(of_response(step, step[key]).float(), want.float(), atol=1e-5, rtol=0)
 
 
 def push(collector: Any, model: Any) -> None:
@@ -184,7 +183,6 @@ def test_asynchronous_loop() -> None:
                 if step % 5 == 0:
                     for collector in (one, two):
                         push(collector, model)
-                        collector.increment_version()
                     wait_for(buffer, buffer.write_count + GROUP)
             assert all(collector.is_running() for collector in (one, two))
             assert int(buffer[:]["next", "policy_version"].max()) > 1
