@@ -342,6 +342,7 @@ def claims_table(results: Results, scale: Scale) -> str:
 def draw_placement(results: Results, seeds: Sequence[int], scale: Scale, path: Path) -> None:
     """Right answers against the true KL, with 95 % intervals: the placements, then the samplers."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
+    edges = {left: 1.5, right: 4.0}  # a point beyond is drawn at the edge, with its numbers
     groups: dict[tuple[Any, str], list[Cell]] = {}
     for cell in placement_cells():
         plain = cell.sampler == "temperature 1"
@@ -357,6 +358,13 @@ def draw_placement(results: Results, seeds: Sequence[int], scale: Scale, path: P
                 pair = (interval([run[key] for run in runs]) for key in ("true_kl", "sampled_after"))
                 points.append((cell, [0.0 if math.isnan(x) else x for both in pair for x in both]))
         points.sort(key=lambda point: point[1][0])
+        edge = edges[axis]
+        far = [point for point in points if point[1][0] > edge]
+        points = [point for point in points if point[1][0] <= edge]
+        for _, (x, dx, y, dy) in far:
+            drawn = axis.errorbar([edge], [y], [dy], fmt=">", capsize=2, clip_on=False, label=name)
+            where = {"xytext": (-8, 5), "textcoords": "offset points", "ha": "right", "color": drawn[0].get_color()}
+            axis.annotate(f"{x:.1f} ± {dx:.1f}", (edge, y), **where)
         if points:
             line = axis.plot([p[0] for _, p in points], [p[2] for _, p in points], alpha=0.4)[0]
             for number, (cell, (x, dx, y, dy)) in enumerate(points):
