@@ -144,9 +144,9 @@ def draw() -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import FancyBboxPatch
 
-    colours = ["#f4f4f4", "#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#f6d5d5"]
+    colours = ["#f4f4f4", "#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#d8e8f0", "#f6d5d5"]
     step, half = 1.7, 0.42
-    figure, axes = plt.subplots(figsize=(11, 10.5))
+    figure, axes = plt.subplots(figsize=(14.5, 12))
     place: dict[str, tuple[float, float]] = {}
     for height, row in enumerate(LAYERS):
         for i, layer in enumerate(row):
@@ -170,7 +170,7 @@ def draw() -> None:
             )  # fmt: skip
     note = "an arrow goes from the importer to what it imports; imports that another one brings along are left out"
     axes.text(6, -0.75, f"any layer may use the base modules; {note}", ha="center", size=8, color="#444444")
-    axes.set_xlim(-0.2, 12.2)
+    axes.set_xlim(-2.3, 14.3)
     axes.set_ylim(-1.0, step * (len(LAYERS) - 1) + 0.6)
     axes.axis("off")
     figure.tight_layout()
