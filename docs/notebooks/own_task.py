@@ -103,7 +103,7 @@ reference = copy.deepcopy(model).requires_grad_(False)
 # Ten questions, eight answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that holds it near 1.5 nats per answer.
 
 # %%
-GROUP, PROMPTS, STEPS = 8, 10, 30
+GROUP, PROMPTS, STEPS = 8, 10, 40
 coefficient = PIKLCoefficient(init=0.02, target=1.5)
 grpo = make_algorithm(
     "grpo",
@@ -121,7 +121,7 @@ env = make_env(rows, reward, tokenizer, group_size=GROUP, num_prompts=PROMPTS, k
 collector = LLMCollector(
     env, policy=policy, dialog_turns_per_batch=GROUP * PROMPTS, total_dialog_turns=GROUP * PROMPTS * STEPS
 )
-optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 history = []
 for batch in collector:
     batch = grpo.prepare(batch.reshape(-1))
