@@ -100,7 +100,7 @@ reference = copy.deepcopy(model).requires_grad_(False)
 # %% [markdown]
 # ## The run
 #
-# Five questions, sixteen answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that holds it near 0.8 nats per answer.
+# Five questions, sixteen answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that grows while the KL is above 0.8 nats per answer. Thirty steps show the beginning of that.
 
 # %%
 GROUP, PROMPTS, STEPS = 16, 5, 30
