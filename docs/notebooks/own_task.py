@@ -5,7 +5,6 @@
 
 # %%
 import copy
-import random
 
 import tensordict
 import torch
@@ -26,19 +25,19 @@ _ = torch.manual_seed(0)
 # A row is a dict with `question`; every other column reaches the reward function as `metadata`. A path of a JSONL or Parquet file, or a Hugging Face `Dataset`, does as well.
 
 # %%
-generator = random.Random(0)
-rows = [{"question": f"{a}?", "answer": str(a)} for a in generator.sample(range(10), 10)]
+words = ["how many", "a number", "pick one", "which", "a digit"]
+rows = [{"question": f"{word}?", "above": 6} for word in words]
 rows[:3]
 
 # %% [markdown]
 # ## The reward
 #
-# A function of question, answer and metadata. With several, each is logged under its name: here whether the digit is right, and a little for brevity.
+# A function of question, answer and metadata. With several, each is logged under its name: here whether the answer is a digit above the row's bound, and a little for brevity.
 
 
 # %%
 def right(question, answer, metadata):
-    return float(answer.strip().startswith(metadata["answer"]))
+    return float(answer[:1].isdigit() and int(answer[0]) > metadata["above"])
 
 
 def brief(question, answer, metadata):
@@ -54,7 +53,7 @@ reward = {"right": right, "brief": (0.2, brief)}
 
 # %%
 special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-alphabet = [*"0123456789?", "\n", *"acdeghijklmnoprstuvwxyz"]
+alphabet = [*"0123456789? ", "\n", *"abcdefghijklmnopqrstuvwxyz"]
 characters = Tokenizer(models.WordLevel({text: i for i, text in enumerate(special + alphabet)}, unk_token="?"))
 characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 characters.decoder = decoders.Fuse()
@@ -88,10 +87,11 @@ lines = [
     for row in rows
     for digit in "0123456789"
 ]
-text = tokenizer(lines, return_tensors="pt", add_special_tokens=False)
+text = tokenizer(lines, return_tensors="pt", padding=True, add_special_tokens=False)
+labels = text.input_ids.masked_fill(text.attention_mask == 0, -100)
 warm_up = torch.optim.Adam(model.parameters(), lr=3e-3)
 for _ in range(30):
-    model(**text, labels=text.input_ids).loss.backward()
+    model(**text, labels=labels).loss.backward()
     warm_up.step()
     warm_up.zero_grad()
 
@@ -100,11 +100,11 @@ reference = copy.deepcopy(model).requires_grad_(False)
 # %% [markdown]
 # ## The run
 #
-# Ten questions, eight answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that holds it near 1.5 nats per answer.
+# Five questions, sixteen answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that grows while the KL is above 0.8 nats per answer. Thirty steps show the beginning of that.
 
 # %%
-GROUP, PROMPTS, STEPS = 8, 10, 30
-coefficient = PIKLCoefficient(init=0.02, target=1.5)
+GROUP, PROMPTS, STEPS = 16, 5, 30
+coefficient = PIKLCoefficient(init=0.02, target=0.8)
 grpo = make_algorithm(
     "grpo",
     model,
@@ -121,7 +121,7 @@ env = make_env(rows, reward, tokenizer, group_size=GROUP, num_prompts=PROMPTS, k
 collector = LLMCollector(
     env, policy=policy, dialog_turns_per_batch=GROUP * PROMPTS, total_dialog_turns=GROUP * PROMPTS * STEPS
 )
-optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 history = []
 for batch in collector:
     batch = grpo.prepare(batch.reshape(-1))
@@ -143,7 +143,7 @@ for panel, title, values in zip(
 ):
     panel.plot(values)
     panel.set(title=title, xlabel="step")
-panels[1].axhline(1.5, color="grey", lw=0.8, ls="--")
+panels[1].axhline(0.8, color="grey", lw=0.8, ls="--")
 figure.tight_layout()
 plt.show()
 

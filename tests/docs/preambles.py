@@ -146,6 +146,10 @@ def _losses(world: World) -> Names:
 
 
 def _ray(world: World) -> Names:
+    import ray
+
+    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False)  # logical: a model without CUDA stays on the CPU
+
     def load_reference() -> Any:
         from toy_rollouts import make_model, make_tokenizer
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,8 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if (ray := sys.modules.get("ray")) and ray.is_initialized():
+        ray.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def test_the_variants_of_an_objective_are_functions(site: Site) -> None:
 
 
 def test_names_in_the_text_link_to_the_reference(site: Site) -> None:
-    targets = site.page("concepts").links
-    assert any(target.endswith("reference/estimators/#torchrl_llm_kl.estimators.PIKLCoefficient") for target in targets)
+    targets = site.page("losses").links
+    assert any(target.endswith("reference/losses/#torchrl_llm_kl.losses.PolicyLoss") for target in targets)
 
 
 def test_files_that_pages_link_to_are_pages(site: Site) -> None:

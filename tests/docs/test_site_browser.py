@@ -107,7 +107,7 @@ def test_a_phone_needs_no_sideways_scrolling(visit: Callable[..., Any], path: st
     [
         ("RetrieveKL", "reference/transforms/#torchrl_llm_kl.transforms.RetrieveKL"),
         ("PIKLCoefficient", "reference/estimators/#torchrl_llm_kl.estimators.PIKLCoefficient"),
-        ("stale weights", "doctor/"),
+        ("distillation", "distillation/"),
     ],
 )
 def test_search_finds(visit: Callable[..., Any], query: str, target: str) -> None:

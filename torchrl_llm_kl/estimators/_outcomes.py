@@ -20,7 +20,7 @@ def top_k_divergence(outcomes: Tensor, teacher_outcomes: Tensor, *, beta: Scalar
     ``beta``                value                                                meaning
     ======================= ==================================================== =====================
     0                       :math:`KL(p \| q)`                                   forward KL, mean-seeking
-    between                 :math:`\beta KL(p \| m) + (1-\beta) KL(q \| m)`     ``log 2`` at most at 0.5
+    between                 :math:`\beta KL(p \| m) + (1-\beta) KL(q \| m)`      ``log 2`` at most at 0.5
     1                       :math:`KL(q \| p)`                                   reverse KL, mode-seeking
     ======================= ==================================================== =====================
 
