@@ -50,6 +50,8 @@ def ray_buffer(**settings: Any) -> Iterator[Any]:
 def ray_collector(env: Any, **settings: Any) -> Iterator[Any]:
     from torchrl.collectors.llm import RayLLMCollector
 
+    if "replay_buffer" in settings:
+        settings["replay_buffer"] = settings["replay_buffer"].client()  # the buffer itself cannot be sent to an actor
     collector = RayLLMCollector(
         env,
         policy_factory=sampling_policy,
