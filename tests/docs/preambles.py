@@ -171,6 +171,13 @@ def _recipes(world: World) -> Names:
     return {**given, "teacher": world.reference}
 
 
+def _torchrl(world: World) -> Names:
+    from torchrl.trainers import MixedPrecisionOptimizationStepper
+
+    given = {"policy": world.model, "reference": world.reference, "torch": torch}
+    return {**given, "MixedPrecisionOptimizationStepper": MixedPrecisionOptimizationStepper}
+
+
 def _routing(world: World) -> Names:
     experts = np.arange(5 * 3 * 2).reshape(5, 3, 2) % 6
     request = SimpleNamespace(outputs=[SimpleNamespace(routed_experts=experts)])  # what an engine returns for a request
@@ -272,4 +279,5 @@ PREAMBLES: dict[str, Callable[[World], Names]] = {
     "docs/routing.md": _routing,
     "docs/sampling.md": _sampling,
     "docs/scoring.md": _scoring,
+    "docs/torchrl.md": _torchrl,
 }
