@@ -55,7 +55,7 @@ class Settings:
     sft_lr: float = 4e-3
     dpo_epochs: int = 1
     dpo_rows: int = 32  # per step: 16 pairs
-    dpo_lr: float = 1e-3
+    dpo_lr: float = 3e-4
     beta: float = 0.1
     questions: int | None = None  # None for all
 
