@@ -67,6 +67,7 @@ class Recipe:
         self.sampler.load_state_dict(self.model.state_dict())
 
 
+@pytest.mark.slow
 def test_synchronous_loop_earns_more(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
     """Ten batches of 32 answers: the share of even bytes rises by more than the noise of a batch, 0.5 / sqrt(192) = 0.036."""
     torch.manual_seed(0)
