@@ -36,7 +36,7 @@ study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an ho
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
 test: $(READY)  ## Run the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

@@ -35,15 +35,6 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-#: Folders whose files take minutes. They come first: begun last, they would run alone while the other worker idles.
-LONG = ("tutorials", "distributed", "service", "in_torchrl", "docs", "training", "diagnostics", "algorithms")
-
-
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    rank = {name: i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.relative_to(TESTS).parts[0], len(LONG)))
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say loudly that the inspector's page was not tested: a skip among hundreds is easily overlooked."""
     skipped = [report for report in terminalreporter.stats.get("skipped", ()) if "no chromium" in str(report.longrepr)]
