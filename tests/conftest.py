@@ -16,6 +16,22 @@ TESTS = Path(__file__).parent
 #: Folders whose modules the actors of tests import, before an installed package.
 FOLDERS = (TESTS.parent, TESTS, TESTS / "service", TESTS / "in_torchrl")
 
+#: Tests that share what is expensive to start run in one worker: a Ray cluster, pools of ranks.
+SHARED = {"tests/service/": "ray", "tests/in_torchrl/test_ray_recipe.py": "ray", "tests/distributed/": "ranks"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of ``--dist loadfile``: a worker runs a file as a whole, or all that shares something."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = [name for prefix, name in SHARED.items() if nodeid.startswith(prefix)]
+            return shared[0] if shared else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:

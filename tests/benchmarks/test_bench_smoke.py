@@ -50,6 +50,7 @@ def _light_imports(monkeypatch):
     monkeypatch.setattr(imports, "STATEMENTS", {"torchrl": ["import uuid"], "here": ["import cmath", "import uuid"]})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_light_imports")
 def test_every_workload_runs_and_renders_again(tmp_path):
     result = invoke("run", "--quick", "--repeats", "1", "--threads", "1", "--out", str(tmp_path))

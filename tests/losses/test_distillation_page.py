@@ -40,7 +40,8 @@ def test_captured_mass_and_forward_kl_by_hand(script: ModuleType, exponent: floa
     """Sums over Python numbers."""
     p = [rank**-exponent for rank in range(1, script.VOCAB + 1)]
     q = [rank ** (-0.9 * exponent) * math.exp(0.7 * math.sin(1.7 * rank)) for rank in range(1, script.VOCAB + 1)]
-    p, q = [x / math.fsum(p) for x in p], [x / math.fsum(q) for x in q]
+    p_sum, q_sum = math.fsum(p), math.fsum(q)
+    p, q = [x / p_sum for x in p], [x / q_sum for x in q]
     rest, other = math.fsum(p[k:]), math.fsum(q[k:])
     want = math.fsum(a * math.log(a / b) for a, b in zip(p[:k], q[:k], strict=True)) + rest * math.log(rest / other)
     value, gradient, captured = script.measure(exponent, k, 0.0)

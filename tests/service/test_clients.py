@@ -118,6 +118,7 @@ def output(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
+@pytest.mark.slow
 def test_drivers_with_the_same_name_and_with_another_configuration(drivers: list[subprocess.Popen[str]]) -> None:
     """Two drivers agree and share one actor, the factory of the third differs; the actor ends with the last driver."""
     same = """

@@ -190,6 +190,7 @@ def test_object_store_pressure(service: ScoringService, local: LogProbScorer) ->
         assert_same(values, local.score(big, mask).values)
 
 
+@pytest.mark.slow
 def test_shut_down_while_callers_wait(local: LogProbScorer) -> None:
     service = ScoringService(factory=partial(delayed, 0.1), **CPUS)
     load = Load()
@@ -210,6 +211,7 @@ def test_shut_down_while_callers_wait(local: LogProbScorer) -> None:
         service.model.make_scorer().score(sequences())
 
 
+@pytest.mark.slow
 def test_missing_resources_are_an_error_and_the_name_is_free_again() -> None:
     with pytest.raises(ServiceTimeout, match=r"no node of the cluster has \{'CPU': 0.1, 'GPU': 1\}"):
         ScoringService(factory=model, name="gpu", num_cpus=0.1, num_gpus=1, timeout=2.0)

@@ -212,13 +212,13 @@ Race = tuple[list[tuple[int, int, list[Tensor]]], ScoringService]
 def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
     """Results of each creator, and the service."""
     meeting = str(tmp_path_factory.mktemp("race"))
-    found = ray.get([_create.remote("defects-race", meeting, 3) for _ in range(3)])
+    found = ray.get([_create.remote("defects-race", meeting, 2) for _ in range(2)])
     return found, ScoringService(factory=REF, name="defects-race", **CPUS)
 
 
 def test_defect_20_all_creators_get_the_same_actor(race: Race) -> None:
     creators, _ = race
-    assert len({process for process, _, _ in creators}) == 3
+    assert len({process for process, _, _ in creators}) == 2
     assert len({replica for _, replica, _ in creators}) == 1
     expected = rows_of(RetrieveLogProb(REF())(data()), ("next", "ref_log_probs", "full"))
     for _, _, found in creators:

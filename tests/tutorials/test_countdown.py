@@ -350,7 +350,7 @@ def test_lines_come_at_once_where_there_is_no_terminal(capsys, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("where", ["warm-up", "RL"])
+@pytest.mark.parametrize("where", [pytest.param("warm-up", marks=pytest.mark.slow), "RL"])
 def test_an_interrupted_run_keeps_its_model_and_plot(tmp_path, where):
     """Ctrl-C in a process of its own, as a user presses it."""
     command = [
@@ -387,7 +387,13 @@ def test_an_interrupted_run_keeps_its_model_and_plot(tmp_path, where):
     assert (tmp_path / "out" / "curves.png").exists() == (where == "RL")
 
 
-@pytest.mark.parametrize("algorithm", ON_POLICY)
+#: One of each kind: groups, a critic, experts, steps of an env, a teacher. The others take as long.
+KINDS = ("grpo", "ppo", "mix", "gigpo", "on_policy_distill")
+
+
+@pytest.mark.parametrize(
+    "algorithm", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ON_POLICY]
+)
 def test_every_on_policy_algorithm_runs(tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(countdown_grpo, "TEACHER_STEPS", 5)
     run(

@@ -90,6 +90,7 @@ def cells(output, what):
     return [[float(number) for number in re.findall(r"[\d.]+", cell)] for cell in line.split("│")[2:-1]]
 
 
+@pytest.mark.slow
 def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(finished):
     out, output = finished
     undisturbed, killed = rows_of(out / "undisturbed.jsonl"), rows_of(out / "killed.jsonl")
@@ -102,6 +103,7 @@ def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(finished):
     assert "The two runs differ" not in output
 
 
+@pytest.mark.slow
 def test_the_runs_train_and_the_reference_counts(finished):
     out, _ = finished
     rows = rows_of(out / "killed.jsonl")
@@ -113,6 +115,7 @@ def test_the_runs_train_and_the_reference_counts(finished):
         assert COLLECTORS * ANSWERS <= row["answer_tokens"] <= COLLECTORS * ANSWERS * 14
 
 
+@pytest.mark.slow
 def test_the_table_says_that_it_was_killed_and_that_no_request_was_lost(finished):
     _, output = finished
     assert cells(output, "restarts of the reference") == [[0], [1]]
@@ -125,6 +128,7 @@ def test_the_table_says_that_it_was_killed_and_that_no_request_was_lost(finished
     assert cells(output, "seconds lost")[1][0] > 0.5, "a process does not start in less"
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn(finished):
     out, _ = finished
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
