@@ -451,9 +451,9 @@ def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
 def test_both_models_over_a_record_after_another_prompt(estimator: Any) -> None:
     policy, reference, (data, kept) = wide(), wide(1), recorded("padded")
     both = {"context": ("hint", "ids"), "gen_context": ("hint", "ids")}
-    found = RetrieveKL(
-        policy, reference, estimator=estimator, sampling=Sampling(top_k=3, reference="kept"), **both
-    )(data)
+    found = RetrieveKL(policy, reference, estimator=estimator, sampling=Sampling(top_k=3, reference="kept"), **both)(
+        data
+    )
     for key, model in ((FULL, policy), (("ref_log_probs", "full"), reference)):
         for row, *parts in zip(values_of(found, key), CONTEXTS, RESPONSES, kept, strict=True):
             assert_close(row, log_probs_over(model, *parts), **EXACTLY)
