@@ -402,6 +402,8 @@ def test_a_copy_works_in_another_process() -> None:
         ({"a": (math.nan, length)}, None, ValueError, "the weight of 'a' must be a finite number"),
         ({"a": length}, {"a": 1.0}, ValueError, "weights= belong to one function"),
         (length, {}, ValueError, "there is no reward"),
+        ({1: length}, None, ValueError, "the name of a reward must be a text, got 1"),
+        (length, {"": 1.0}, ValueError, "the name of a reward must be a text, got ''"),
     ],
 )
 def test_wrong_arguments(reward: Any, weights: Any, error: type[Exception], message: str) -> None:

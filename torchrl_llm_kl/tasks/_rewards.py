@@ -113,6 +113,9 @@ class FunctionReward(Transform):
         check_range(1, workers=workers)
         self.functions, self.weights = _parts(reward, weights)
         self.named = weights is not None or isinstance(reward, Mapping)
+        for name in self.names:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"the name of a reward must be a text, got {name!r}.")
         self.tokenizer = tokenizer
         self.question_key, self.answer_key = question_key, answer_key
         self.metadata_key, self.messages_key = metadata_key, messages_key

@@ -354,7 +354,7 @@ _DPO_NOTES = {
 def _dpo(reader: Reader) -> Translation:
     given = reader["loss_type"]
     kinds = [given] if isinstance(given, str) else list(given)
-    kind = kinds[0] if kinds else None
+    kind: Any = kinds[0] if kinds else None
     _known("loss_type", kind, (*_DPO, "sft"))
     reader.take("loss_type", _DPO_NOTES.get(kind, ""))
     objective = _DPO.get(kind, "dpo")
