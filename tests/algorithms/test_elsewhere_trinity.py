@@ -309,6 +309,7 @@ def test_refused(settings: dict[str, Any], name: str, reason: str) -> None:
     ("settings", "message"),
     [
         ({"algorithm_type": "grpoo"}, "no algorithm_type 'grpoo'.*Did you mean 'grpo'"),
+        ({"algorithm_type": "grpo", "repeat_times": 2.5}, "algorithm.repeat_times must be a whole number .* got 2.5"),
         ({"algorithm_type": "cpt"}, "masking_strategy='generic'"),
         ({"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_ratio_c": 2.0}}, "needs clip_range"),
         ({"algorithm_type": "grpo", "policy_loss_fn_args": {}}, "needs clip_range"),

@@ -96,6 +96,18 @@ def rollout(temperature: float = 1.0, *, precise: bool = True, template: str = C
     return replace(found, prompts=prompts).batch(), {"policy": model}
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_answers_of_another_model_are_of_no_temperature(family: str) -> None:
+    """Without its log-probs, as data has none; answers of the policy itself at a temperature have one."""
+    policy, prompts = make_model(family, 0), make_prompts(12, 0)
+    causes = []
+    for model, temperature in ((make_model(family, 5), 1.0), (policy, 1.3)):
+        batch = sample(model, prompts, 0, temperature=temperature).batch().exclude("log_probs")
+        (found,) = diagnose(batch, policy=policy, tokenizer=make_tokenizer()).faults
+        causes.append(found.cause)
+    assert causes == ["other_sampling", "wrong_temperature"]
+
+
 UNKNOWN = "{% for m in messages %}{{ '@@' + m['role'] + '@@ ' + m['content'] + ' %% ' }}{% endfor %}{{ '@@bot@@ ' }}"
 #: How it is sampled, how it is scored, and what is found, the most certain first.
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {

@@ -13,7 +13,7 @@ import torch
 from group_rollouts import GROUP, group_env
 from torchrl.envs import EnvBase
 
-from torchrl_llm_kl import RetrieveKL
+from torchrl_llm_kl import RetrieveKL, make_env
 from toy_rollouts import make_model, make_policy, make_scoring_wrapper, make_tokenizer
 
 CPUS = {"num_cpus": 0.2}
@@ -36,6 +36,12 @@ def sampling_policy() -> Any:
     return policy
 
 
+def text_policy() -> Any:
+    """:func:`sampling_policy` for rendered prompts."""
+    policy = sampling_policy()
+    return make_policy(policy.model, policy.tokenizer, pad_output=False, input_mode="text")
+
+
 def plain_env(rows: int = 2 * GROUP) -> EnvBase:
     """Groups of answers with a reward."""
     tensordict.set_list_to_stack(True).set()
@@ -46,3 +52,19 @@ def scoring_env(rows: int = 2 * GROUP) -> EnvBase:
     """The same, scored under the collector's own policy and the reference."""
     tensordict.set_list_to_stack(True).set()
     return group_env(make_tokenizer(), RetrieveKL("from_collector", scoring_model(1), add_to_reward=False), rows=rows)
+
+
+def task_env(turns: int = 1) -> EnvBase:
+    """An env of ``make_env``: groups of answers, rewards of a sync and an async function, maybe a user who asks again."""
+    tensordict.set_list_to_stack(True).set()
+
+    async def number(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        return metadata["number"]
+
+    rewards = {"length": (0.5, lambda question, answer, metadata: len(answer)), "number": number}
+    several = {"max_turns": turns, "reply": lambda messages, metadata: "And now?"} if turns > 1 else {}
+    kl = RetrieveKL("from_collector", scoring_model(1), add_to_reward=False)
+    rows = [{"question": f"question {i}", "number": i} for i in range(4)]
+    return make_env(
+        rows, rewards, make_tokenizer(), group_size=GROUP, num_prompts=2, seed=None, kl_transform=kl, **several
+    )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from group_rollouts import GROUP, even_share, grpo_advantages, of_response, response, without_graph
-from ray_parts import CPUS, plain_env, sampling_policy, scoring_env, scoring_model
+from ray_parts import CPUS, plain_env, sampling_policy, scoring_env, scoring_model, task_env, text_policy
 from tensordict import TensorDict, TensorDictBase
 from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
@@ -26,6 +26,7 @@ from torchrl.trainers.algorithms import GRPOTrainer
 
 from torchrl_llm_kl import Advantage, PolicyLoss, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.tasks import whole_groups
 from toy_rollouts import flat, steps
 
 ray = pytest.importorskip("ray")
@@ -47,14 +48,14 @@ def ray_buffer(**settings: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def ray_collector(env: Any, **settings: Any) -> Iterator[Any]:
+def ray_collector(env: Any, policy: Any = sampling_policy, **settings: Any) -> Iterator[Any]:
     from torchrl.collectors.llm import RayLLMCollector
 
     if "replay_buffer" in settings:
         settings["replay_buffer"] = settings["replay_buffer"].client()  # the buffer itself cannot be sent to an actor
     collector = RayLLMCollector(
         env,
-        policy_factory=sampling_policy,
+        policy_factory=policy,
         remote_config=CPUS,
         **{"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS, **settings},
     )
@@ -153,6 +154,36 @@ def check_scores(batch: TensorDictBase, policy: Any, reference: Any) -> None:
 def push(collector: Any, model: Any) -> None:
     """New weights for the collector's policy; ``TransformersWrapper`` keeps its model under ``"model"``."""
     collector.update_policy_weights_(TensorDict(model=TensorDict.from_module(model).detach().clone()))
+
+
+@over_ray
+@pytest.mark.slow
+def test_a_task_in_a_collectors_actor() -> None:
+    """An env of ``make_env``: prompts in their order, rewards of functions, log-probs of the collector's own policy."""
+    with ray_collector(task_env, text_policy, total_dialog_turns=3 * ROWS) as collector:
+        batches = [batch.reshape(-1) for batch in iter(collector.next, None)]
+        assert next(iter(collector)) is None  # torchrl's loop goes on after the last batch
+    assert [int(row["metadata"]["number"]) for batch in batches for row in steps(batch)] == [
+        number for batch in ((0, 1), (2, 3), (0, 1)) for number in batch for _ in range(GROUP)
+    ]
+    for batch in batches:
+        check_scores(batch, scoring_model(0).model, scoring_model(1).model)
+        for row in steps(batch):
+            answer = row["text", "response"].removesuffix("<|im_end|>")
+            assert row["next", "reward"].item() == 0.5 * len(answer) + row["metadata"]["number"]
+            assert row["next", "reward_failures"].item() == 0
+
+
+@over_ray
+@pytest.mark.slow
+def test_several_turns_of_a_task_in_a_collectors_actor() -> None:
+    with ray_collector(partial(task_env, 2), text_policy, total_dialog_turns=4 * ROWS) as collector:
+        groups = list(whole_groups(iter(collector.next, None), GROUP))
+    assert [int(group["group"][0]) for group in groups] == [0, 1, 2, 3]
+    for group in groups:
+        assert group["step"].flatten().tolist() == [0, 1] * GROUP
+        assert group["next", "done"].flatten().tolist() == [False, True] * GROUP
+        check_scores(group, scoring_model(0).model, scoring_model(1).model)
 
 
 @over_ray

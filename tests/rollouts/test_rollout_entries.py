@@ -117,6 +117,23 @@ def test_values_at_the_tokens_of_a_padded_batch(value: Any, expected: list[float
     assert per_token(under_x(value), "x", padded(), RESPONSES, fill=-9).tolist() == expected
 
 
+def test_a_pad_token_that_was_sampled_first_leaves_the_response_where_it_is() -> None:
+    """Prompts of one and two tokens to the left, responses to the right; the first one begins with a pad token."""
+    keep = torch.tensor([[False, True, False, True, True], [True] * 5])
+    tokens = Ragged.from_padded(torch.zeros(2, 5), mask=keep)
+    responses = torch.tensor([False, True, True, False, False, True, True, True])
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert per_token(under_x(values), "x", tokens, responses, fill=-9).tolist() == [-9, 2, 3, -9, -9, 4, 5, 6]
+
+
+def test_a_response_whose_beginning_has_no_values_fits_nowhere() -> None:
+    """Sequences padded to the right: the rows of the response have no place in common."""
+    tokens = Ragged.from_padded(torch.zeros(2, 6), mask=torch.tensor([[True] * 6, [True] * 5 + [False]]))
+    responses = torch.tensor([False, False, True, True, True, True, False, False, False, True, True])
+    with pytest.raises(ValueError, match="must begin with its first token"):
+        per_token(under_x(torch.zeros(2, 4)), "x", tokens, responses)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torchrl_llm_kl import PromptError
@@ -110,6 +111,13 @@ def test_the_first_column_with_a_prompt_is_the_prompt() -> None:
     assert Prompts([{**row, "prompt": None}])[0].metadata == {"messages": row["messages"], "prompt": None}
 
 
+def test_messages_as_parquet_and_pandas_hold_them() -> None:
+    """Missing fields of parts are None, lists are arrays."""
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "hi"}]
+    messages = np.array([{"role": "user", "content": np.array(parts, dtype=object)}], dtype=object)
+    assert Prompts([{"messages": messages}])[0].question == "hi"
+
+
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
@@ -127,6 +135,16 @@ def test_the_first_column_with_a_prompt_is_the_prompt() -> None:
             [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
             PromptError,
             "ends with the assistant's message",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": 5}]}],
+            PromptError,
+            "row 1 of the list has .* the content 5 in `messages`",
+        ),
+        (
+            ["a", "b\ud83d"],
+            PromptError,
+            r"row 2 of the list has text that is no Unicode in `prompt`: '\\ud83d' at character 1",
         ),
         (["a", 3], DataError, "row 2 of the list is of int"),
         (3, TypeError, "expected rows"),

@@ -177,6 +177,9 @@ def fails_on(rows: set[int], error: Any) -> Any:
         (SystemExit(1), "SystemExit: 1"),
         (math.nan, "returned nan, expected a finite number"),
         (math.inf, "returned inf, expected a finite number"),
+        (1e39, r"returned 1e\+39, expected a finite number of at most 3.4e\+38"),
+        pytest.param(-(10**400), "returned -10{50,}, expected a finite number", id="hundreds of digits"),
+        pytest.param(10**5000, "a number of thousands of digits, expected a finite number", id="thousands of digits"),
         (None, "returned None, expected a finite number"),
         ("1", "returned '1', expected a finite number"),
         (1j, "returned 1j, expected a finite number"),
@@ -399,6 +402,8 @@ def test_a_copy_works_in_another_process() -> None:
         ({"a": (math.nan, length)}, None, ValueError, "the weight of 'a' must be a finite number"),
         ({"a": length}, {"a": 1.0}, ValueError, "weights= belong to one function"),
         (length, {}, ValueError, "there is no reward"),
+        ({1: length}, None, ValueError, "the name of a reward must be a text, got 1"),
+        (length, {"": 1.0}, ValueError, "the name of a reward must be a text, got ''"),
     ],
 )
 def test_wrong_arguments(reward: Any, weights: Any, error: type[Exception], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from torchrl_llm_kl.masks import render_conversation
 from torchrl_llm_kl.tasks import ToolCall, make_env, whole_groups
 from torchrl_llm_kl.tasks._tools import (
     Dialog,
+    Parsed,
     Tools,
     parse_hermes,
     parse_llama,
@@ -115,6 +117,16 @@ def test_a_call_in_a_thought_is_none() -> None:
     assert read_calls(parse_hermes, thought + call("add", a=1, b=2)).calls == [ADD]
 
 
+def test_a_call_in_an_unfinished_thought_is_none(tokenizer: Any) -> None:
+    thought = f"<think>{call('add', a=1, b=2)}"
+    assert read_calls(parse_hermes, thought) == Parsed(thought, [])
+    assert read_calls(parse_hermes, call("add", a=1, b=2) + thought).calls == [ADD]
+    dialog = Dialog(tokenizer, Tools([add], timeout=None), {})
+    begun = BOT + "<think>\n"  # by the template
+    assert dialog.parse(begun, call("add", a=1, b=2)) == Parsed(call("add", a=1, b=2), [])
+    assert dialog.parse(begun, "hm</think>" + call("add", a=1, b=2)) == Parsed("hm</think>", [ADD])
+
+
 def test_other_parsers() -> None:
     assert read_calls(lambda text: [{"name": "add", "arguments": {"a": 1, "b": 2}}], "x").calls == [ADD]
     assert read_calls(XMLBlockParser(), '<tool name="add">{"a": 1, "b": 2}</tool> y').calls == [ADD]
@@ -145,6 +157,25 @@ def test_results_and_errors_are_texts() -> None:
     assert results[2][0] == "Error: RuntimeError: no"
     assert "missing 1 required positional argument: 'b'" in results[2][1]
     assert results[2][2] == "Error: there is no tool 'sub'. Tools: add, slow, fails"
+
+
+def test_results_that_are_no_text() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    values = {"keys": {(1, 2): 3}, "itself": itself, "half": "a\ud83d", "fine": {"a": math.nan}}
+
+    def look(name: str) -> Any:
+        """Look up.
+
+        Args:
+            name: what.
+        """
+        return values[name]
+
+    (found,) = Tools([look], timeout=None).run([[ToolCall("look", {"name": name}) for name in values]])
+    assert found[0].startswith("Error: the result is no JSON: TypeError: keys must be str")
+    assert found[1] == "Error: the result is no JSON: ValueError: Circular reference detected"
+    assert found[2:] == ["a?", '{"a": NaN}']
 
 
 def test_tools_need_a_description() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensordict
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
@@ -318,6 +320,28 @@ def test_other_columns_are_kept() -> None:
     assert pairs["metadata", "level"].tolist() == [[7, 7]]
 
 
+def test_a_column_of_pairs_has_one_type_in_all_of_them() -> None:
+    rows = [
+        {**row, "level": level, "weight": weight}
+        for row, level, weight in zip(PAIRS, (1, None), (2, 0.5), strict=False)
+    ]
+    pairs = from_pairs(rows, TOKENIZER)
+    assert [[row["metadata", "level"] for row in pair] for pair in pairs] == [[1, 1], [None, None]]
+    assert pairs["metadata", "weight"].tolist() == [[2.0, 2.0], [0.5, 0.5]]
+    assert pairs[0]["metadata", "weight"].dtype == torch.float32
+
+
+def test_columns_that_another_kind_of_rows_would_read_are_kept() -> None:
+    data = from_conversations([{"messages": CHATS[0], "prompt": "p", "tokens": 5, "chosen": "c"}], TOKENIZER)
+    assert data["metadata", "tokens"].tolist() == [5]
+    assert (data[0]["metadata", "prompt"], data[0]["metadata", "chosen"]) == ("p", "c")
+
+
+def test_missing_numbers_leave_a_column_of_numbers() -> None:
+    rows = [{"prompt": "a", "completion": "b", "score": score} for score in (math.nan, 0.5)]
+    assert_close(from_completions(rows, TOKENIZER)["metadata", "score"], torch.tensor([math.nan, 0.5]), equal_nan=True)
+
+
 # ------------------------------------------------------------------ what is left out
 
 BAD = [
@@ -392,6 +416,15 @@ def test_a_pair_is_left_out_as_a_whole() -> None:
 def test_rows_of_another_kind(make: Any, rows: Any, expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         make(rows, TOKENIZER)
+
+
+def test_a_key_that_names_no_column_is_refused() -> None:
+    """Answers as messages need no prompt: a misspelt key would train them without it."""
+    row = {"question": [{"role": "user", "content": "a"}], "chosen": CHATS[0], "rejected": []}
+    with pytest.raises(
+        DataError, match=r"row 1 of the list has no column 'qestion', which prompt_key= names: it has que"
+    ):
+        from_pairs([row], TOKENIZER, prompt_key="qestion")
 
 
 @pytest.mark.parametrize("tokenizer", ["Qwen/Qwen2.5-0.5B-Instruct", None])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm_kl.datasets import Answer, Encoder, Row, Skip, layout_of
 from toy_tokenizer import build_tokenizer
@@ -109,6 +112,7 @@ def test_without_a_prompt_the_first_token_has_no_prefix() -> None:
         ({"prompt": "a", "completion": said("b")}, "malformed", "give both alike"),
         ({"chosen": "b", "rejected": "c"}, "malformed", "without a `prompt`"),
         ({"prompt": 3, "completion": "b"}, "malformed", "give both alike"),
+        ({"prompt": "a", "completion": "b\ud83d"}, "malformed", "no Unicode: '\\ud83d' at character 2"),
         ({"messages": [*HI, {"role": "assistant", "content": {"a": 1}}]}, "template", ""),
         ({"messages": [*HI, *said("x" * 50)]}, "too long", "73 tokens, at most 60"),
     ],
@@ -118,6 +122,23 @@ def test_what_is_skipped(value: Any, reason: str, detail: str) -> None:
         assert isinstance(skip, Skip), skip
         assert skip.reason == reason
         assert detail in skip.detail
+
+
+def test_text_without_tokens() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder = Encoder("completion", PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>"), add_eos=True)
+    (skip,) = encoder.encode(Row(0, "row 1", {"prompt": "", "completion": " "}))
+    assert isinstance(skip, Skip)
+    assert (skip.reason, skip.detail) == ("empty", "no token to score")
+
+
+def test_lists_of_pandas_are_arrays() -> None:
+    messages = np.array([*HI, *said("b")], dtype=object)
+    (found,) = encode({"messages": messages})
+    assert scored(found) == "b<|im_end|>"
+    (found,) = encode({"tokens": np.array([3, 4, 5]), "mask": np.array([False, True, False])})
+    assert (found.tokens.tolist(), found.mask.tolist()) == ([3, 4, 5], [False, True, False])
 
 
 def test_one_bad_answer_of_a_pair_leaves_the_other() -> None:

@@ -94,6 +94,19 @@ def test_no_file(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
+def test_a_text_in_place_of_a_path() -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no file word word .*\.\.\.: pass the path .* or a list of rows"
+    ):
+        read_rows("word " * 200)
+
+
+def test_a_number_of_thousands_of_digits_is_one_bad_line(tmp_path: Path) -> None:
+    rows = list(read_rows(write_jsonl(tmp_path / "data.jsonl", ['{"a": ' + "1" * 5000 + "}", {"a": 1}])))
+    assert rows[0].problem.startswith("cannot be read: Exceeds the limit")
+    assert rows[1].value == {"a": 1}
+
+
 def test_values_name_the_first_line_that_cannot_be_read(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [{"a": 1}, "", "{"])
     with pytest.raises(DataError, match=rf"line 3 of {path} is not JSON: .* at column \d+\.$"):

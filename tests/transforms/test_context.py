@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
-from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, Sampling, make_algorithm
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.masks import history_to_messages, render_conversation
 from torchrl_llm_kl.rollouts import InContext, in_context, locate
@@ -405,6 +405,72 @@ def test_an_exact_kl_needs_one_context() -> None:
     transform.estimator = "exact"
     with pytest.raises(ValueError, match=message):
         transform(rollout("padded"))
+
+
+# ------------------------------------------------------------------ what a sampler kept
+
+
+def recorded(layout: str) -> tuple[TensorDictBase, list[list[list[int]]]]:
+    """A rollout with three tokens that could have been drawn at each response token, and those."""
+    data = rollout(layout)
+    kept = [[sorted({token, 30, 31 + i}) for i, token in enumerate(row)] for row in RESPONSES]
+    counts = [[3] * len(row) for row in RESPONSES]  # of the response alone
+    ids = [[token for each in row for token in each] for row in kept]
+    if layout == "lazy":
+        for row, count, flat in zip(data.unbind(0), counts, ids, strict=True):
+            row["kept"] = TensorDict(counts=torch.tensor(count), ids=torch.tensor(flat))
+        return data, kept
+    if layout == "padded":
+        counts = [[0] * 3 + row for row in counts]
+        data["kept"] = TensorDict(
+            counts=padded_rows(counts, left=False)[0], ids=padded_rows(ids, left=False)[0], batch_size=[3]
+        )
+        return data, kept
+    data["kept"] = TensorDict({"counts": nest(counts, layout), "ids": nest(ids, layout)}, [3])
+    return data, kept
+
+
+def log_probs_over(model: nn.Module, prompt: list[int], response: list[int], kept: list[list[int]]) -> Tensor:
+    """Of a response after a prompt, each token among those that were kept for it."""
+    log_p = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return torch.stack(
+        [row[ids].log_softmax(-1)[ids.index(token)] for row, ids, token in zip(log_p, kept, response, strict=True)]
+    ).detach()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
+    """The answer's tokens are the same, and so is what could have been drawn in their place."""
+    model, (data, kept) = wide(), recorded(layout)
+    found = RetrieveLogProb(model, context=("hint", "ids"), sampling=Sampling(top_k=3))(data)
+    for row, *parts in zip(values_of(found, FULL), CONTEXTS, RESPONSES, kept, strict=True):
+        assert_close(row, log_probs_over(model, *parts), **EXACTLY)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_both_models_over_a_record_after_another_prompt(estimator: Any) -> None:
+    policy, reference, (data, kept) = wide(), wide(1), recorded("padded")
+    both = {"context": ("hint", "ids"), "gen_context": ("hint", "ids")}
+    found = RetrieveKL(policy, reference, estimator=estimator, sampling=Sampling(top_k=3, reference="kept"), **both)(
+        data
+    )
+    for key, model in ((FULL, policy), (("ref_log_probs", "full"), reference)):
+        for row, *parts in zip(values_of(found, key), CONTEXTS, RESPONSES, kept, strict=True):
+            assert_close(row, log_probs_over(model, *parts), **EXACTLY)
+
+
+def test_what_the_policy_keeps_needs_one_context() -> None:
+    transform = RetrieveKL(wide(), wide(1), context=("hint", "ids"), sampling=Sampling(top_k=3, reference="kept"))
+    with pytest.raises(ValueError, match=r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"):
+        transform(rollout("padded"))
+
+
+def test_scores_over_what_a_sampler_keeps_return_to_the_tokens_of_the_data() -> None:
+    model, data = wide(), rollout("padded")
+    transform = RetrieveLogProb(model, context=("hint", "ids"), sampling=Sampling(min_p=1e-9))
+    located = transform.locate(data)
+    scores = transform.evaluate(transform.in_context(data, located), return_kept=True)
+    assert torch.equal(scores.kept.offsets.diff() > 0, located.mask)
 
 
 # ------------------------------------------------------------------ errors

@@ -17,6 +17,7 @@ from torchrl_llm_kl.datasets._rows import (
     Layout,
     Row,
     Rows,
+    as_list as as_list,
     layout_of as layout_of,
     read_rows,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
-from torchrl_llm_kl.datasets._rows import TOKENS, DataError, DataSource, Layout, Row, Rows, read_rows
+from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, Rows, read_rows
 
 #: What happens to rows that are left out: a warning, an error at the first, or a call with their count.
 OnSkip = Literal["warn", "raise"] | Callable[[Skipped], None]
@@ -93,7 +93,7 @@ def from_conversations(
     """
     encoder = Encoder("messages", tokenizer, **encoding)
     stack, metadata = _encode(_named(data, messages=messages_key), encoder, on_skip)
-    return _stack([answer for (answer,) in stack], metadata)
+    return _stack([answer for (answer,) in stack], _columns(metadata))
 
 
 def from_completions(
@@ -140,7 +140,7 @@ def from_completions(
     """
     encoder = Encoder("completion", tokenizer, **_with_eos(encoding))
     stack, metadata = _encode(_named(data, prompt=prompt_key, completion=completion_key), encoder, on_skip)
-    return _stack([answer for (answer,) in stack], metadata)
+    return _stack([answer for (answer,) in stack], _columns(metadata))
 
 
 def from_pairs(
@@ -194,10 +194,10 @@ def from_pairs(
     encoder = Encoder("preference", tokenizer, **_with_eos(encoding))
     rows = _named(data, prompt=prompt_key, chosen=chosen_key, rejected=rejected_key)
     stack, metadata = _encode(rows, encoder, on_skip)
+    columns = _columns(metadata)
     pairs = []
     for i, answers in enumerate(stack):
-        own = {name: column[i : i + 1] * 2 for name, column in metadata.items()}
-        pair = _stack(answers, own)
+        pair = _stack(answers, {name: column[i : i + 1] * 2 for name, column in columns.items()})
         for row, chosen in zip(pair.tensordicts, (True, False), strict=True):
             row.set("pair_id", torch.tensor(i)).set("chosen", torch.tensor(chosen))
         pairs.append(pair)
@@ -228,9 +228,22 @@ class _Named(Rows):
 
 
 def _named(data: DataSource, **keys: str) -> Rows:
-    return _Named(read_rows(data), keys)
+    rows = read_rows(data)
+    renamed = {own: other for own, other in keys.items() if own != other}
+    first = next((row for row in rows if isinstance(row.value, Mapping)), None) if renamed else None
+    for own, other in renamed.items():
+        if first is not None and other not in first.value:
+            known = ", ".join(map(str, first.value))
+            raise rows.error(first, f"has no column {other!r}, which {own}_key= names: it has {known}")
+    return _Named(rows, keys)
 
 
+#: The columns that become tokens; all others are metadata.
+_READ: dict[Layout, tuple[str, ...]] = {
+    "messages": ("messages", "tools"),
+    "completion": ("prompt", "completion", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
+}
 _MAKERS: dict[Layout, str] = {
     "messages": "from_conversations",
     "completion": "from_completions",
@@ -265,8 +278,7 @@ def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[An
         on_skip(skipped)
     elif skipped.total or skipped.cut:
         warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)
-    taken = {"messages", "prompt", "completion", "chosen", "rejected", "tools", *TOKENS}
-    names = dict.fromkeys(name for value in values for name in value if name not in taken)
+    names = dict.fromkeys(name for value in values for name in value if name not in _READ[encoder.layout])
     return kept, {str(name): [value.get(name) for value in values] for name in names}
 
 
@@ -280,8 +292,7 @@ def _check_layout(rows: Rows, expected: Layout) -> None:
 # ------------------------------------------------------------------ TensorDicts
 
 
-def _stack(answers: Sequence[Answer], metadata: Mapping[str, list[Any]]) -> LazyStackedTensorDict:
-    columns = {name: _column(values) for name, values in metadata.items()}
+def _stack(answers: Sequence[Answer], columns: Mapping[str, list[Tensor | NonTensorData]]) -> LazyStackedTensorDict:
     rows = [_row(answer, {name: column[i] for name, column in columns.items()}) for i, answer in enumerate(answers)]
     return lazy_stack(rows)
 
@@ -299,9 +310,13 @@ def _row(answer: Answer, metadata: Mapping[str, Any]) -> TensorDictBase:
     return TensorDict(entries)
 
 
-def _column(values: Sequence[Any]) -> Sequence[Tensor | NonTensorData]:
+def _columns(metadata: Mapping[str, list[Any]]) -> dict[str, list[Tensor | NonTensorData]]:
+    return {name: _column(values) for name, values in metadata.items()}
+
+
+def _column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:
     """One entry for each row: tensors if all values are numbers or all are booleans."""
     kinds = {type(value) for value in values}
-    if kinds == {bool} or (kinds <= {int, float} and all(abs(value) < 2**63 for value in values)):
+    if kinds == {bool} or (kinds <= {int, float} and not any(abs(value) >= 2**63 for value in values)):
         return list(torch.tensor(values))
     return [NonTensorData(data=value) for value in values]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.datasets._rows import MASKS, TOKENS, Layout, Reason, Row, RowError, is_history, layout_of
+from torchrl_llm_kl.datasets._rows import MASKS, TOKENS, Layout, Reason, Row, RowError, as_list, is_history, layout_of
 from torchrl_llm_kl.masks import (
     AssistantMaskError,
     MissingChatTemplateError,
@@ -239,6 +239,7 @@ class Encoder:
 
     def _of_text(self, prompt: str, answer: str) -> tuple[Tensor, Tensor, Tensor]:
         """Plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
+        check_unicode(prompt + answer)
         ((tokens, mask),) = encode_with_mask(
             self.tokenizer, [prompt + answer], [[(len(prompt), len(prompt) + len(answer))]]
         )
@@ -247,15 +248,26 @@ class Encoder:
             mask[:1] = not prompt  # an answer without a prompt has a prefix after all
             tokens, mask = torch.cat([torch.tensor([bos]), tokens]), torch.cat([torch.tensor([False]), mask])
         eos = self.tokenizer.eos_token_id
+        if not len(tokens):
+            raise RowError("no token to score", "empty")
         if self.add_eos and int(tokens[-1]) != eos:
             tokens, mask = torch.cat([tokens, torch.tensor([eos])]), torch.cat([mask, torch.tensor([True])])
         return tokens, mask, mask
+
+
+def check_unicode(text: str) -> None:
+    """Raise a RowError for half of a surrogate pair, which JSON can write and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"has text that is no Unicode: {text[error.start]!a} at character {error.start}") from None
 
 
 def _messages(value: Any, name: str) -> list[Message]:
     """Messages without the fields that Parquet fills with None."""
     if is_history(value):
         return list(history_to_messages(value))
+    value = as_list(value)
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of messages")
     for message in value:
@@ -277,7 +289,7 @@ def _of_ids(value: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(ids):
             raise RowError(f"has prompt_length {length!r}, expected a whole number from 0 to {len(ids)}")
         return ids, mask_from_prompt_lengths(torch.tensor([length]), torch.tensor([len(ids)]))
-    held = value[given]
+    held = as_list(value[given])
     mask = _integers([int(x) if isinstance(x, bool) else x for x in held] if isinstance(held, list) else held, given)
     if len(mask) != len(ids) or bool(((mask != 0) & (mask != 1)).any()):
         raise RowError(
@@ -289,6 +301,7 @@ def _of_ids(value: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _integers(value: Any, name: str) -> Tensor:
+    value = as_list(value)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of whole numbers")
     wrong = next((x for x in value if isinstance(x, bool) or not isinstance(x, int) or abs(x) >= 2**63), None)

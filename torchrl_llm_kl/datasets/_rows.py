@@ -6,6 +6,7 @@ unreadable as a whole raises.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -249,12 +250,17 @@ class FileRows(Rows):
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
-        if path.is_dir():
-            raise DataError(f"{path} is a folder, expected a JSONL or Parquet file.")
         try:
+            if path.is_dir():
+                raise DataError(f"{path} is a folder, expected a JSONL or Parquet file.")
             self.digest, lines, start = _read_through(path)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no file {path}: pass the path of a JSONL or Parquet file.") from None
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) and error.errno != errno.ENAMETOOLONG:
+                raise
+            name = str(path) if len(str(path)) < 200 else f"{str(path)[:60]}..."
+            raise FileNotFoundError(
+                f"there is no file {name}: pass the path of a JSONL or Parquet file, or a list of rows."
+            ) from None
         if not start:
             raise DataError(f"{path} is empty: expected a JSON object on each line, or a Parquet file.")
         self.parquet = start.startswith(b"PAR1")
@@ -310,6 +316,8 @@ def _parse(index: int, place: str, line: bytes) -> Row:
         return Row(index, place, None, "is not UTF-8")
     except json.JSONDecodeError as error:
         return Row(index, place, None, f"is not JSON: {error.msg} at column {error.colno}")
+    except ValueError as error:  # a whole number of more digits than Python reads
+        return Row(index, place, None, f"cannot be read: {error}")
     except RecursionError:
         return Row(index, place, None, "is not JSON: nested too deeply")
     if not isinstance(value, dict):
@@ -318,6 +326,17 @@ def _parse(index: int, place: str, line: bytes) -> Row:
 
 
 # ------------------------------------------------------------------ what a row holds
+
+
+def as_list(value: Any) -> Any:
+    """An array, in which pandas and numpy hold a list, as that list; anything else as it is.
+
+    Example:
+        >>> import numpy
+        >>> as_list(numpy.array([1, 2])), as_list("text")
+        ([1, 2], 'text')
+    """
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def layout_of(value: Any) -> Layout:

@@ -167,6 +167,9 @@ def diagnose(
     Call it right after sampling, before the policy's first step on the batch: later, its drift counts as stale weights, unless
     the batch holds the trainer's log-probs of before (``("next", "log_probs", "full")`` beside the sampler's).
 
+    Of answers that the policy did not sample, such as data, it finds that they are no samples of the policy
+    (``other_sampling``); all other measures hold.
+
     Models score only what the batch lacks: with the trainer's log-probs and ``("next", "entropy")``, as
     ``RetrieveLogProb(entropy_key=("next", "entropy"))`` stores them, the policy is not run, and the reference is not if the
     batch has its log-probs too. Only where something was found, up to 8192 tokens are scored again, some 20 times at most.

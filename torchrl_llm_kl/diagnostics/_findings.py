@@ -31,6 +31,11 @@ NAMED, CERTAIN = 0.6, 0.99
 LARGEST_DRIFT = 1.5
 #: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
 LEAST_GAIN = 6.0
+#: What to do about tokens that are samples of the policy at no temperature.
+_OF_OTHERS = (
+    "They are samples of the policy at no temperature. Of answers that it did not sample (data, another model, other weights) "
+    "this is expected, and such a batch needs no ratio to the sampler. If it did, compare weights and prompts."
+)
 
 
 @dataclass(eq=False)
@@ -615,6 +620,9 @@ def explain_tokens(case: Case) -> list[Finding]:
     evidence |= {"log_likelihood_gain": gain, "gain_of_the_next": second}
     if cause == "wrong_temperature":
         evidence |= {"temperature_of_tokens": value, "temperature_scored": scored}
+        fit = clustered_mean(rescorer.calibration(value), rescorer.sequences)
+        if abs(fit.z) > LARGEST_Z:  # no samples of that temperature either
+            return [finding("other_sampling", 0.7, remedy=_OF_OTHERS, **evidence, z_there=fit.z)]
         return [finding(cause, confidence, remedy=_temperature_remedy(value, scored), **evidence)]
     evidence |= names if cause == "chat_template" else {cause: value}
     return [finding(cause, confidence, **evidence)]

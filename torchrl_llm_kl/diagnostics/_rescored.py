@@ -220,6 +220,12 @@ class Rescorer:
         temperature = math.exp(-x)
         return (temperature, *self.at(temperature))
 
+    def calibration(self, temperature: float) -> Tensor:
+        """The probability of each token minus that of another draw in its place: 0 in expectation for samples; ``[m]``."""
+        self._scorer = self._scorer or self._make()
+        scores = self._run(self._scorer, moments=True, temperature=temperature)
+        return self._flat(scores.log_prob).exp() - self._flat(scores.collision)
+
     # ------------------------------------------------------------------ prompts
 
     def renderings(self, tokenizer: Any, conversations: list[Any] | None) -> Iterator[tuple[str, Tensor, Tensor]]:

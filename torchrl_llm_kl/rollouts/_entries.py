@@ -191,7 +191,12 @@ def _at_responses(
             at = torch.where(where, every.positions, first[every.sequence_ids])
             first = first.scatter_reduce(0, every.sequence_ids, at, "amin")
             all_but_the_first = bool((start == 1).all())  # log-probs of every token that has a prefix
-            if not all_but_the_first and not bool(((first == every.lengths) | (start == first)).all()):
+            fits = (first == every.lengths) | (start == first)
+            if keep is not None:  # a pad token that was sampled first is padding too
+                place, begin, end = every.positions, start[every.sequence_ids], first[every.sequence_ids]
+                between = keep & (place >= begin) & (place < end)
+                fits |= (start < first) & (every.like(between.long()).sum() == 0)
+            if not all_but_the_first and not bool(fits.all()):
                 continue
         after = ~every.first(start)
         out = values.new_full((*after.shape, *values.shape[1:]), fill)

@@ -20,7 +20,7 @@ from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
 from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Reward
 from torchrl_llm_kl.tasks._rows import read_rows_of, stack_rows
-from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, strip_end
+from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, strip_end
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
 Reply = Callable[[list[dict[str, Any]], dict[str, Any]], Any]
@@ -460,7 +460,7 @@ class TaskEnv(ChatEnv):
                 )
                 self._log.add(f"reply= failed in row {row}, whose episode ends: {error}")
             elif text is not None:
-                after[row] = None if last[row] else [{"role": "user", "content": text}]
+                after[row] = None if last[row] else [{"role": "user", "content": as_unicode(text)}]
         return after
 
 

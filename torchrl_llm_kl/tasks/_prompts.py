@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchrl_llm_kl.datasets import DataError, DataSource, read_rows
+from torchrl_llm_kl.datasets import DataError, DataSource, as_list, read_rows
 
 #: The columns that may hold a prompt, the first of them that a row has.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -114,11 +114,20 @@ def parse_prompt(row: Any, place: str) -> Prompt:
     value = row[column]
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value, column, place)
     metadata = {str(key): item for key, item in row.items() if key != column}
-    return Prompt(_question(messages), messages, metadata)
+    question = _question(messages, column, place)
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:
+        found = ascii(question[error.start])
+        raise PromptError(
+            f"{place} has text that is no Unicode in `{column}`: {found} at character {error.start}, half of a surrogate pair."
+        ) from None
+    return Prompt(question, messages, metadata)
 
 
 def _messages(value: Any, column: str, place: str) -> list[dict[str, Any]]:
     """Messages without the fields that Parquet fills with None."""
+    value = as_list(value)
     if not isinstance(value, Sequence) or not value:
         raise PromptError(f"{place} has {value!r:.60} as `{column}`, expected a text or a list of messages.")
     for message in value:
@@ -132,14 +141,18 @@ def _messages(value: Any, column: str, place: str) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _question(messages: Sequence[Mapping[str, Any]]) -> str:
+def _question(messages: Sequence[Mapping[str, Any]], column: str, place: str) -> str:
     """The text of the user's last message."""
     for message in reversed(messages):
         if message["role"] == "user":
-            content = message.get("content", "")
+            content = as_list(message.get("content", ""))
             if isinstance(content, str):
                 return content
-            return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+            if not isinstance(content, Sequence):
+                raise PromptError(
+                    f"{place} has a message with the content {content!r:.60} in `{column}`, expected a text or a list of parts."
+                )
+            return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
     return ""
 
 

@@ -29,6 +29,8 @@ RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 #: One function, or named parts, each a function or a pair of its weight and the function.
 Reward = RewardFunction | Mapping[str, RewardFunction | tuple[float, RewardFunction]]
 
+#: The largest reward: it is stored as float32.
+_LARGEST = torch.finfo(torch.float32).max
 #: Seconds between two log lines about failures; those between are counted in the next one.
 _LOG_EVERY = 10.0
 
@@ -111,6 +113,9 @@ class FunctionReward(Transform):
         check_range(1, workers=workers)
         self.functions, self.weights = _parts(reward, weights)
         self.named = weights is not None or isinstance(reward, Mapping)
+        for name in self.names:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"the name of a reward must be a text, got {name!r}.")
         self.tokenizer = tokenizer
         self.question_key, self.answer_key = question_key, answer_key
         self.metadata_key, self.messages_key = metadata_key, messages_key
@@ -208,7 +213,7 @@ class FunctionReward(Transform):
         """The numbers that a call returned, one for each of ``names``."""
         if isinstance(result, Failure):
             return result
-        found = f"a dict with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else f"{result!r:.60}"
+        found = f"a dict with {', '.join(map(repr, result))}" if isinstance(result, Mapping) else _short(result)
         if part in self.weights:
             if isinstance(result, Mapping):
                 return Failure(TypeError(f"returned {found}, expected a number: name its parts with weights={{...}}"))
@@ -313,14 +318,25 @@ def _parts(reward: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, Re
 
 
 def _number(value: Any) -> float | Failure:
-    """A finite number, of Python, numpy or a tensor of one element."""
+    """A number that float32 holds, of Python, numpy or a tensor of one element."""
     if hasattr(value, "item"):
         if getattr(value, "size", 1) != 1 if not isinstance(value, Tensor) else value.numel() != 1:
             return Failure(TypeError(f"returned an array of shape {tuple(value.shape)}, expected one number"))
         value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        return Failure(ValueError(f"returned {value!r:.60}, expected a finite number"))
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _LARGEST:
+        return Failure(ValueError(f"returned {_short(value)}, expected a finite number of at most {_LARGEST:.2g}"))
+    return number
+
+
+def _short(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number of thousands of digits"
 
 
 def _describe(error: BaseException) -> str:

@@ -156,14 +156,15 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def read_calls(parser: Callable[[str], Any], text: str) -> Parsed:
-    """The calls of an answer by any parser; those inside ``<think>`` are none."""
+    """The calls of an answer by any parser; those inside ``<think>``, closed or not, are none."""
     thought, tag, answer = text.rpartition("</think>")
+    answer, *unfinished = answer.partition("<think>")
     found = parser(answer)
     if isinstance(found, Mapping):
         content, calls = str(found.get("text", "")), found.get("calls") or []
     else:
         content, calls = (found.content, found.calls) if isinstance(found, Parsed) else (answer, found or [])
-    return Parsed(thought + tag + content, [_call(call) for call in calls])
+    return Parsed(thought + tag + content + "".join(unfinished), [_call(call) for call in calls])
 
 
 # ------------------------------------------------------------------ tools
@@ -228,9 +229,24 @@ class Tools:
 
 
 def _result(value: Any) -> str:
-    if isinstance(value, Failure):
-        return f"Error: {type(value.error).__name__}: {value.error}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        if isinstance(value, Failure):
+            text = f"Error: {type(value.error).__name__}: {value.error}"
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except Exception as error:  # keys that JSON lacks, a value that holds itself, a text that cannot be made
+        text = f"Error: the result is no JSON: {type(error).__name__}: {error}"
+    return as_unicode(text)
+
+
+def as_unicode(text: str) -> str:
+    """A text with ``?`` for halves of surrogate pairs, which no tokenizer takes.
+
+    Example:
+        >>> as_unicode("a" + chr(0xD83D))
+        'a?'
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 # ------------------------------------------------------------------ the conversation after an answer
@@ -276,7 +292,9 @@ class Dialog:
             return Parsed(answer, [])
         try:
             if self._parser is not None:
-                return read_calls(self._parser, answer)
+                thinks = prompt.rstrip().endswith("<think>")  # some templates begin the thought
+                found = read_calls(self._parser, f"<think>{answer}" if thinks else answer)
+                return Parsed(found.content.removeprefix("<think>") if thinks else found.content, found.calls)
             message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
             return Parsed(str(message.get("content") or ""), [_call(call) for call in message.get("tool_calls") or []])
         except Exception as error:  # whatever an odd answer does to a parser

@@ -191,7 +191,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             "temperature": temperature,
         }
         if estimator == "exact":
-            _check_one_context(gen_context, context)
+            _check_one_context(gen_context, context, estimator)
         base = isinstance(ref_model, str)
         if sampling is not None and sampling.reference == "kept" and sampling.truncates:
             check_replays(gen_model, ref_model, what="a reference over what the policy keeps")
@@ -289,7 +289,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         kept, routing = gen.kept(td, next_td, located), gen.routing(td, next_td, located)
         ref_routing = ref.routing(td, next_td, located)
         if kl.estimator == "exact" or side_by_side:
-            _check_one_context(gen.context, ref.context)
+            _check_one_context(gen.context, ref.context, kl.estimator)
         if kl.estimator == "exact":
             scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept, routing, ref_routing)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
@@ -371,12 +371,19 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
         )
 
 
-def _check_one_context(gen: Context | None, ref: Context | None) -> None:
+def _check_one_context(gen: Context | None, ref: Context | None, estimator: Any) -> None:
     if gen != ref:
+        exact = estimator == "exact"
+        what = "estimator='exact'" if exact else "Sampling(reference='kept')"
+        advice = (
+            "Use an estimator of log-probs such as 'k1', or the teacher's most probable tokens: RetrieveLogProb(teacher, "
+            "context=..., top_k=64)."
+            if exact
+            else "Use Sampling(reference='whole')."
+        )
         raise ValueError(
-            "estimator='exact' runs both models side by side on the same tokens, and their contexts differ: "
-            f"gen_context={gen!r}, context={ref!r}. Use an estimator of log-probs such as 'k1', or the teacher's most probable "
-            "tokens: RetrieveLogProb(teacher, context=..., top_k=64)."
+            f"{what} runs both models side by side on the same tokens, and their contexts differ: gen_context={gen!r}, "
+            f"context={ref!r}. {advice}"
         )
 
 

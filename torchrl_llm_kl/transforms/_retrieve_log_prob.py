@@ -504,7 +504,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
     ) -> Scores:
         """Log-probs of the located tokens ``[N]``, and the other requested scores, in one pass."""
         self.compare_sampler()
-        options = self._requested | _given(kept=kept, routing=routing, ref_routing=ref_routing)
+        options = self._requested | _given(kept=_in_context(located, kept), routing=routing, ref_routing=ref_routing)
         options |= {"return_kept": True} if return_kept else {}
         return _in_place(located, self.scorer.evaluate(located.tokens, located.mask, reference=reference, **options))
 
@@ -513,7 +513,7 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         begin = getattr(self.scorer, "begin", None)
         if begin is None or routing is not None:
             return partial(self.evaluate, located, None, kept, routing)
-        finish = begin(located.tokens, located.mask, **self._requested, **_given(kept=kept))
+        finish = begin(located.tokens, located.mask, **self._requested, **_given(kept=_in_context(located, kept)))
         return lambda: _in_place(located, finish())
 
     @property
@@ -611,8 +611,24 @@ def _in_place(located: Located, scores: Scores) -> Scores:
     if isinstance(scores, VersionedScores):
         cast(VersionedScores, moved).version = scores.version
     if isinstance(scores, SampledScores):
-        cast(SampledScores, moved).kept = scores.kept
+        kept = scores.kept
+        cast(SampledScores, moved).kept = None if kept is None else _moved(kept, located.mask, located.origin.mask)
     return moved
+
+
+def _in_context(located: Located, kept: Kept | None) -> Kept | None:
+    """What was recorded for the tokens of the data, at the same tokens after another prompt."""
+    if kept is None or not isinstance(located, InContext):
+        return kept
+    return _moved(kept, located.origin.mask, located.mask)
+
+
+def _moved(kept: Kept, source: Tensor, target: Tensor) -> Kept:
+    """What was kept at the tokens of one mask, at those of another with as many; none elsewhere."""
+    chosen = kept.take(source.cpu().nonzero().squeeze(-1))
+    counts = torch.zeros(len(target), dtype=torch.long)
+    counts[target.cpu()] = chosen.offsets.diff()
+    return Kept(chosen.ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
 class RetrieveValue(StepTransform):

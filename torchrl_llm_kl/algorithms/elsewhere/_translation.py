@@ -263,6 +263,8 @@ class Reader:
     def group(self, algorithm: AlgorithmName, name: str) -> None:
         """The number of answers to a prompt."""
         answers = self.take(name)
+        if isinstance(answers, bool) or not isinstance(answers, int) or answers < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {answers!r}.")
         self.overrides["repeat_times"] = answers
         advantage = self.overrides.get("advantage", get_algorithm(algorithm).advantage)
         if answers > 1 and advantage is not None and "group" in advantage_spec(get_advantage(advantage)).needs:

@@ -354,7 +354,7 @@ _DPO_NOTES = {
 def _dpo(reader: Reader) -> Translation:
     given = reader["loss_type"]
     kinds = [given] if isinstance(given, str) else list(given)
-    kind = kinds[0]
+    kind: Any = kinds[0] if kinds else None
     _known("loss_type", kind, (*_DPO, "sft"))
     reader.take("loss_type", _DPO_NOTES.get(kind, ""))
     objective = _DPO.get(kind, "dpo")
@@ -463,7 +463,7 @@ _READ: dict[Trainer, Callable[[Reader], Translation]] = {
 
 
 def _known(name: str, value: Any, known: Any) -> None:
-    if value not in known:
+    if value not in list(known):  # a list is no name
         raise ValueError(
             f"TRL has no {name}={value!r}; it has {', '.join(map(str, known))}.{did_you_mean(value, map(str, known))}"
         )

@@ -155,7 +155,7 @@ def _read(config: Any) -> dict[str, Any]:
 
 
 def _known(name: str, value: Any, known: Any) -> None:
-    if value not in known:
+    if value not in list(known):  # a list is no name
         raise ValueError(f"verl has no {name} {value!r}; it has {', '.join(known)}.{did_you_mean(value, known)}")
 
 
@@ -202,7 +202,7 @@ def _clip(reader: Reader) -> None:
 
 def _estimator(reader: Reader, name: str) -> str:
     value = reader.take(name)
-    base, plus = (value[:-1], "+") if value.endswith("+") else (value, "")
+    base, plus = (value[:-1], "+") if isinstance(value, str) and value.endswith("+") else (value, "")
     _known(name.rpartition(".")[2], base, _ESTIMATORS)
     own = _ESTIMATORS[base]
     return own if own == "k2" else own + plus
