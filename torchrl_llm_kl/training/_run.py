@@ -223,8 +223,9 @@ class Run:
             every=every,
             folder=self.out if every else None,
             tokenizer=self.tokenizer,
+            policy=self.policy,
             kl_target=self.config.kl.target,
-            temperature=self.config.sampler.temperature,
+            sampling=sampling_of(self.config),
         )
         for row in self.rows.rows:  # of earlier processes; W&B and MLflow have them already
             self._log(monitor, row, int(row["step"]), files_only=True)
