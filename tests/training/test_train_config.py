@@ -105,6 +105,11 @@ def test_the_example_holds_every_setting_and_its_default(tmp_path: Path) -> None
         ("reference.every=3", "set reference.decay"),
         ("optimizer.warmup_steps=100", "expected fewer than run.steps"),
         ("kl.controller_args={integral: 0.1}", "set kl.target"),
+        ("optimizer.betas[0]=0.8", "give the whole list"),
+        ("run.seed=9223372036854775808", "run.seed is 9.22337e+18: expected at most"),
+        ("logging.loggers=[csv,csv]", "'csv' more than once"),
+        ("reward.functions=[]", "reward.functions is []: expected module.py:function"),
+        ("reward=null", "reward.functions is None: expected module.py:function"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:
@@ -120,6 +125,8 @@ def test_what_is_wrong_is_named(override: str, message: str) -> None:
         (["reference.name=none", "kl.place=loss"], "no KL to charge"),
         (["lora.r=4", "reference.decay=0.9"], "train without lora"),
         (["reference.name=base", "lora.r=4", "reference.service=shared"], "holds a model of its own"),
+        (["reference.service=shared", "reference.decay=0.9"], "for all runs that share it"),
+        (["checkpoints.final=best", "evaluation.every=0"], "evaluate, or take last"),
     ],
 )
 def test_settings_that_contradict_one_another(overrides: list[str], message: str) -> None:

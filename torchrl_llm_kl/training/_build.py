@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm, make_algorithm
+from torchrl_llm_kl.algorithms import AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
     DualKLCoefficient,
     PIKLCoefficient,
     as_coefficient,
+    get_estimator,
 )
 from torchrl_llm_kl.scoring import Sampling, TokenCritic
 from torchrl_llm_kl.tasks import Prompts
@@ -58,9 +59,13 @@ def load_reference(config: TrainConfig, policy: Any) -> Any:
         return None
     if settings.service is None and (name == "base" or (settings.name == "start" and config.lora is not None)):
         return "base"
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())  # a service's process may run in another folder, and sharing runs too
     load = partial(load_model, name, dtype=config.model.dtype, attention=config.model.attention)
     if settings.service is None:
         return load(device=config.model.device)
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("reference.service needs ray: pip install 'torchrl-llm-kl[ray]'.")
     from torchrl_llm_kl.service import ScoringService
 
     gpus = float(torch.cuda.is_available())
@@ -102,7 +107,7 @@ def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training
     preset, sampling = get_algorithm(config.algorithm.name), sampling_of(config)  # type: ignore[arg-type]
     estimators = _estimators(config)
     charged = [place for place, estimator in estimators.items() if estimator != "none"]
-    coefficient = None if not charged else _coefficient(config, getattr(preset, f"kl_{charged[0]}_coeff"))
+    coefficient = _coefficient(config)
     settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in estimators.items()}
     settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
     distils = preset.schema == "distill"
@@ -189,6 +194,12 @@ def check_algorithm(config: TrainConfig) -> None:
         )
     if distils and (kl.place in ("loss", "reward") or kl.target is not None):
         raise ConfigError(f"{name} compares with its teacher: leave kl.place and kl.target out.")
+    reference = config.reference
+    if distils and not (reference.service is reference.decay is reference.reset_every is None):
+        raise ConfigError(
+            f"{name} compares with its teacher, which takes the place of the reference: leave reference.service, "
+            "reference.decay and reference.reset_every out."
+        )
     if preset.compares_answers and config.data.group_size < 2:
         raise ConfigError(f"data.group_size is 1, and {name} compares the answers to a prompt: take at least 2.")
     placed = kl.place if kl.place != "preset" else _place_of(preset)
@@ -201,6 +212,13 @@ def check_algorithm(config: TrainConfig) -> None:
         raise ConfigError(
             f"{name} charges a KL, and reference.name is none: set reference.name=start, or kl.place=none."
         )
+    try:
+        apply_overrides(preset, config.algorithm.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm.args is {config.algorithm.args}: {error}") from error
+    for estimator in _estimators(config).values():
+        get_estimator(estimator)
+    _coefficient(config)
 
 
 def _place_of(preset: Any) -> str:
@@ -219,19 +237,24 @@ def _estimators(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def _coefficient(config: TrainConfig, preset: Any) -> nn.Module:
-    """The coefficient: adaptive with a target, else the configuration's number or the preset's."""
-    kl = config.kl
+def _coefficient(config: TrainConfig) -> nn.Module | None:
+    """The coefficient: adaptive with a target, else the configuration's number or the preset's; None if nothing is charged."""
+    kl, charged = config.kl, [place for place, estimator in _estimators(config).items() if estimator != "none"]
+    if not charged:
+        return None
     if kl.target is None:
-        return as_coefficient(preset if kl.coefficient is None else kl.coefficient)
+        preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
+        return as_coefficient(getattr(preset, f"kl_{charged[0]}_coeff") if kl.coefficient is None else kl.coefficient)
     settings = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target, **kl.controller_args}
     kind: Any = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[kl.controller]
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
         settings = {"horizon": 2 * config.data.num_prompts * config.data.group_size, **settings}
     try:
         return kind(**settings)
-    except TypeError as error:
-        raise ConfigError(f"kl.controller_args is {kl.controller_args}: {error}.") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"kl.coefficient is {kl.coefficient} and kl.controller_args {kl.controller_args}: {str(error).rstrip('.')}."
+        ) from error
 
 
 def _critic(config: TrainConfig) -> TokenCritic:
@@ -305,8 +328,6 @@ def load_reward(config: TrainConfig) -> Any:
     functions = config.reward.functions
     if isinstance(functions, str):
         return load_function(functions)
-    if not isinstance(functions, Mapping) or not functions:
-        raise ConfigError(f"reward.functions is {functions!r}: expected module.py:function, or several by name.")
     parts: dict[str, Any] = {}
     for name, part in functions.items():
         if isinstance(part, str):

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from torchrl_llm_kl.training._report import (
     read_figures,
     summary,
     versions,
+    with_error,
     write_card,
 )
 from torchrl_llm_kl.training._steps import (
@@ -333,6 +334,11 @@ class Run:
             "optimizer.lr, or raise kl.coefficient."
         )
 
+    def close(self) -> None:
+        """Leave the service of the reference, if there is one, which ends with its last run."""
+        if hasattr(self.reference, "close"):
+            self.reference.close()
+
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, checkpoints: Checkpoints) -> Path:
@@ -446,6 +452,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
         stop = StopRequest(say)
         with (
+            closing(run),
             stop.on_signals(),
             progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr) as advance,
         ):
@@ -486,7 +493,7 @@ def _steps(
         ending = bool(stop)
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
-            run.say(f"step {run.step}: reward on held-out prompts {row['reward']:.4g} ± {row['reward_error']:.2g}")
+            run.say(f"step {run.step}: reward on held-out prompts {with_error(row)}")
         why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may have fewer steps than are done
         due = run.step > 0 and run.step % settings.checkpoints.every == 0
         if saved != run.step and (due or last or ending or why or run.best == run.step):
