@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,28 @@ def test_a_second_process_in_one_folder_is_refused(lab: Path, tmp_path: Path) ->
 
     with FileLock(tmp_path / ".lock"), pytest.raises(ConfigError, match="another process trains in"):
         train(settings(lab, tmp_path))
+
+
+def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path) -> None:
+    """Also in a call, when the file was run long ago."""
+    (tmp_path / "beside_it.py").write_text("def length(answer):\n    return float(len(answer))\n")
+    (tmp_path / "mine.py").write_text(
+        "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
+        "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n"
+    )
+    functions = f"{{f: {tmp_path / 'mine.py'}:f, g: {tmp_path / '.' / 'mine.py'}:g}}"
+    before = list(sys.path)
+    try:
+        parts = load_reward(settings(lab, lab / "none", f"reward.functions={functions}"))
+        (_, f), (_, g) = parts["f"], parts["g"]
+        assert f.__globals__ is g.__globals__
+        assert (f("", "abc", {}), g("", "abc", {})) == (3.0, 3.0)
+    finally:
+        sys.path[:] = before
+
+
+@pytest.mark.parametrize(("text", "message"), [("def f(q, a, m: return 1", "SyntaxError"), ("x = absent", "NameError")])
+def test_a_file_of_rewards_that_fails_is_named(lab: Path, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"bad\.py cannot be loaded: {message}: "):
+        load_reward(settings(lab, lab / "none", f"reward={tmp_path / 'bad.py'}:f"))

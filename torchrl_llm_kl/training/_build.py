@@ -266,14 +266,15 @@ def _critic(config: TrainConfig) -> TokenCritic:
 # ------------------------------------------------------------------ rewards and prompts
 
 
-def load_function(place: str) -> Callable[..., Any]:
+def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
     """The function of a text such as ``rewards.py:correct`` or ``package.rewards:correct``.
 
     Args:
         place: a file, or a module, and a name in it.
+        files: files that were run already; the function's is added. Without, the file is run anew.
 
     Raises:
-        ConfigError: if there is no such file, module or function.
+        ConfigError: if there is no such file, module or function, or the file fails.
 
     Example:
         >>> load_function("math:sqrt")(9.0)
@@ -282,7 +283,7 @@ def load_function(place: str) -> Callable[..., Any]:
     where, colon, name = place.rpartition(":")
     if not colon or not where or not name:
         raise ConfigError(f"{place!r} names no function: write it as module.py:function or package.module:function.")
-    module = _module(where)
+    module = _module(where, {} if files is None else files)
     found = getattr(module, name, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -290,7 +291,7 @@ def load_function(place: str) -> Callable[..., Any]:
     return found
 
 
-def _module(where: str) -> ModuleType:
+def _module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
     if not where.endswith(".py"):
         sys.path.insert(0, "")  # modules of the current folder, as with `python -m`
         try:
@@ -299,20 +300,31 @@ def _module(where: str) -> ModuleType:
             raise ConfigError(f"there is no module {where}: {error}.") from error
         finally:
             sys.path.remove("")
-    path = Path(where).expanduser()
+    path = Path(where).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {where}: paths are relative to the folder where the command runs.")
+    if path not in files:
+        files[path] = _run_file(path)
+    return files[path]
+
+
+def _run_file(path: Path) -> ModuleType:
     name = f"torchrl_llm_kl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look there
-    sys.path.insert(0, str(path.resolve().parent))  # what it imports beside it
+    beside = str(path.parent)  # what it imports, now or in a call
+    sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}.") from error
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        sys.path.remove(beside)
+        if beside not in sys.path:
+            sys.path.append(beside)
     return module
 
 
@@ -329,6 +341,7 @@ def load_reward(config: TrainConfig) -> Any:
     if isinstance(functions, str):
         return load_function(functions)
     parts: dict[str, Any] = {}
+    files: dict[Path, ModuleType] = {}  # each is run once: it may load a model
     for name, part in functions.items():
         if isinstance(part, str):
             part = {"function": part}
@@ -339,7 +352,7 @@ def load_reward(config: TrainConfig) -> Any:
         weight = part.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise ConfigError(f"reward.functions.{name}.weight is {weight!r}: expected a number.")
-        parts[str(name)] = (float(weight), load_function(part["function"]))
+        parts[str(name)] = (float(weight), load_function(part["function"], files))
     return parts
 
 
