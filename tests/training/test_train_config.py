@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,13 @@ def test_only_some_settings_may_change_on_resuming() -> None:
     assert "algorithm.args.clip_high: None, now 0.3" in found
     assert any(each.startswith("lora.r: ") for each in found)
     assert not any("run.steps" in each for each in found)
+
+
+def test_settings_are_read_without_torch() -> None:
+    """An example and a mistyped key take no seconds; the loop loads torchrl when it is asked for."""
+    code = (
+        "import sys; from torchrl_llm_kl import training; training.example_config(); training.load_model; "
+        "print({'torch', 'torchrl', 'transformers'} & set(sys.modules)); training.evaluate; print('torchrl' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.split("\n")[:2] == ["set()", "True"]
