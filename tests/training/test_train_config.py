@@ -186,3 +186,11 @@ def test_settings_are_read_without_torch() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert out.split("\n")[:2] == ["set()", "True"]
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = read_config(LEAST, ["model.name=~/m", "data.prompts=~/p.jsonl", "run.out=~/runs/x", "reference.name=~/m"])
+    assert (config.model.name, config.data.prompts) == ("/home/me/m", "/home/me/p.jsonl")
+    assert (config.run.out, config.reference.name) == ("/home/me/runs/x", "/home/me/m")
+    assert config.model.tokenizer is None

@@ -220,3 +220,16 @@ def test_a_finished_run_only_reports(lab: Path, whole: Path, tmp_path: Path) -> 
     result = train(settings(lab, out), say=lambda line: None)
     assert (result.outcome, result.step) == ("finished", 4)
     assert_same_run(out, whole)
+
+
+def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
+    """The run writes all settings under this name; a second start only replaces its own file."""
+    own = "# my comments\n" + settings(lab, tmp_path, "run.steps=1", "optimizer.warmup_steps=0").to_yaml()
+    (tmp_path / "config.yaml").write_text(own)
+    said: list[str] = []
+    for _ in range(2):
+        train(read_config(tmp_path / "config.yaml", ["evaluation.every=0"]), say=said.append)
+    assert (tmp_path / "earlier-1" / "config.yaml").read_text() == own
+    assert read_config(tmp_path / "config.yaml").evaluation.every == 0
+    assert [line.startswith("moved ") for line in said] == [True, False]
+    assert not (tmp_path / "earlier-2").exists()

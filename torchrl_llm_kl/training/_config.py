@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -52,6 +53,12 @@ def setting(
         metadata["example"] = default() if example is None else example
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+#: Settings in which ``~`` is the user's home folder; a reward's file is expanded where it is loaded.
+_PATHS = (
+    "model.name", "model.tokenizer", "reference.name", "data.prompts", "data.held_out", "algorithm.teacher", "run.out",
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------ the sections
@@ -308,6 +315,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key, value, at in _leaves(self):
             _check_value(key, value, at.metadata)
+            if key in _PATHS and value is not None:  # no shell expands what is in a file, or behind a `=`
+                setattr(getattr(self, key.split(".")[0]), key.split(".")[1], os.path.expanduser(value))
         _check_together(self)
 
     def to_dict(self) -> dict[str, Any]:

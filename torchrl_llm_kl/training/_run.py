@@ -73,6 +73,9 @@ WRITTEN = (
     "final",
 )
 
+#: The first line of a run's own config.yaml.
+_ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
+
 Say = Callable[[str], None]
 
 
@@ -442,7 +445,10 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
     saved = None if fresh else _saved(config, out)
     if fresh and (earlier := keep_earlier(out, WRITTEN)) is not None:
         say(f"{out} held an earlier run: moved it to {earlier}.")
-    write_whole(out / "config.yaml", config.to_yaml())
+    settings = out / "config.yaml"
+    if settings.exists() and not settings.read_text(encoding="utf-8").startswith(_ALL_SETTINGS):
+        say(f"moved {settings}, which no run wrote, to {keep_earlier(out, [settings.name])}.")
+    write_whole(settings, _ALL_SETTINGS + config.to_yaml())
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
