@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -41,6 +42,19 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     assert not (tmp_path / "out").exists()
     words = ["model.name=m", "data.prompts=p.jsonl", "reward=r.py:f", "--dry-run"]
     assert "name: m\n" in cli("train", *words).stdout
+
+
+def test_a_file_with_an_equals_sign_in_its_path_is_no_change(cli: Cli, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "lr=1").mkdir()
+    copy = Path(shutil.copy(file, tmp_path / "lr=1" / "config.yaml"))
+    assert cli("train", copy, "--dry-run").stdout == cli("train", file, "--dry-run").stdout
+
+
+def test_a_reward_that_always_fails_is_the_user_s(cli: Cli, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("def f(question, answer, metadata):\n    return answer.absent\n")
+    last = cli("train", file, f"reward={tmp_path / 'fails.py'}:f", code=2).stderr.splitlines()[-1]
+    assert "failed for all 8 answers of its first batch" in last
+    assert "unexpected" not in last
 
 
 def test_errors_are_one_line(cli: Cli, file: Path, tmp_path: Path) -> None:

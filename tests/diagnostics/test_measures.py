@@ -208,6 +208,12 @@ def test_mask_and_numbers() -> None:
     assert (found["nan/ref_log_prob"], found["zeros/ref_log_prob"]) == (0.5, 0.5)
 
 
+def test_tokens_that_a_sampler_did_not_score_are_no_nan() -> None:
+    inf = float("inf")
+    found = measure(columns_of([[1, 1, 1, 1]], sampler_log_prob=[[NAN, -1.0, -inf, -2.0]]))
+    assert (found["mask/not_recorded"], found["nan/sampler_log_prob"]) == (0.25, 0.25)
+
+
 def test_answers_and_groups() -> None:
     """Four prompts; one has four answers instead of two, and one group has equal rewards."""
     rewards = f64([1, 0, 1, 1, 0, 1, 0, 2, 3, 4])

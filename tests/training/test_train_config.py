@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,11 @@ def test_the_example_holds_every_setting_and_its_default(tmp_path: Path) -> None
         ("reference.every=3", "set reference.decay"),
         ("optimizer.warmup_steps=100", "expected fewer than run.steps"),
         ("kl.controller_args={integral: 0.1}", "set kl.target"),
+        ("optimizer.betas[0]=0.8", "give the whole list"),
+        ("run.seed=9223372036854775808", "run.seed is 9.22337e+18: expected at most"),
+        ("logging.loggers=[csv,csv]", "'csv' more than once"),
+        ("reward.functions=[]", "reward.functions is []: expected module.py:function"),
+        ("reward=null", "reward.functions is None: expected module.py:function"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:
@@ -120,6 +127,8 @@ def test_what_is_wrong_is_named(override: str, message: str) -> None:
         (["reference.name=none", "kl.place=loss"], "no KL to charge"),
         (["lora.r=4", "reference.decay=0.9"], "train without lora"),
         (["reference.name=base", "lora.r=4", "reference.service=shared"], "holds a model of its own"),
+        (["reference.service=shared", "reference.decay=0.9"], "for all runs that share it"),
+        (["checkpoints.final=best", "evaluation.every=0"], "evaluate, or take last"),
     ],
 )
 def test_settings_that_contradict_one_another(overrides: list[str], message: str) -> None:
@@ -167,3 +176,21 @@ def test_only_some_settings_may_change_on_resuming() -> None:
     assert "algorithm.args.clip_high: None, now 0.3" in found
     assert any(each.startswith("lora.r: ") for each in found)
     assert not any("run.steps" in each for each in found)
+
+
+def test_settings_are_read_without_torch() -> None:
+    """An example and a mistyped key take no seconds; the loop loads torchrl when it is asked for."""
+    code = (
+        "import sys; from torchrl_llm_kl import training; training.example_config(); training.load_model; "
+        "print({'torch', 'torchrl', 'transformers'} & set(sys.modules)); training.evaluate; print('torchrl' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.split("\n")[:2] == ["set()", "True"]
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = read_config(LEAST, ["model.name=~/m", "data.prompts=~/p.jsonl", "run.out=~/runs/x", "reference.name=~/m"])
+    assert (config.model.name, config.data.prompts) == ("/home/me/m", "/home/me/p.jsonl")
+    assert (config.run.out, config.reference.name) == ("/home/me/runs/x", "/home/me/m")
+    assert config.model.tokenizer is None

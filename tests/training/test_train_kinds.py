@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from train_lab import build_lab, figures, same, settings, steps_in, weights
 from transformers import AutoModelForCausalLM
 
-from torchrl_llm_kl.training import ConfigError, check_algorithm, load_policy, load_reward, train
+from torchrl_llm_kl.training import ConfigError, ModelError, Run, check_algorithm, load_policy, load_reward, train
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +30,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("lora.r=4", "lora.alpha=32"),
         ("algorithm.name=ppo", "optimizer.critic_lr=1e-2"),
         ("reference.decay=0.5", "algorithm.name=dapo", "kl.coefficient=0.1", "algorithm.micro_batch=3"),
+        ("model.gradient_checkpointing=true", "algorithm.micro_batch=3"),
+        ("model.gradient_checkpointing=true", "lora.r=4", "lora.alpha=32"),
     ],
-    ids=["lora", "critic", "moving reference"],
+    ids=["lora", "critic", "moving reference", "checkpointed layers", "checkpointed layers and lora"],
 )
 def test_other_runs_resume_with_the_same_bits(lab: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     common = (*overrides, "run.steps=3", "evaluation.every=0", "checkpoints.final=last")
@@ -61,6 +66,44 @@ def test_other_runs_resume_with_the_same_bits(lab: Path, tmp_path: Path, overrid
             got, want, before = (model(input_ids=ids).logits for model in (merged, adapted, base))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
         assert (want - before).abs().max() > 1e-2, "the adapters do something"
+
+
+def test_checkpointed_layers_change_no_figure(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer runs again in the backward, in training mode, and the model is in evaluation mode outside of it."""
+    common = ("run.steps=2", "evaluation.every=0")
+    plain = train(settings(lab, tmp_path / "plain", *common), say=lambda line: None)
+    calls = []
+    own = torch.utils.checkpoint.checkpoint
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", checkpoint)
+    runs: list[Run] = []
+
+    def build(*args: Any, **kwargs: Any) -> Run:
+        runs.append(Run(*args, **kwargs))
+        return runs[-1]
+
+    config = settings(lab, tmp_path / "out", *common, "model.gradient_checkpointing=true")
+    result = train(config, say=lambda line: None, build=build)
+    layers = runs[0].policy.config.num_hidden_layers
+    assert len(calls) == 2 * 2 * layers, "of 2 steps and 2 minibatches; none to sample or to score"
+    assert not runs[0].policy.training
+    for row, want in zip(result.rows, plain.rows, strict=True):
+        assert row == pytest.approx({**want, "seconds": row["seconds"]}, abs=1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("setting", ["attention_dropout", "attn_pdrop"])
+def test_checkpointed_layers_need_a_model_without_dropout(lab: Path, tmp_path: Path, setting: str) -> None:
+    """Dropout of attention is no module: in training mode it would change the log-probs that the loss compares."""
+    shutil.copytree(lab / "model", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {setting: 0.1}))
+    config = settings(lab, tmp_path / "out", f"model.name={tmp_path / 'model'}", "model.gradient_checkpointing=true")
+    with pytest.raises(ModelError, match=rf"drops activations \({setting}\): set its dropout to 0"):
+        load_policy(config)
 
 
 def test_adapters_alone_in_the_final_folder(lab: Path, tmp_path: Path) -> None:
@@ -172,11 +215,21 @@ def test_without_a_reference_no_kl_is_measured(lab: Path, tmp_path: Path) -> Non
         (["data.group_size=1"], "take at least 2"),
         (["algorithm.name=dapo", "kl.place=preset"], "dapo has no KL penalty"),
         (["algorithm.args.kl_loss=k3"], "set kl.place and kl.estimator instead"),
+        (["algorithm.args.clip_hihg=0.3"], "grpo has no setting 'clip_hihg'"),
+        (["kl.estimator=k9"], "unknown KL estimator 'k9'.*Did you mean 'k3'"),
+        (["kl.controller_args.warmupp=0"], "kl.controller_args .*warmupp"),
+        (["kl.coefficient=0"], "kl.coefficient is 0.0 .*one of 0 would stay 0"),
     ],
 )
 def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_algorithm(settings(lab, lab / "none", *overrides))
+
+
+@pytest.mark.parametrize("override", ["reference.decay=0.9", "reference.reset_every=2", "reference.service=shared"])
+def test_a_teacher_takes_the_place_of_the_reference(lab: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="takes the place of the reference"):
+        check_algorithm(settings(lab, lab / "none", "algorithm.name=gkd", "algorithm.teacher=t", override, kl={}))
 
 
 @pytest.mark.parametrize(
@@ -200,3 +253,28 @@ def test_a_second_process_in_one_folder_is_refused(lab: Path, tmp_path: Path) ->
 
     with FileLock(tmp_path / ".lock"), pytest.raises(ConfigError, match="another process trains in"):
         train(settings(lab, tmp_path))
+
+
+def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path) -> None:
+    """Also in a call, when the file was run long ago."""
+    (tmp_path / "beside_it.py").write_text("def length(answer):\n    return float(len(answer))\n")
+    (tmp_path / "mine.py").write_text(
+        "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
+        "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n"
+    )
+    functions = f"{{f: {tmp_path / 'mine.py'}:f, g: {tmp_path / '.' / 'mine.py'}:g}}"
+    before = list(sys.path)
+    try:
+        parts = load_reward(settings(lab, lab / "none", f"reward.functions={functions}"))
+        (_, f), (_, g) = parts["f"], parts["g"]
+        assert f.__globals__ is g.__globals__
+        assert (f("", "abc", {}), g("", "abc", {})) == (3.0, 3.0)
+    finally:
+        sys.path[:] = before
+
+
+@pytest.mark.parametrize(("text", "message"), [("def f(q, a, m: return 1", "SyntaxError"), ("x = absent", "NameError")])
+def test_a_file_of_rewards_that_fails_is_named(lab: Path, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"bad\.py cannot be loaded: {message}: "):
+        load_reward(settings(lab, lab / "none", f"reward={tmp_path / 'bad.py'}:f"))

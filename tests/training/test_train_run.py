@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchrl_llm_kl.training import (
     TrainConfig,
     load_prompts,
     read_config,
+    summary,
     train,
 )
 
@@ -86,9 +88,35 @@ def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
     last = figures(whole / "evaluations.jsonl")[-1]
     assert f"| 4 | {last['reward']:.4g} | {last['reward_error']:.2g} | {last['kl']:.3g} |" in card
     assert "trained for 4 steps with grpo" in card
+    assert "\n# whole\n" in card
+    assert f'AutoTokenizer.from_pretrained("{whole / "final"}")' in card
     assert "  target: 0.5\n" in card
     assert (whole / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert read_config(whole / "config.yaml") == settings(whole.parent, whole)
+
+
+def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
+    """One held-out prompt has no standard error; a prompt with a code block does not end that of the settings."""
+    config = settings(
+        lab, tmp_path / "mine", "run.steps=1", "optimizer.warmup_steps=0", "evaluation.num_prompts=1",
+        "data.system_prompt='```\\n# not a title'",
+    )  # fmt: skip
+    said: list[str] = []
+    result = train(config, say=said.append)
+    before = json.loads(
+        (tmp_path / "mine" / "evaluations.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail
+    )
+    assert "reward_error" not in before
+    assert f"step 0: reward on held-out prompts {before['reward']:.4g}" in said
+    assert result.figures["reward on 1 held-out prompt, before"] == f"{before['reward']:.4g}"
+    card = (tmp_path / "mine" / "final" / "README.md").read_text()
+    assert "trained for 1 step with grpo" in card
+    assert f"| 0 | {before['reward']:.4g} | — | 0 |" in card
+    assert "````yaml\nmodel:\n" in card
+    long = summary(
+        config, [{"step": 0, "tokens": 38_811.0, "seconds": 7_500.0}, {"tokens": 1.0, "seconds": 7_500.0}], []
+    )
+    assert long["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
 
 
 # ------------------------------------------------------------------ resuming
@@ -192,3 +220,16 @@ def test_a_finished_run_only_reports(lab: Path, whole: Path, tmp_path: Path) -> 
     result = train(settings(lab, out), say=lambda line: None)
     assert (result.outcome, result.step) == ("finished", 4)
     assert_same_run(out, whole)
+
+
+def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
+    """The run writes all settings under this name; a second start only replaces its own file."""
+    own = "# my comments\n" + settings(lab, tmp_path, "run.steps=1", "optimizer.warmup_steps=0").to_yaml()
+    (tmp_path / "config.yaml").write_text(own)
+    said: list[str] = []
+    for _ in range(2):
+        train(read_config(tmp_path / "config.yaml", ["evaluation.every=0"]), say=said.append)
+    assert (tmp_path / "earlier-1" / "config.yaml").read_text() == own
+    assert read_config(tmp_path / "config.yaml").evaluation.every == 0
+    assert [line.startswith("moved ") for line in said] == [True, False]
+    assert not (tmp_path / "earlier-2").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides
+from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides as apply_overrides
 from torchrl_llm_kl.algorithms._make import make_algorithm
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts, mix_buffers
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, Entry, Schema, SchemaError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
@@ -33,15 +34,19 @@ def run_training(config: str, changes: Sequence[str], *, dry_run: bool, fresh: b
         typer.Exit: with 1 if the KL blew up, and 130 if a signal ended the run.
     """
     _check_installed()
+    from torchrl_llm_kl.tasks import RewardError
     from torchrl_llm_kl.training import check_algorithm, read_config, train
 
-    source = None if "=" in config else config
+    source = config if "=" not in config or Path(config).is_file() else None  # such as runs/lr=1e-5/config.yaml
     settings = read_config(source, changes if source else [config, *changes])
     check_algorithm(settings)
     if dry_run:
         print(settings.to_yaml(), end="")
         return
-    result = train(settings, fresh=fresh, say=say)
+    try:
+        result = train(settings, fresh=fresh, say=say)
+    except RewardError as error:
+        raise CommandError(str(error)) from error
     if result.final is not None:
         print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])
         print(f"wrote {result.final}, the weights after step {result.chosen}")

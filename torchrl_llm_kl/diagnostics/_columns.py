@@ -196,7 +196,8 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
     found = find_log_probs(td, key) if name.endswith("log_prob") else find_key(td, key)
     if found is None and name == "sampler_log_prob":
         for candidate in (_OF_WRAPPER, (*_OF_WRAPPER[:-1], "response")):
-            if read_column(td, candidate) is not None:
+            column = read_column(td, candidate)
+            if column is not None and any(row.numel() for row in column):  # an env's reset leaves empty rows
                 return candidate
     return found
 

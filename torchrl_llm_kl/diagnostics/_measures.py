@@ -224,11 +224,14 @@ def _of_mask(columns: TokenColumns) -> dict[str, float]:
 
 
 def _of_numbers(table: Table) -> dict[str, float]:
-    """Shares of NaN, infinities and exact zeros in each column."""
+    """Shares of NaN, infinities and exact zeros in each column. NaN of a sampler is a token that it did not score."""
     out: dict[str, float] = {}
     for name, values in table.columns.items():
+        if name == "sampler_log_prob":
+            out["mask/not_recorded"] = _mean(values.isnan().double())
         if name.endswith("log_prob") or name in ("kl", "kl_penalty", "entropy"):
-            out[f"nan/{name}"] = _mean((~values.isfinite()).double())
+            bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
+            out[f"nan/{name}"] = _mean(bad.double())
             out[f"zeros/{name}"] = _mean((values == 0).double())
     return out
 

@@ -5,7 +5,49 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints, CheckpointWarning
+from torchrl_llm_kl.training._config import (
+    AlgorithmConfig,
+    CheckpointsConfig,
+    ConfigError,
+    DataConfig,
+    EvaluationConfig,
+    KLConfig,
+    LoggingConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RunConfig,
+    SamplerConfig,
+    TrainConfig,
+    example_config,
+    read_config,
+    settings_table,
+)
+from torchrl_llm_kl.training._models import (
+    ModelError,
+    chat_tokenizer,
+    check_model,
+    export_policy,
+    load_model,
+    load_policy,
+    load_tokenizer,
+    save_policy,
+)
+from torchrl_llm_kl.training._report import (
+    FiguresFile,
+    keep_earlier,
+    plot_curves,
+    progress,
+    read_figures,
+    smooth,
+    summary,
+    write_card,
+)
+
+if TYPE_CHECKING:  # they load torchrl, which takes seconds: on first use
     from torchrl_llm_kl.training._build import (
         Training,
         build_training,
@@ -18,48 +60,7 @@ if TYPE_CHECKING:
         measured_kl,
         sampling_of,
     )
-    from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints, CheckpointWarning
-    from torchrl_llm_kl.training._config import (
-        AlgorithmConfig,
-        CheckpointsConfig,
-        ConfigError,
-        DataConfig,
-        EvaluationConfig,
-        KLConfig,
-        LoggingConfig,
-        LoraConfig,
-        ModelConfig,
-        OptimizerConfig,
-        ReferenceConfig,
-        RewardConfig,
-        RunConfig,
-        SamplerConfig,
-        TrainConfig,
-        example_config,
-        read_config,
-        settings_table,
-    )
     from torchrl_llm_kl.training._evaluation import evaluate
-    from torchrl_llm_kl.training._models import (
-        ModelError,
-        chat_tokenizer,
-        check_model,
-        export_policy,
-        load_model,
-        load_policy,
-        load_tokenizer,
-        save_policy,
-    )
-    from torchrl_llm_kl.training._report import (
-        FiguresFile,
-        keep_earlier,
-        plot_curves,
-        progress,
-        read_figures,
-        smooth,
-        summary,
-        write_card,
-    )
     from torchrl_llm_kl.training._run import Run, StopRequest, TrainResult, train
     from torchrl_llm_kl.training._steps import (
         LOSS_KEYS,
@@ -75,79 +76,6 @@ if TYPE_CHECKING:
         set_random_state,
         step_figures,
     )
-
-# Names load on first use: the command line takes models and tokenizers from here, without the rest.
-_HOME = {
-    "_build": (
-        "Training",
-        "build_training",
-        "check_algorithm",
-        "load_function",
-        "load_prompts",
-        "load_reference",
-        "load_reward",
-        "make_loggers",
-        "measured_kl",
-        "sampling_of",
-    ),
-    "_checkpoints": ("Checkpoint", "CheckpointWarning", "Checkpoints"),
-    "_config": (
-        "AlgorithmConfig",
-        "CheckpointsConfig",
-        "ConfigError",
-        "DataConfig",
-        "EvaluationConfig",
-        "KLConfig",
-        "LoggingConfig",
-        "LoraConfig",
-        "ModelConfig",
-        "OptimizerConfig",
-        "ReferenceConfig",
-        "RewardConfig",
-        "RunConfig",
-        "SamplerConfig",
-        "TrainConfig",
-        "example_config",
-        "read_config",
-        "settings_table",
-    ),
-    "_evaluation": ("evaluate",),
-    "_models": (
-        "ModelError",
-        "chat_tokenizer",
-        "check_model",
-        "export_policy",
-        "load_model",
-        "load_policy",
-        "load_tokenizer",
-        "save_policy",
-    ),
-    "_report": (
-        "FiguresFile",
-        "keep_earlier",
-        "plot_curves",
-        "progress",
-        "read_figures",
-        "smooth",
-        "summary",
-        "write_card",
-    ),
-    "_run": ("Run", "StopRequest", "TrainResult", "train"),
-    "_steps": (
-        "apart",
-        "forget_scores",
-        "LOSS_KEYS",
-        "learn",
-        "loss_entries",
-        "make_optimizer",
-        "make_sampler",
-        "make_schedule",
-        "random_state",
-        "seed_everything",
-        "set_random_state",
-        "step_figures",
-    ),
-}
 
 __all__ = [
     "LOSS_KEYS",
@@ -218,7 +146,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    if name in __all__:
+        for module in ("_steps", "_evaluation", "_build", "_run"):  # each imports of those before it
+            found = import_module(f"{__name__}.{module}")
+            if hasattr(found, name):
+                return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_llm_kl.algorithms import AlgorithmParts, get_algorithm, make_algorithm
+from torchrl_llm_kl.algorithms import AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
     DualKLCoefficient,
     PIKLCoefficient,
     as_coefficient,
+    get_estimator,
 )
 from torchrl_llm_kl.scoring import Sampling, TokenCritic
 from torchrl_llm_kl.tasks import Prompts
@@ -58,9 +59,13 @@ def load_reference(config: TrainConfig, policy: Any) -> Any:
         return None
     if settings.service is None and (name == "base" or (settings.name == "start" and config.lora is not None)):
         return "base"
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())  # a service's process may run in another folder, and sharing runs too
     load = partial(load_model, name, dtype=config.model.dtype, attention=config.model.attention)
     if settings.service is None:
         return load(device=config.model.device)
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("reference.service needs ray: pip install 'torchrl-llm-kl[ray]'.")
     from torchrl_llm_kl.service import ScoringService
 
     gpus = float(torch.cuda.is_available())
@@ -102,7 +107,7 @@ def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training
     preset, sampling = get_algorithm(config.algorithm.name), sampling_of(config)  # type: ignore[arg-type]
     estimators = _estimators(config)
     charged = [place for place, estimator in estimators.items() if estimator != "none"]
-    coefficient = None if not charged else _coefficient(config, getattr(preset, f"kl_{charged[0]}_coeff"))
+    coefficient = _coefficient(config)
     settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in estimators.items()}
     settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
     distils = preset.schema == "distill"
@@ -189,6 +194,12 @@ def check_algorithm(config: TrainConfig) -> None:
         )
     if distils and (kl.place in ("loss", "reward") or kl.target is not None):
         raise ConfigError(f"{name} compares with its teacher: leave kl.place and kl.target out.")
+    reference = config.reference
+    if distils and not (reference.service is reference.decay is reference.reset_every is None):
+        raise ConfigError(
+            f"{name} compares with its teacher, which takes the place of the reference: leave reference.service, "
+            "reference.decay and reference.reset_every out."
+        )
     if preset.compares_answers and config.data.group_size < 2:
         raise ConfigError(f"data.group_size is 1, and {name} compares the answers to a prompt: take at least 2.")
     placed = kl.place if kl.place != "preset" else _place_of(preset)
@@ -201,6 +212,13 @@ def check_algorithm(config: TrainConfig) -> None:
         raise ConfigError(
             f"{name} charges a KL, and reference.name is none: set reference.name=start, or kl.place=none."
         )
+    try:
+        apply_overrides(preset, config.algorithm.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm.args is {config.algorithm.args}: {error}") from error
+    for estimator in _estimators(config).values():
+        get_estimator(estimator)
+    _coefficient(config)
 
 
 def _place_of(preset: Any) -> str:
@@ -219,19 +237,24 @@ def _estimators(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def _coefficient(config: TrainConfig, preset: Any) -> nn.Module:
-    """The coefficient: adaptive with a target, else the configuration's number or the preset's."""
-    kl = config.kl
+def _coefficient(config: TrainConfig) -> nn.Module | None:
+    """The coefficient: adaptive with a target, else the configuration's number or the preset's; None if nothing is charged."""
+    kl, charged = config.kl, [place for place, estimator in _estimators(config).items() if estimator != "none"]
+    if not charged:
+        return None
     if kl.target is None:
-        return as_coefficient(preset if kl.coefficient is None else kl.coefficient)
+        preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
+        return as_coefficient(getattr(preset, f"kl_{charged[0]}_coeff") if kl.coefficient is None else kl.coefficient)
     settings = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target, **kl.controller_args}
     kind: Any = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[kl.controller]
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
         settings = {"horizon": 2 * config.data.num_prompts * config.data.group_size, **settings}
     try:
         return kind(**settings)
-    except TypeError as error:
-        raise ConfigError(f"kl.controller_args is {kl.controller_args}: {error}.") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"kl.coefficient is {kl.coefficient} and kl.controller_args {kl.controller_args}: {str(error).rstrip('.')}."
+        ) from error
 
 
 def _critic(config: TrainConfig) -> TokenCritic:
@@ -243,14 +266,15 @@ def _critic(config: TrainConfig) -> TokenCritic:
 # ------------------------------------------------------------------ rewards and prompts
 
 
-def load_function(place: str) -> Callable[..., Any]:
+def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
     """The function of a text such as ``rewards.py:correct`` or ``package.rewards:correct``.
 
     Args:
         place: a file, or a module, and a name in it.
+        files: files that were run already; the function's is added. Without, the file is run anew.
 
     Raises:
-        ConfigError: if there is no such file, module or function.
+        ConfigError: if there is no such file, module or function, or the file fails.
 
     Example:
         >>> load_function("math:sqrt")(9.0)
@@ -259,7 +283,7 @@ def load_function(place: str) -> Callable[..., Any]:
     where, colon, name = place.rpartition(":")
     if not colon or not where or not name:
         raise ConfigError(f"{place!r} names no function: write it as module.py:function or package.module:function.")
-    module = _module(where)
+    module = _module(where, {} if files is None else files)
     found = getattr(module, name, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -267,7 +291,7 @@ def load_function(place: str) -> Callable[..., Any]:
     return found
 
 
-def _module(where: str) -> ModuleType:
+def _module(where: str, files: dict[Path, ModuleType]) -> ModuleType:
     if not where.endswith(".py"):
         sys.path.insert(0, "")  # modules of the current folder, as with `python -m`
         try:
@@ -276,20 +300,31 @@ def _module(where: str) -> ModuleType:
             raise ConfigError(f"there is no module {where}: {error}.") from error
         finally:
             sys.path.remove("")
-    path = Path(where).expanduser()
+    path = Path(where).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {where}: paths are relative to the folder where the command runs.")
+    if path not in files:
+        files[path] = _run_file(path)
+    return files[path]
+
+
+def _run_file(path: Path) -> ModuleType:
     name = f"torchrl_llm_kl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickles look there
-    sys.path.insert(0, str(path.resolve().parent))  # what it imports beside it
+    beside = str(path.parent)  # what it imports, now or in a call
+    sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be loaded: {type(error).__name__}: {error}.") from error
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        sys.path.remove(beside)
+        if beside not in sys.path:
+            sys.path.append(beside)
     return module
 
 
@@ -305,9 +340,8 @@ def load_reward(config: TrainConfig) -> Any:
     functions = config.reward.functions
     if isinstance(functions, str):
         return load_function(functions)
-    if not isinstance(functions, Mapping) or not functions:
-        raise ConfigError(f"reward.functions is {functions!r}: expected module.py:function, or several by name.")
     parts: dict[str, Any] = {}
+    files: dict[Path, ModuleType] = {}  # each is run once: it may load a model
     for name, part in functions.items():
         if isinstance(part, str):
             part = {"function": part}
@@ -318,7 +352,7 @@ def load_reward(config: TrainConfig) -> Any:
         weight = part.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise ConfigError(f"reward.functions.{name}.weight is {weight!r}: expected a number.")
-        parts[str(name)] = (float(weight), load_function(part["function"]))
+        parts[str(name)] = (float(weight), load_function(part["function"], files))
     return parts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -52,6 +53,12 @@ def setting(
         metadata["example"] = default() if example is None else example
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+#: Settings in which ``~`` is the user's home folder; a reward's file is expanded where it is loaded.
+_PATHS = (
+    "model.name", "model.tokenizer", "reference.name", "data.prompts", "data.held_out", "algorithm.teacher", "run.out",
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------ the sections
@@ -263,7 +270,12 @@ class RunConfig:
     steps: int = setting(
         100, "batches of answers to train on", low=1, also=["max_steps", "total_steps"], may_change=True
     )
-    seed: int = setting(0, "of the order of prompts, adapters, sampling and minibatches", low=0)
+    seed: int = setting(
+        0,
+        "of the order of prompts, adapters, sampling and minibatches",
+        low=0,
+        high=2**63 - 1,  # as torch takes
+    )
     out: str = setting("runs/train", "folder of all that the run writes", also=["output_dir"], may_change=True)
     threads: int | None = setting(None, "of torch on a CPU; null: torch's default. The figures depend on it", low=1)
 
@@ -303,6 +315,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key, value, at in _leaves(self):
             _check_value(key, value, at.metadata)
+            if key in _PATHS and value is not None:  # no shell expands what is in a file, or behind a `=`
+                setattr(getattr(self, key.split(".")[0]), key.split(".")[1], os.path.expanduser(value))
         _check_together(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -454,6 +468,10 @@ def _of_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"{text!r} is no change of a setting: write it as key=value, such as optimizer.lr=1e-5.")
+        if "[" in key:
+            raise ConfigError(
+                f"{text!r} changes one item of a list: give the whole list, such as optimizer.betas=[0.9, 0.95]."
+            )
         parsed = cast(Any, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
         key = "reward.functions" if key.strip() == "reward" and not isinstance(parsed, Mapping) else key.strip()
         try:
@@ -591,6 +609,11 @@ def _check_together(config: TrainConfig) -> None:
         )
     if reference.every != 1 and reference.decay is None:
         raise ConfigError("reference.every is the time between averages: set reference.decay.")
+    if moves and reference.service is not None:
+        raise ConfigError(
+            "reference.decay and reference.reset_every would move the model of reference.service for all runs that share it: "
+            "leave them out, or the service."
+        )
     if reference.service is not None and reference.name in ("base", "none"):
         raise ConfigError(
             f"reference.service holds a model of its own, and reference.name is {reference.name}: name its folder."
@@ -603,6 +626,15 @@ def _check_together(config: TrainConfig) -> None:
     for name in config.logging.loggers:
         if name not in known:
             raise ConfigError(f"logging.loggers has {name!r}: choose among {', '.join(known)}.")
+        if config.logging.loggers.count(name) > 1:
+            raise ConfigError(f"logging.loggers has {name!r} more than once: name each once.")
+    if config.checkpoints.final == "best" and not config.evaluation.every:
+        raise ConfigError(
+            "checkpoints.final=best takes the best evaluation, and evaluation.every is 0: evaluate, or take last."
+        )
+    functions = config.reward.functions
+    if not isinstance(functions, (str, Mapping)) or not functions:
+        raise ConfigError(f"reward.functions is {functions!r}: expected module.py:function, or several by name.")
 
 
 # ------------------------------------------------------------------ fields

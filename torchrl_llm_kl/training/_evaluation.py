@@ -25,8 +25,9 @@ def evaluate(env: EnvBase, sampler: Any, num_prompts: int, *, seed: int = 0) -> 
         seed: of the answers, if they are sampled.
 
     Returns:
-        ``reward`` and its standard error ``reward_error``, the mean of each named part ``reward/<name>``, ``kl`` in nats per
-        answer if there is an entry ``("next", "kl_penalty")``, ``answer_tokens``, the mean length, and ``num_prompts``.
+        ``reward`` and, of several prompts, its standard error ``reward_error``, the mean of each named part
+        ``reward/<name>``, ``kl`` in nats per answer if there is an entry ``("next", "kl_penalty")``, ``answer_tokens``, the
+        mean length, and ``num_prompts``.
 
     Example:
         >>> evaluate(make_env(held_out, reward, tokenizer, group_size=1, seed=None), sampler, 200)  # doctest: +SKIP
@@ -41,7 +42,8 @@ def evaluate(env: EnvBase, sampler: Any, num_prompts: int, *, seed: int = 0) -> 
                 columns.setdefault(name, []).extend(values.flatten().tolist())
     reward, error = mean_and_error(columns.pop("reward"))
     others = {name: mean_and_error(values)[0] for name, values in columns.items()}
-    return {"reward": reward, "reward_error": error, **others, "num_prompts": num_prompts}
+    errors = {"reward_error": error} if num_prompts > 1 else {}
+    return {"reward": reward, **errors, **others, "num_prompts": num_prompts}
 
 
 def _columns(batch: Any) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.training._config import LoraConfig, ModelConfig, TrainConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+#: Settings of a transformers model that drop activations or layers in training mode; that of a classifier's head has no effect.
+_DROPS = re.compile(r"^(?!classifier|summary).*(dropout|_drop|pdrop|layerdrop|drop_rate)")
 
 
 class ModelError(ValueError):
@@ -177,11 +182,13 @@ def _with_adapters(model: Any, lora: LoraConfig, folder: Path | None) -> Any:
 
 def _checkpoint_layers(policy: Any) -> None:
     """Switch activation checkpointing on, which transformers does in training mode alone: dropout must then be 0."""
-    drops = sorted({name for name, part in policy.named_modules() if type(part).__name__ == "Dropout" and part.p > 0})
+    # Dropout of attention is a number of the configuration, with no module.
+    drops = {name for name, value in policy.config.get_text_config().to_dict().items() if _DROPS.search(name) and value}
+    drops |= {name for name, part in policy.named_modules() if type(part).__name__ == "Dropout" and part.p > 0}
     if drops:
         raise ModelError(
-            f"model.gradient_checkpointing needs the training mode of transformers, and {drops[0]} drops activations there: "
-            "set its dropout to 0 in the model's configuration."
+            "model.gradient_checkpointing needs the training mode of transformers, in which this model drops activations "
+            f"({', '.join(sorted(drops))}): set its dropout to 0 in its config.json."
         )
     policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

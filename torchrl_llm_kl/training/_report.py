@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,16 +260,16 @@ pipeline_tag: text-generation
 tags: [torchrl-llm-kl, {{ config.algorithm.name }}, reinforcement-learning]
 ---
 
-# {{ name }}
+# {{ title }}
 
-{{ config.model.name }}, trained for {{ steps }} steps with {{ config.algorithm.name }}
+{{ config.model.name }}, trained for {{ steps }} with {{ config.algorithm.name }}
 {%- if kl %}, near {{ reference }}{% endif %}. This folder holds {{ holds }}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{{ name }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
+model = AutoModelForCausalLM.from_pretrained({{ folder|tojson }})
+tokenizer = AutoTokenizer.from_pretrained({{ folder|tojson }})
 ```
 
 | | |
@@ -284,14 +285,14 @@ tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
 | step | reward | standard error |{% if with_kl %} KL, nats per answer |{% endif %}
 |---|---|---|{% if with_kl %}---|{% endif %}
 {% for row in evaluations -%}
-| {{ row.step }} | {{ "%.4g"|format(row.reward) }} | {{ "%.2g"|format(row.reward_error) }} |
+| {{ row.step }} | {{ "%.4g"|format(row.reward) }} | {{ "%.2g"|format(row.reward_error) if "reward_error" in row else "—" }} |
 {%- if with_kl %} {{ "%.3g"|format(row.kl) }} |{% endif %}
 {% endfor %}
 {% endif -%}
 ## Configuration
 
-```yaml
-{{ config.to_yaml() }}```
+{{ fence }}yaml
+{{ config.to_yaml() }}{{ fence }}
 
 {% for package, number in versions.items() %}{{ package }} {{ number }}{{ ", " if not loop.last else "." }}{% endfor %}
 """
@@ -319,9 +320,8 @@ def summary(
     for label, step in (("before", min(by_step, default=-1)), ("after", at)):
         if step in by_step:
             row = by_step[step]
-            found[f"reward on {int(row['num_prompts'])} held-out prompts, {label}"] = (
-                f"{row['reward']:.4g} ± {row['reward_error']:.2g}"
-            )
+            held_out = counted(int(row["num_prompts"]), "held-out prompt")
+            found[f"reward on {held_out}, {label}"] = with_error(row)
     last_half = rows[len(rows) // 2 :]
     if last_half and all("kl" in row for row in last_half):
         target = "" if config.kl.target is None else f", target {config.kl.target:g}"
@@ -329,8 +329,41 @@ def summary(
         found["KL to the reference, mean of the last half"] = f"{mean:.3g} nats per answer{target}"
     if rows:
         tokens, seconds = sum(row.get("tokens", 0.0) for row in rows), rows[-1]["seconds"]
-        found["training"] = f"{len(rows)} steps, {tokens:.3g} tokens, {seconds:.0f} s"
+        found["training"] = f"{counted(len(rows), 'step')}, {counted(int(tokens), 'token')}, {lasting(seconds)}"
     return found
+
+
+def with_error(row: Figures) -> str:
+    """The reward of an evaluation with its standard error, which one prompt alone does not have.
+
+    Example:
+        >>> with_error({"reward": 0.74512, "reward_error": 0.0312}), with_error({"reward": 1.0})
+        ('0.7451 ± 0.031', '1')
+    """
+    error = f" ± {row['reward_error']:.2g}" if "reward_error" in row else ""
+    return f"{row['reward']:.4g}{error}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "step"), counted(38_812, "token")
+        ('1 step', '38,812 tokens')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def lasting(seconds: float) -> str:
+    """A time in its two largest units.
+
+    Example:
+        >>> lasting(8.4), lasting(200.0), lasting(7_500.0)
+        ('8 s', '3 min 20 s', '2 h 5 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def write_card(
@@ -370,9 +403,10 @@ def write_card(
         .from_string(_CARD)
         .render(
             config=config,
-            name=folder.resolve().parent.name + "/" + folder.name,
+            title=config.logging.name or folder.resolve().parent.name,
+            folder=str(folder),
             base="" if Path(base).is_absolute() or Path(base).is_dir() else base,  # hubs know names alone
-            steps=chosen,
+            steps=counted(chosen, "step"),
             kl=any("kl" in row for row in rows),
             reference=reference.get(config.reference.name, config.reference.name),
             holds="LoRA adapters of it, which need peft"
@@ -382,6 +416,7 @@ def write_card(
             curves=None if curves is None else curves.name,
             evaluations=evaluations,
             with_kl=bool(evaluations) and all("kl" in row for row in evaluations),
+            fence="`" * max(3, 1 + max(map(len, re.findall("`+", config.to_yaml())), default=0)),
             versions=versions(),
         )
     )

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from torchrl_llm_kl.training._report import (
     read_figures,
     summary,
     versions,
+    with_error,
     write_card,
 )
 from torchrl_llm_kl.training._steps import (
@@ -71,6 +72,9 @@ WRITTEN = (
     "diagnosis.txt",
     "final",
 )
+
+#: The first line of a run's own config.yaml.
+_ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
 
 Say = Callable[[str], None]
 
@@ -223,8 +227,9 @@ class Run:
             every=every,
             folder=self.out if every else None,
             tokenizer=self.tokenizer,
+            policy=self.policy,
             kl_target=self.config.kl.target,
-            temperature=self.config.sampler.temperature,
+            sampling=sampling_of(self.config),
         )
         for row in self.rows.rows:  # of earlier processes; W&B and MLflow have them already
             self._log(monitor, row, int(row["step"]), files_only=True)
@@ -332,6 +337,11 @@ class Run:
             "optimizer.lr, or raise kl.coefficient."
         )
 
+    def close(self) -> None:
+        """Leave the service of the reference, if there is one, which ends with its last run."""
+        if hasattr(self.reference, "close"):
+            self.reference.close()
+
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, checkpoints: Checkpoints) -> Path:
@@ -435,7 +445,10 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
     saved = None if fresh else _saved(config, out)
     if fresh and (earlier := keep_earlier(out, WRITTEN)) is not None:
         say(f"{out} held an earlier run: moved it to {earlier}.")
-    write_whole(out / "config.yaml", config.to_yaml())
+    settings = out / "config.yaml"
+    if settings.exists() and not settings.read_text(encoding="utf-8").startswith(_ALL_SETTINGS):
+        say(f"moved {settings}, which no run wrote, to {keep_earlier(out, [settings.name])}.")
+    write_whole(settings, _ALL_SETTINGS + config.to_yaml())
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
@@ -445,6 +458,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
         stop = StopRequest(say)
         with (
+            closing(run),
             stop.on_signals(),
             progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr) as advance,
         ):
@@ -485,7 +499,7 @@ def _steps(
         ending = bool(stop)
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
-            run.say(f"step {run.step}: reward on held-out prompts {row['reward']:.4g} ± {row['reward_error']:.2g}")
+            run.say(f"step {run.step}: reward on held-out prompts {with_error(row)}")
         why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may have fewer steps than are done
         due = run.step > 0 and run.step % settings.checkpoints.every == 0
         if saved != run.step and (due or last or ending or why or run.best == run.step):

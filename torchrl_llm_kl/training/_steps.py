@@ -44,10 +44,32 @@ LOSS_KEYS = (
 # ------------------------------------------------------------------ answers
 
 
+class _Sampler(TransformersWrapper):
+    """A wrapper whose attention mask has each sampled token, up to the one that ends the answer.
+
+    torchrl's leaves out what equals the padding token: where that ends answers too, as it often does, no end would be trained.
+    """
+
+    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
+        """Write the answers."""
+        out = super().forward(tensordict, **kwargs)
+        full, width = out["tokens", "full"], out["tokens", "prompt"].shape[-1]
+        ends = self.model.generation_config.eos_token_id
+        ends = torch.as_tensor([] if ends is None else ends, dtype=full.dtype, device=full.device)
+        ended = torch.isin(full[..., width:], ends).long()
+        mask = out["masks", "all_attention_mask"].clone()
+        mask[..., width:] = ended.cumsum(-1) == ended  # nothing before it ended the answer
+        out.set(("masks", "all_attention_mask"), mask)
+        return out
+
+
 def make_sampler(
     model: Any, tokenizer: Any, *, max_new_tokens: int, sampling: Sampling | None = None
 ) -> TransformersWrapper:
     """A torchrl policy that writes answers with a transformers model, for the envs of :func:`~torchrl_llm_kl.tasks.make_env`.
+
+    It records no log-probs, which the transforms compute. Each sampled token is in the attention mask, also one that is the
+    padding token, up to the first that ends the answer (``eos_token_id`` of the model's ``generation_config``).
 
     Args:
         model: a transformers model; it is not copied.
@@ -65,11 +87,12 @@ def make_sampler(
         kwargs: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, **others}
     else:
         kwargs = sampling.generate_kwargs(model, **others)
-    return TransformersWrapper(
+    return _Sampler(
         model,
         tokenizer=tokenizer,
         input_mode="text",
         generate=True,
+        return_log_probs=False,  # they would be of temperature 1, and their logits take [B, T, V] of memory
         generate_kwargs=kwargs,
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
         device=model.device if model.device.type == "cuda" else None,
