@@ -7,7 +7,7 @@ import pytest
 import template_pairs
 from template_pairs import assistant, user
 
-from torchrl_llm_kl.masks import EmptyAssistantMaskError, render_conversation
+from torchrl_llm_kl.masks import EmptyAssistantMaskError, TurnNotFoundError, render_conversation
 from torchrl_llm_kl.masks._template import instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -98,7 +98,7 @@ def test_one_rendering_without_a_mask(renderings):
 
 def test_without_a_mask_no_turn_can_be_missing():
     tokenizer = build_tokenizer("{{ messages | length }}{% for m in messages %}{{ m | length }}{% endfor %}")
-    with pytest.raises(EmptyAssistantMaskError):
+    with pytest.raises((EmptyAssistantMaskError, TurnNotFoundError)):  # which, depends on transformers' release
         render_conversation(tokenizer, talk(1))
     assert render_conversation(tokenizer, talk(1), assistant_mask=False).text == "222"
 

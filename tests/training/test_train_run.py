@@ -12,6 +12,7 @@ from train_lab import ANSWERS, HELD_OUT, assert_same_run, build_lab, figures, sa
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm_kl.training import (
+    Checkpoints,
     CheckpointWarning,
     ConfigError,
     TrainConfig,
@@ -205,6 +206,33 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert said[0] == f"{out} held an earlier run: moved it to {out / 'earlier-1'}."
     assert (result.step, len(figures(out / "metrics.jsonl"))) == (2, 2)
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
+
+
+def test_a_checkpoint_of_another_program_is_refused(lab: Path, tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "out" / "checkpoints").writing(3, {"seconds": 1.0}):
+        pass
+    with pytest.raises(ConfigError, match=r"step-000003 is of another program: .*--fresh"):
+        train(settings(lab, tmp_path / "out"))
+
+
+def test_mlflow_has_one_run_of_the_project_whose_process_changes(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    for steps in (2, 4):
+        train(
+            settings(lab, tmp_path / "out", f"run.steps={steps}", "logging.loggers=[mlflow]", "logging.project=mine"),
+            say=lambda line: None,
+        )
+        mlflow.end_run()
+    experiment = mlflow.get_experiment_by_name("mine")
+    (run,) = mlflow.search_runs([experiment.experiment_id], output_format="list")
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "kl")
+    kls = {row["step"]: row["kl"] for row in figures(tmp_path / "out" / "metrics.jsonl")}
+    assert {one.step: one.value for one in history} == pytest.approx(kls)
+    assert len(kls) == 4
+    assert run.info.run_name == "out"
 
 
 def test_a_finished_run_with_fewer_steps_does_not_go_on(lab: Path, whole: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -431,6 +432,31 @@ def _logger(kind: str, name: str, folder: Path, config: TrainConfig) -> Any:
         return WandbLogger(
             name, save_dir=str(folder), id=own.read_text(), project=config.logging.project, config=config.to_dict()
         )
+    return _mlflow_logger(name, folder, config)
+
+
+def _mlflow_logger(name: str, folder: Path, config: TrainConfig) -> Any:
+    """The project is the experiment, and a process that goes on with a run continues its run there."""
+    import mlflow
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
-    return MLFlowLogger(name, tracking_uri=folder.resolve().as_uri())
+    mlflow.end_run()  # of an earlier logger of this process
+    own, run_id = folder / "id", "MLFLOW_RUN_ID"  # which mlflow.start_run reads, and torchrl's logger calls
+    before = os.environ.get(run_id)
+    if own.exists():
+        os.environ[run_id] = own.read_text()
+    try:
+        # In a database: MLflow 3.10 and later refuse folders of files.
+        logger = MLFlowLogger(
+            config.logging.project,
+            tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}",
+            artifact_location=(folder / "artifacts").resolve().as_uri(),
+        )
+    finally:
+        os.environ.pop(run_id, None)
+        if before is not None:
+            os.environ[run_id] = before
+    if not own.exists():
+        mlflow.set_tag("mlflow.runName", name)
+        own.write_text(logger.experiment.info.run_id)
+    return logger
