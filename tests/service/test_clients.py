@@ -168,6 +168,7 @@ def test_the_lease_of_a_killed_driver_expires(drivers: list[subprocess.Popen[str
     until(lambda: "orphan:0" not in names(), seconds=60)
 
 
+@pytest.mark.slow
 def test_the_service_ends_with_its_last_client() -> None:
     service = ScoringService(factory=model, name="shortlived", **CPUS)
     other = pickle.loads(pickle.dumps(service.model))

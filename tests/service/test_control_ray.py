@@ -105,6 +105,7 @@ def handle_of(remote: RemoteModel) -> str:
 # ------------------------------------------------------------------ the control actor is lost
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_control_actor_harms_nobody(service: ScoringService, local: LogProbScorer) -> None:
     """It is killed under load, then a replica is: no request is lost or wrong, and the table comes back."""
     fingerprint = service.fingerprint

@@ -143,6 +143,7 @@ def test_defect_18_kl_reward_transform_again_and_again() -> None:
 # ------------------------------------------------------------------ 19: errors of constructors
 
 
+@pytest.mark.slow
 def test_defect_19_errors_of_the_factory_are_raised_at_construction() -> None:
     with pytest.raises(OSError, match=r"^no such checkpoint: /nowhere$"):
         RayRetrieveKL(gen_model_factory=GEN, ref_model_factory=broken, actor_name="defects-broken", **CPUS)
@@ -216,6 +217,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
     return found, ScoringService(factory=REF, name="defects-race", **CPUS)
 
 
+@pytest.mark.slow
 def test_defect_20_all_creators_get_the_same_actor(race: Race) -> None:
     creators, _ = race
     assert len({process for process, _, _ in creators}) == 2
@@ -251,6 +253,7 @@ def test_defect_21_a_killed_actor_comes_back() -> None:
     assert_same(transform(data(1)), original(data(1)))
 
 
+@pytest.mark.slow
 def test_defect_21_shutdown_leaves_no_named_actor(race: Race) -> None:
     _, service = race
     assert sorted(named("defects-race")) == ["defects-race:0", "defects-race:control"]

@@ -354,6 +354,7 @@ def service() -> Iterator[ScoringService]:
         found.shutdown()
 
 
+@pytest.mark.slow
 def test_callers_with_records_and_without_share_the_replicas(service: ScoringService) -> None:
     """Large and small calls at once, of several settings: each equals its local one."""
 
