@@ -625,9 +625,10 @@ def _in_context(located: Located, kept: Kept | None) -> Kept | None:
 
 def _moved(kept: Kept, source: Tensor, target: Tensor) -> Kept:
     """What was kept at the tokens of one mask, at those of another with as many; none elsewhere."""
-    chosen = kept.take(source.cpu().nonzero().squeeze(-1))
-    counts = torch.zeros(len(target), dtype=torch.long)
-    counts[target.cpu()] = chosen.offsets.diff()
+    device = kept.offsets.device
+    chosen = kept.take(source.to(device).nonzero().squeeze(-1))
+    counts = torch.zeros(len(target), dtype=torch.long, device=device)
+    counts[target.to(device)] = chosen.offsets.diff()
     return Kept(chosen.ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
