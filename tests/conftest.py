@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.pool import RankPool
+
 # The models of the tests are tiny: threads only wait for each other.
 torch.set_num_threads(1)
 
@@ -17,7 +19,13 @@ TESTS = Path(__file__).parent
 FOLDERS = (TESTS.parent, TESTS, TESTS / "service", TESTS / "in_torchrl")
 
 #: Tests that share what is expensive to start run in one worker: a Ray cluster, pools of ranks.
-SHARED = {"tests/service/": "ray", "tests/in_torchrl/test_ray_recipe.py": "ray", "tests/distributed/": "ranks"}
+SHARED = {
+    "tests/service/": "ray",
+    "tests/in_torchrl/test_ray_recipe.py": "ray",
+    "tests/distributed/": "ranks",
+    "tests/losses/test_check_ranks.py": "ranks",
+    "tests/losses/test_micro_batches.py": "ranks",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -31,6 +39,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return shared[0] if shared else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks that run the functions of any module of the tests, started once."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

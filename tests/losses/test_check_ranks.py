@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import queue
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.pool import RankPool
 from torchrl_llm_kl import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import KLToReference, PolicyLoss, ValueLoss
 from torchrl_llm_kl.scoring import TokenCritic
@@ -172,49 +169,25 @@ def two_steps(rank: int) -> None:
 # ------------------------------------------------------------------ the ranks
 
 
-def _serve(rank: int, port: int, calls: Any, answers: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    while (call := calls.get()) is not None:
-        case, options = call
-        try:
-            case(rank, **options)
-            answers.put((rank, "ok"))
-        except Exception as error:
-            answers.put((rank, f"{type(error).__name__}: {error}"))
-        dist.barrier()
-    dist.destroy_process_group()
+def answer(case: str, options: dict[str, Any]) -> str:
+    """Run a case on this rank; what it raised as text."""
+    try:
+        globals()[case](dist.get_rank(), **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
 
 
-@pytest.fixture(scope="module")
-def both() -> Iterator[Callable[..., str]]:
+@pytest.fixture
+def both(pool: RankPool) -> Callable[..., str]:
     """Runs a case on two ranks and returns what both said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    calls, answers = [context.Queue() for _ in range(2)], context.Queue()
-    ranks = [context.Process(target=_serve, args=(i, port, calls[i], answers), daemon=True) for i in range(2)]
-    for process in ranks:
-        process.start()
 
     def run(case: Callable[..., None], **options: Any) -> str:
-        for one in calls:
-            one.put((case, options))
-        try:
-            said = dict(answers.get(timeout=300) for _ in ranks)  # the first call waits for the imports
-        except queue.Empty:
-            pytest.exit("a rank did not answer, and the other tests here would wait for it")
-        assert said[0] == said[1], "each rank must raise, or the other waits for ever"
-        return said[0]
+        first, second = pool.run("test_check_ranks:answer", case=case.__name__, options=options)
+        assert first == second, "each rank must raise, or the other waits for ever"
+        return first
 
-    yield run
-    for one in calls:
-        one.put(None)
-    for process in ranks:
-        process.join(timeout=30)
-        assert process.exitcode == 0
+    return run
 
 
 @pytest.mark.parametrize("average", [True, False])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import socket
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from distributed.pool import RankPool
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, ValueLoss
 from torchrl_llm_kl.scoring import TokenCritic
 from toy_models import tiny_model
@@ -125,41 +123,23 @@ def test_the_critic_too(mode: str) -> None:
     assert_same(sum_of_parts(loss, data, SPLITS[0]), whole)
 
 
-def _rank(rank: int, port: int, mode: str, average: bool, queue: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        loss, data = make_loss(mode), batch()
-        share = data[torch.tensor([[0, 1, 2, 4], [3, 5]][rank])]
-        loss.count(share, ranks_average=average)
-        # In two micro-batches each.
-        mine = sum_of_parts(loss, share, [[0], list(range(1, len(share)))])
-        for name in sorted(mine):
-            torch.distributed.all_reduce(mine[name])
-        if rank == 0:
-            scale = 2 if average else 1
-            queue.put({name: (x / scale).numpy() for name, x in mine.items()})
-    finally:
-        torch.distributed.destroy_process_group()
+def share_of_rank(mode: str, average: bool) -> dict[str, torch.Tensor]:
+    """On each of two ranks: the sum of both gradients, each rank's from two micro-batches."""
+    loss, rank = make_loss(mode), torch.distributed.get_rank()
+    share = batch()[torch.tensor([[0, 1, 2, 4], [3, 5]][rank])]
+    loss.count(share, ranks_average=average)
+    mine = sum_of_parts(loss, share, [[0], list(range(1, len(share)))])
+    for name in sorted(mine):
+        torch.distributed.all_reduce(mine[name])
+    return {name: (x / (2 if average else 1)).numpy() for name, x in mine.items()}
 
 
 @pytest.mark.parametrize(("mode", "average"), [("token-mean", True), ("seq-mean-token-mean", False)])
-def test_two_ranks_have_the_gradient_of_the_whole(mode: str, average: bool) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, mode, average, queue)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    got = {name: torch.from_numpy(x) for name, x in queue.get(timeout=120).items()}
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+def test_two_ranks_have_the_gradient_of_the_whole(pool: RankPool, mode: str, average: bool) -> None:
     loss, data = make_loss(mode), batch()
-    assert_same(got, gradients(total(loss(data)), loss))
+    want = gradients(total(loss(data)), loss)
+    for found in pool.run("test_micro_batches:share_of_rank", mode=mode, average=average):
+        assert_same({name: torch.from_numpy(x) for name, x in found.items()}, want)
 
 
 def test_all_ranks_without_a_group_is_an_error() -> None:

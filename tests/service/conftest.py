@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
 
 from rollout_fixtures import _lists_become_stacks  # noqa: F401
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.service import ScoringService
 
 pytest.importorskip("ray")
 
@@ -12,3 +18,15 @@ pytest.importorskip("ray")
 @pytest.fixture(scope="session", autouse=True)
 def _cluster(ray_cluster: None) -> None:
     """Started before the first test."""
+
+
+@pytest.fixture(scope="session")
+def shared(ray_cluster: None) -> Iterator[ScoringService]:
+    """A service of one replica, for all tests that leave it with the weights of ``model()``."""
+    from remote_models import model
+
+    from torchrl_llm_kl.service import ScoringService
+
+    with ScoringService(factory=model, name="shared", num_cpus=0.1) as found:
+        yield found
+        found.shutdown()

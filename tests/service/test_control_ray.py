@@ -135,14 +135,13 @@ def test_the_control_actor_is_created_again_by_whoever_needs_it(service: Scoring
 # ------------------------------------------------------------------ the right model
 
 
-def test_the_fingerprint_is_that_of_the_loaded_weights_and_can_be_demanded(service: ScoringService) -> None:
+def test_the_fingerprint_is_that_of_the_loaded_weights_and_can_be_demanded(shared: ScoringService) -> None:
     right, wrong = fingerprint_of(model()), fingerprint_of(model(seed=1))
-    assert service.fingerprint == right
-    same: dict[str, Any] = {"factory": partial(delayed, 0.02), "name": "controlled", "num_replicas": 2}
-    same |= {"hang_after": 3.0, "lifetime": "detached", **CPUS}
+    assert shared.fingerprint == right
+    same: dict[str, Any] = {"factory": model, "name": "shared", **CPUS}
     ScoringService(**same, expect=right).close()
     with pytest.raises(
-        ServiceConfigError, match=f"'controlled' has weights with the fingerprint {right}, expected {wrong}"
+        ServiceConfigError, match=f"'shared' has weights with the fingerprint {right}, expected {wrong}"
     ):
         ScoringService(**same, expect=wrong)
 
@@ -364,11 +363,11 @@ def test_a_model_by_value_that_nobody_has_any_more_is_named() -> None:
 # ------------------------------------------------------------------ clients that fork, stop or connect again
 
 
-def test_a_forked_child_gets_an_error_at_once(service: ScoringService) -> None:
+def test_a_forked_child_gets_an_error_at_once(shared: ScoringService) -> None:
     found = output(
         driver(
             f"""
-            remote = {handle_of(service.model)}
+            remote = {handle_of(shared.model)}
             total(remote)
             pid = os.fork()
             if pid == 0:

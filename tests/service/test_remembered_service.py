@@ -17,11 +17,10 @@ from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[ScoringService]:
-    with ScoringService(factory=model, num_cpus=0.1) as found:
-        yield found
-        found.shutdown()
+@pytest.fixture
+def service(shared: ScoringService) -> Iterator[ScoringService]:
+    yield shared
+    shared.update_weights(model().state_dict(), shared.version + 1)
 
 
 def requests(service: ScoringService) -> int:
@@ -29,11 +28,11 @@ def requests(service: ScoringService) -> int:
 
 
 def test_the_second_epoch_sends_no_request_until_weights_are_pushed(service: ScoringService, tmp_path: Path) -> None:
-    data, reference = sequences(), RememberedModel(service.model, tmp_path)
+    start, data, reference = service.version, sequences(), RememberedModel(service.model, tmp_path)
     scorer = reference.make_scorer()
     first = scorer.evaluate(data, entropy=True)
     assert_same(first.log_prob.values, LogProbScorer(model()).score(data).values)
-    assert first.version == 0
+    assert first.version == start
     reference.store.flush()
     sent = requests(service)
     for again in (scorer, RememberedModel(clone(service.model), tmp_path).make_scorer()):
@@ -47,13 +46,13 @@ def test_the_second_epoch_sends_no_request_until_weights_are_pushed(service: Sco
     # Local scores of the same weights are found too, and those of a push are new.
     local = RememberedModel(model(), tmp_path).make_scorer()
     assert torch.equal(local.score(data).values, first.log_prob.values)
-    service.update_weights(model(seed=1).state_dict(), 1)
-    assert service.model.fingerprint() == (1, fingerprint_of(model(seed=1)))
+    service.update_weights(model(seed=1).state_dict(), start + 1)
+    assert service.model.fingerprint() == (start + 1, fingerprint_of(model(seed=1)))
     found = scorer.evaluate(data)
-    assert found.version == 1
+    assert found.version == start + 1
     assert_same(found.log_prob.values, LogProbScorer(model(seed=1)).score(data).values)
     assert requests(service) == sent + 1
-    service.model.version = 2  # not pushed yet: calls wait for it
+    service.model.version = start + 2  # not pushed yet: calls wait for it
     assert service.model.fingerprint() is None
     service.model.version = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -21,13 +20,6 @@ CPUS = {"num_cpus": 0.1}
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[ScoringService]:
-    with ScoringService(factory=model, name="shared", **CPUS) as found:
-        yield found
-        found.shutdown()
-
-
-@pytest.fixture(scope="module")
 def local() -> LogProbScorer:
     return LogProbScorer(model())
 
@@ -40,23 +32,23 @@ def kill(service: ScoringService, replica: int = 0) -> None:
     os.kill(service.stats()[replica]["pid"], signal.SIGKILL)
 
 
-def test_the_same_numbers_as_locally(service: ScoringService, local: LogProbScorer) -> None:
+def test_the_same_numbers_as_locally(shared: ScoringService, local: LogProbScorer) -> None:
     data = sequences()
     mask = torch.rand(data.values.shape[0], generator=torch.Generator().manual_seed(1)) < 0.5
     mask &= data.positions > 0
-    remote = service.model.make_scorer()
+    remote = shared.model.make_scorer()
     assert_same_scores(remote.score(data), local.score(data))
     assert_same_scores(remote.score(data, mask), local.score(data, mask))
     scores, expected = remote.evaluate(data, mask, entropy=True), local.evaluate(data, mask, entropy=True)
     assert_same_scores(scores.log_prob, expected.log_prob)
     assert_same_scores(scores.entropy, expected.entropy)
     assert_same_scores(
-        service.model.make_scorer(temperature=0.5).score(data), LogProbScorer(model(), temperature=0.5).score(data)
+        shared.model.make_scorer(temperature=0.5).score(data), LogProbScorer(model(), temperature=0.5).score(data)
     )
 
 
-def test_requests_that_need_a_local_model_are_refused(service: ScoringService, local: LogProbScorer) -> None:
-    remote = service.model.make_scorer()
+def test_requests_that_need_a_local_model_are_refused(shared: ScoringService, local: LogProbScorer) -> None:
+    remote = shared.model.make_scorer()
     with pytest.raises(ValueError, match="returns no gradient"):
         remote.score(sequences(), grad=True)
     with pytest.raises(ValueError, match="needs the models in this process"):
@@ -68,9 +60,9 @@ def test_requests_that_need_a_local_model_are_refused(service: ScoringService, l
             remote.evaluate(sequences(), **option)
 
 
-def test_errors_of_a_request_keep_type_and_message(service: ScoringService) -> None:
+def test_errors_of_a_request_keep_type_and_message(shared: ScoringService) -> None:
     with pytest.raises(ValueError, match=r"token id 500 at sequence 0, position 1 is outside the vocabulary"):
-        service.model.make_scorer().score(Ragged.from_list([torch.tensor([1, 500])]))
+        shared.model.make_scorer().score(Ragged.from_list([torch.tensor([1, 500])]))
 
 
 @ray.remote(num_cpus=0)
@@ -78,9 +70,9 @@ def _score_elsewhere(handle: bytes, seed: int) -> torch.Tensor:
     return pickle.loads(handle).make_scorer().score(sequences(seed)).values
 
 
-def test_other_processes_find_it_by_name(service: ScoringService, local: LogProbScorer) -> None:
-    handle = pickle.dumps(service.model)
-    found = ray.get([_score_elsewhere.remote(handle, seed) for seed in range(4)])
+def test_other_processes_find_it_by_name(shared: ScoringService, local: LogProbScorer) -> None:
+    handle = pickle.dumps(shared.model)
+    found = ray.get([_score_elsewhere.remote(handle, seed) for seed in range(2)])
     for seed, values in enumerate(found):
         assert_same(values, local.score(sequences(seed)).values)
 
@@ -109,11 +101,11 @@ def test_errors_of_the_constructor_reach_the_caller() -> None:
         ScoringService()
 
 
-def test_a_name_in_use_with_another_configuration_shows_the_difference(service: ScoringService) -> None:
+def test_a_name_in_use_with_another_configuration_shows_the_difference(shared: ScoringService) -> None:
     with pytest.raises(ServiceConfigError, match=r"'shared:0' is in use .*model: it has .*remote_models\.model"):
         ScoringService(factory=partial(model, seed=3), name="shared", **CPUS)
     same_again = ScoringService(factory=model, name="shared", **CPUS)
-    assert same_again.stats()[0]["pid"] == service.stats()[0]["pid"]
+    assert same_again.stats()[0]["pid"] == shared.stats()[0]["pid"]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,9 @@ def data() -> TensorDict:
     return TensorDict({"tokens": tokens, "hint": torch.tensor(CONTEXTS), "next": {"reward": torch.zeros(2, 1)}}, [2])
 
 
-@pytest.fixture(scope="module")
-def served() -> Any:
-    service = ScoringService(factory=model, name="contexts", num_cpus=0)
-    yield service.model
-    service.close()
+@pytest.fixture
+def served(shared: ScoringService) -> Any:
+    return shared.model
 
 
 def by_hand() -> torch.Tensor:
