@@ -382,12 +382,12 @@ def test_callers_with_records_and_without_share_the_replicas(service: ScoringSer
     assert sum(one["failures"] for one in stats) == 0
 
 
-def test_transforms_over_ray(service: ScoringService) -> None:
+def test_transforms_over_ray(shared: ScoringService) -> None:
     options: dict[str, Any] = {"actor_name": "replayed", **CPUS}
     ref = model(1)
     with pytest.raises(ValueError, match="token 3 at sequence 0, position 1 is not among the 1"):
-        service.model.make_scorer().evaluate([[1, 3]], kept=Kept(torch.tensor([1, 2]), torch.tensor([0, 1, 2])))
-    found = RayRetrieveLogProb(service.model, sampling=WHOLE)(data().exclude("log_probs"))
+        shared.model.make_scorer().evaluate([[1, 3]], kept=Kept(torch.tensor([1, 2]), torch.tensor([0, 1, 2])))
+    found = RayRetrieveLogProb(shared.model, sampling=WHOLE)(data().exclude("log_probs"))
     assert_equal(found, RetrieveLogProb(model(), sampling=WHOLE)(data().exclude("log_probs")), ("log_probs", "full"))
     for sampling in (WHOLE, KEPT):
         kl = RayRetrieveKL(model(), ref_model_factory=served_reference, sampling=sampling, **options)
@@ -402,4 +402,4 @@ def test_transforms_over_ray(service: ScoringService) -> None:
     local_policy = RetrieveKL(model(), kl.ref_model if hasattr(kl, "ref_model") else kl[1].model, sampling=KEPT)
     want = RetrieveKL(model(), ref, sampling=KEPT)(data(recorded=False).exclude("log_probs"))
     assert_equal(local_policy(data(recorded=False).exclude("log_probs")), want, ("ref_log_probs", "full"), "kl_penalty")
-    ray.get_actor("replayed:0", namespace=service.model.spec.namespace)
+    ray.get_actor("replayed:0", namespace=shared.model.spec.namespace)
