@@ -84,16 +84,18 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def assert_one_graph_each(plain: Any, compiled: Any, number: int = 1, **settings: Any) -> None:
+def assert_one_graph_each(
+    plain: Any, compiled: Any, number: int = 1, close: dict[str, float] = EXACT, **settings: Any
+) -> None:
     """``number`` graphs for scoring and for training, whatever the packs; and the same numbers."""
     want, scorer = LogProbScorer(plain, **settings), LogProbScorer(compiled, **settings)
     assert scorer.shares_prefixes
     assert graphs() == 0, "the check of the fast path compiled"
     for rows in layouts():
-        assert_close(scorer.score(Ragged.from_list(rows)).values, want.score(Ragged.from_list(rows)).values, **EXACT)
+        assert_close(scorer.score(Ragged.from_list(rows)).values, want.score(Ragged.from_list(rows)).values, **close)
     assert graphs() == number
     for rows in layouts():
-        assert_close(train(scorer, rows), train(want, rows), **EXACT)
+        assert_close(train(scorer, rows), train(want, rows), **close)
     assert graphs() == 2 * number
     assert not counters["graph_break"]
 
@@ -116,8 +118,8 @@ def test_windows_and_soft_caps(family: str, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [compile_layers, compile_body])
 def test_inductor(way: Any) -> None:
-    """Its graphs write into the memory of tensors that they no longer need."""
-    assert_one_graph_each(*pair(way, backend="inductor"), tokens_per_batch=16)
+    """Its graphs write into the memory of tensors that they no longer need; a body in float64 differs by 5e-6 of itself."""
+    assert_one_graph_each(*pair(way, backend="inductor"), close={"atol": 1e-4, "rtol": 1e-5}, tokens_per_batch=16)
 
 
 def test_packs_are_shared() -> None:

@@ -155,7 +155,8 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
         for name in CHECKPOINTS:
             if name in module.__dict__:
                 function = module.__dict__[name]
-                bound = _in_graph(function) if inside or found_call else partial(_checkpoint, function, model, layout)
+                in_graph = inside or (found_call is not None and not _checkpoints_outside(module))
+                bound = _in_graph(function) if in_graph else partial(_checkpoint, function, model, layout)
                 swaps.append((module, name, function, bound))
     layout.saving = saving()
     with swapped(swaps):
@@ -164,6 +165,11 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
             yield
         finally:
             _ACTIVE.layout = None
+
+
+def _checkpoints_outside(module: nn.Module) -> bool:
+    """Whether a module checkpoints its call, not its forward: layers of transformers before 5.23."""
+    return type(module).__call__ is not nn.Module.__call__
 
 
 def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, bool]]:
