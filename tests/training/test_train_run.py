@@ -208,6 +208,28 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
 
 
+def test_a_file_that_changed_before_a_run_goes_on_is_named(lab: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(Path(settings(lab, tmp_path / "out").data.prompts).read_bytes())
+
+    def go_on(steps: int) -> list[str]:
+        said: list[str] = []
+        train(
+            settings(
+                lab, tmp_path / "out", f"data.prompts={prompts}", f"run.steps={steps}", "optimizer.schedule=constant"
+            ),
+            say=said.append,
+        )
+        return [line for line in said if "has changed" in line]
+
+    assert go_on(2) == go_on(3) == []
+    prompts.write_text("\n".join(reversed(prompts.read_text().splitlines())))
+    assert go_on(4) == [
+        f"{prompts} has changed since: the run is no longer the one that it would have been without a stop."
+    ]
+    assert go_on(5) == []  # the checkpoint knows the new one
+
+
 def test_a_checkpoint_of_another_program_is_refused(lab: Path, tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "out" / "checkpoints").writing(3, {"seconds": 1.0}):
         pass

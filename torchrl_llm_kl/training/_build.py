@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -377,6 +378,21 @@ def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
     if held_out is not None and number is not None and number < len(held_out):
         held_out = _some(held_out, list(range(number)))
     return prompts, held_out
+
+
+def file_digests(config: TrainConfig) -> dict[str, str]:
+    """SHA-256 of the files with prompts and rewards, by path as the configuration has it: what a resumed run reads again.
+
+    Example:
+        >>> file_digests(config)  # doctest: +SKIP
+        {'prompts.jsonl': 'e3b0c442...', 'rewards.py': '9f86d081...'}
+    """
+    functions = config.reward.functions
+    parts = [functions] if isinstance(functions, str) else functions.values()
+    places = [part["function"] if isinstance(part, Mapping) else part for part in parts]
+    names = [config.data.prompts, config.data.held_out, *(str(place).rpartition(":")[0] for place in places)]
+    paths = {name: Path(name).expanduser() for name in names if name}
+    return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
 
 
 def _some(prompts: Prompts, numbers: list[int]) -> Prompts:

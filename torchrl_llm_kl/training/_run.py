@@ -23,6 +23,7 @@ from torchrl_llm_kl.scoring import ReferenceUpdater
 from torchrl_llm_kl.tasks import make_env
 from torchrl_llm_kl.training._build import (
     build_training,
+    file_digests,
     load_prompts,
     load_reference,
     load_reward,
@@ -168,7 +169,7 @@ class Run:
         seed_everything(config.run.seed)
         self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
         self.prompts, self.held_out = load_prompts(config)
-        self.reward = load_reward(config)
+        self.reward, self.files = load_reward(config), file_digests(config)
         self.tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
         self.policy = load_policy(config, None if saved is None else saved.folder / "model")
         self.reference = load_reference(config, self.policy)
@@ -348,6 +349,7 @@ class Run:
         """Write a checkpoint of all that the next step depends on."""
         numbers = {
             "config": self.config.to_dict(),
+            "files": self.files,
             "versions": dict(versions()),
             "seconds": self.elapsed,
             "best": self.best,
@@ -456,6 +458,9 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         run = build(config, saved=saved, say=say)
         if saved is not None:
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
+            before = saved.numbers.get("files", run.files)
+            for name in (name for name, digest in run.files.items() if before.get(name) != digest):
+                say(f"{name} has changed since: the run is no longer the one that it would have been without a stop.")
         stop = StopRequest(say)
         with (
             closing(run),
