@@ -1,7 +1,7 @@
 """Time of scoring under truncated sampling, relative to scoring without: ``python -m benchmarks.sampling``.
 
-A model of random weights in the shape of Qwen2.5-0.5B, whose head is scaled until its distributions have a given entropy. The
-tokens are random, which costs the same as likely ones.
+A model of random weights with the layers, width and vocabulary of Qwen2.5-0.5B, whose head is scaled until its distributions
+have a given entropy. The tokens are random, which costs the same as likely ones.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def measure(size: ModelSize, tokens: int, entropy: float, repeats: int) -> Found
     model = qwen2(size)
     with torch.no_grad():
         ids = torch.randint(size.vocab, (tokens,))
-        logits = model(ids[None, : min(tokens, 64)]).logits[0]
+        prompt = min(8, tokens // 2)
+        logits = model(ids[None]).logits[0, prompt:][-64:]
         low, high = 0.0, 1e4
         for _ in range(50):
             scale = (low + high) / 2
             low, high = (scale, high) if _entropy(scale * logits) > entropy else (low, scale)
         model.lm_head.weight.mul_(scale)
-    row, prompt = Ragged.from_list([ids]), min(8, tokens // 2)
-    mask = torch.arange(tokens) >= prompt
+        entropy = _entropy(model(ids[None]).logits[0, prompt - 1 : -1])
+    row, mask = Ragged.from_list([ids]), torch.arange(tokens) >= prompt
     scorers = {PLAIN: LogProbScorer(model, memory=0)}
     scorers |= {name: LogProbScorer(model, memory=0, sampling=kind) for name, kind in KINDS.items()}
 
@@ -61,7 +62,7 @@ def measure(size: ModelSize, tokens: int, entropy: float, repeats: int) -> Found
 
     contenders = {name: Contender(lambda _, scorer=scorer: score(scorer)) for name, scorer in scorers.items()}
     times = alternate(contenders, HostMeter(), repeats=repeats, warm_up=1, memory_apart=True)
-    return Found(_entropy(scale * logits), times)
+    return Found(entropy, times)
 
 
 def _entropy(logits: Tensor) -> float:

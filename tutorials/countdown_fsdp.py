@@ -1,4 +1,4 @@
-"""Train on several ranks with sharded models (FSDP2): the run of ``countdown_grpo.py``, with the same figures on any number.
+"""Train on several ranks with sharded models (FSDP2): a smaller ``countdown_grpo.py``, with the same figures on any number.
 
 Run it with ``torchrun --nproc-per-node 2 tutorials/countdown_fsdp.py``: gloo on CPU cores, NCCL on GPUs; or without torchrun in
 one process. Each rank
@@ -52,7 +52,6 @@ from countdown_grpo import (
     EPOCHS,
     GROUP_SIZE,
     MINIBATCHES,
-    NUM_PROMPTS,
     WARMUP_STEPS,
     check_options,
     make_policy,
@@ -79,7 +78,7 @@ class Settings:
     warmup_steps: int | None = None
     kl_target: float | None = None
     lr: float = 3e-4
-    num_prompts: int = NUM_PROMPTS
+    num_prompts: int = 16
     group_size: int = GROUP_SIZE
     max_new_tokens: int = MAX_NEW_TOKENS
     model: str | None = None

@@ -63,7 +63,7 @@ from torchrl_llm_kl.training import learn, loss_entries
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
 
-NUM_PROMPTS = 16  # problems per step
+NUM_PROMPTS = 32  # problems per step
 GROUP_SIZE = 8  # answers per problem, compared with one another
 EPOCHS = 2  # passes over the answers of each step
 MINIBATCHES = 2  # updates per pass
@@ -206,7 +206,7 @@ def main(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the weights, the order of the problems and the sampling.")
     ] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 140,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 100,
     warmup_steps: Annotated[
         int | None,
         typer.Option(min=0, help="Supervised steps before RL. Default: 300, or 0 for a checkpoint."),
@@ -217,7 +217,7 @@ def main(
     controller: Annotated[
         str, typer.Option(help="How the coefficient follows the target: pi, dual (ascent) or ziegler.")
     ] = "pi",
-    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = 1.5e-4,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = 3e-4,
     num_prompts: Annotated[int, typer.Option(min=1, help="Problems per RL step.")] = NUM_PROMPTS,
     group_size: Annotated[int, typer.Option(min=2, help="Answers to each problem.")] = GROUP_SIZE,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = MAX_NEW_TOKENS,

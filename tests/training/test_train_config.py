@@ -48,6 +48,24 @@ def test_a_later_override_wins_and_the_file_is_kept(tmp_path: Path) -> None:
     assert config.reward.functions == {"a": "r.py:f", "b": {"function": "r.py:g", "weight": 2}}
 
 
+def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
+    held = {"place": "reward", "target": 0.5, "controller_args": {"proportional": 2.0}}
+    source = {**LEAST, "kl": held, "algorithm": {"args": {"clip_low": 0.1, "advantage_args": {"std": "batch"}}}}
+
+    def args(*overrides: str) -> tuple[Any, Any]:
+        found = read_config(source, overrides)
+        return found.kl.controller_args, found.algorithm.args
+
+    plain = source["algorithm"]["args"]
+    assert args() == ({"proportional": 2.0}, plain)
+    assert args("kl.controller_args={}") == ({}, plain)
+    assert args("kl.controller_args={integral: 0.1}") == ({"proportional": 2.0, "integral": 0.1}, plain)
+    assert args("kl.controller_args={}", "kl.controller_args.integral=0.1") == ({"integral": 0.1}, plain)
+    assert args("kl.controller_args.integral=0.1", "kl.controller_args={}") == ({}, plain)
+    assert args("algorithm.args.advantage_args={}")[1] == {"clip_low": 0.1, "advantage_args": {}}
+    assert held["controller_args"] == {"proportional": 2.0}, "the caller's own"
+
+
 def test_a_configuration_survives_yaml(tmp_path: Path) -> None:
     config = read_config(LEAST, ["lora.targets=[q_proj]", "kl.target=0.25", "evaluation.greedy=false", "run.seed=7"])
     file = tmp_path / "config.yaml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torchrl_llm_kl.training import (
     summary,
     train,
 )
+from torchrl_llm_kl.training._build import file_digests
 
 
 @pytest.fixture(scope="module")
@@ -224,10 +226,26 @@ def test_a_file_that_changed_before_a_run_goes_on_is_named(lab: Path, tmp_path: 
 
     assert go_on(2) == go_on(3) == []
     prompts.write_text("\n".join(reversed(prompts.read_text().splitlines())))
-    assert go_on(4) == [
-        f"{prompts} has changed since: the run is no longer the one that it would have been without a stop."
-    ]
+    assert go_on(4) == [f"{prompts} has changed since: what follows is not what it would have been without a stop."]
     assert go_on(5) == []  # the checkpoint knows the new one
+
+
+def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its path in the configuration; modules and the folder's other files are left out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    held = {"p.jsonl": b"1", "h.jsonl": b"2", "a.py": b"3", "home/b.py": b"4", "math": b"5"}
+    for name, content in held.items():
+        (tmp_path / name).write_bytes(content)
+    parts = {"a": "a.py:f", "b": {"function": "~/b.py:g", "weight": 0}, "c": "math:sqrt"}
+    config = read_config(
+        {"model": {"name": "m"}, "data": {"prompts": "p.jsonl", "held_out": "h.jsonl"}, "reward": {"functions": parts}}
+    )
+    digest = {content: sha256(content).hexdigest() for content in held.values()}
+    assert file_digests(config) == {
+        "p.jsonl": digest[b"1"], "h.jsonl": digest[b"2"], "a.py": digest[b"3"], "~/b.py": digest[b"4"],
+    }  # fmt: skip
 
 
 def test_a_checkpoint_of_another_program_is_refused(lab: Path, tmp_path: Path) -> None:

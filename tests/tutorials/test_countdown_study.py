@@ -312,7 +312,7 @@ def test_a_study_run_is_the_demo(tmp_path):
 
 
 def test_direct_batches_are_those_of_the_collector():
-    """The placement study goes around env and collector: the same problems, tokens, rewards and scores."""
+    """The studies go around env and collector: the same problems, tokens, rewards and scores."""
     torch.manual_seed(4)
     problems = all_problems(6)[:5]  # fewer than are posed: the order goes on with other permutations
     tokenizer = build_tokenizer(problems)

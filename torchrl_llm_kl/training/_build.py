@@ -383,6 +383,8 @@ def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
 def file_digests(config: TrainConfig) -> dict[str, str]:
     """SHA-256 of the files with prompts and rewards, by path as the configuration has it: what a resumed run reads again.
 
+    Modules (``package.module:function``) and what a file imports are not among them.
+
     Example:
         >>> file_digests(config)  # doctest: +SKIP
         {'prompts.jsonl': 'e3b0c442...', 'rewards.py': '9f86d081...'}
@@ -390,8 +392,8 @@ def file_digests(config: TrainConfig) -> dict[str, str]:
     functions = config.reward.functions
     parts = [functions] if isinstance(functions, str) else functions.values()
     places = [part["function"] if isinstance(part, Mapping) else part for part in parts]
-    names = [config.data.prompts, config.data.held_out, *(str(place).rpartition(":")[0] for place in places)]
-    paths = {name: Path(name).expanduser() for name in names if name}
+    scripts = [name for place in places if (name := str(place).rpartition(":")[0]).endswith(".py")]
+    paths = {name: Path(name).expanduser() for name in (config.data.prompts, config.data.held_out, *scripts) if name}
     return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
 
 

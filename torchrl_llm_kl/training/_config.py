@@ -342,7 +342,8 @@ def read_config(source: str | Path | Mapping[str, Any] | None = None, overrides:
 
     Args:
         source: a YAML file, nested dicts, or None for the defaults.
-        overrides: changes such as ``"optimizer.lr=1e-5"``; values are YAML.
+        overrides: changes such as ``"optimizer.lr=1e-5"``; values are YAML. ``{...}`` is added to what a setting holds,
+            ``{}`` empties it.
 
     Returns:
         The configuration, with all defaults.
@@ -364,9 +365,16 @@ def read_config(source: str | Path | Mapping[str, Any] | None = None, overrides:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    layers = [_of_source(source), _of_overrides(overrides)]
+    changes, emptied = _of_overrides(overrides)
+    layers = [_of_source(source), changes]
     for layer in layers:
         _check_keys(layer)
+    for *path, name in (key.split(".") for key in emptied):
+        held: Any = layers[0]
+        for part in path:
+            held = held.get(part) if isinstance(held, dict) else None
+        if isinstance(held, dict):
+            held.pop(name, None)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *layers)
         OmegaConf.resolve(merged)
@@ -460,10 +468,12 @@ def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     return _long_reward({str(key): value for key, value in found.items()})
 
 
-def _of_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """The changes as sections, and the settings whose earlier values ``{}`` drops."""
     from omegaconf import OmegaConf
 
     layer: Any = OmegaConf.create({})
+    emptied: list[str] = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
@@ -475,11 +485,12 @@ def _of_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         parsed = cast(Any, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
         key = "reward.functions" if key.strip() == "reward" and not isinstance(parsed, Mapping) else key.strip()
         try:
-            OmegaConf.update(layer, key, parsed, force_add=True)
+            OmegaConf.update(layer, key, parsed, merge=parsed != {}, force_add=True)
         except Exception as error:  # a key within a number
             raise ConfigError(f"{text!r} contradicts an earlier change: {error}") from error
+        emptied += [key] if parsed == {} else []
     found: Any = OmegaConf.to_container(layer)
-    return _long_reward(found)
+    return _long_reward(found), emptied
 
 
 def _long_reward(layer: dict[str, Any]) -> dict[str, Any]:

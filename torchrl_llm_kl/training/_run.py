@@ -460,7 +460,7 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
             before = saved.numbers.get("files", run.files)
             for name in (name for name, digest in run.files.items() if before.get(name) != digest):
-                say(f"{name} has changed since: the run is no longer the one that it would have been without a stop.")
+                say(f"{name} has changed since: what follows is not what it would have been without a stop.")
         stop = StopRequest(say)
         with (
             closing(run),

@@ -84,7 +84,10 @@ CONTROLLERS = ("pi", "dual", "ziegler")
 def make_coefficient(controller: str, *, target: float, batch_size: int) -> nn.Module:
     """A coefficient that follows the KL of each step, in one of the ways :data:`CONTROLLERS`; target in nats per answer."""
     if controller == "pi":
-        return PIKLCoefficient(init=0.2, target=target)
+        if batch_size < 256:  # the measured KL is noisy: the default gains
+            return PIKLCoefficient(init=0.2, target=target)
+        gains = {"proportional": 2.0, "integral": 0.08, "smoothing": 0.9, "max_step": 0.2}
+        return PIKLCoefficient(init=0.25, target=target, **gains)
     if controller == "dual":
         return DualKLCoefficient(init=0.2, target=target)
     # Changes by at most 10 % per step: 0.2 * n / horizon.
