@@ -65,7 +65,7 @@ def test_sequence_parallel_is_refused_on_all_ranks(pool, library):
         assert "is sequence parallel" in message
 
 
-@pytest.mark.parametrize("logits", ["colwise_gather_output", "colwise"])
+@pytest.mark.parametrize("logits", [pytest.param("colwise_gather_output", marks=pytest.mark.slow), "colwise"])
 @pytest.mark.parametrize(
     ("tp", "ranks", "vocab"), [(2, 2, 96), pytest.param(4, 4, 95, marks=pytest.mark.slow), (2, 4, 96)]
 )
@@ -76,7 +76,7 @@ def test_scores_of_a_model_in_packs(pool, logits, tp, ranks, vocab):
         assert max(worst.values()) < 1e-12
 
 
-@pytest.mark.parametrize("logits", ["colwise_gather_output", "colwise"])
+@pytest.mark.parametrize("logits", [pytest.param("colwise_gather_output", marks=pytest.mark.slow), "colwise"])
 @pytest.mark.parametrize(("tp", "ranks"), [(2, 2), (2, 4)])
 def test_three_steps_equal_one_process(pool, logits, tp, ranks):
     assert max(pool.run(f"{CASES}:train", ranks=ranks, logits=logits, tp=tp)) < 1e-12

@@ -83,7 +83,7 @@ def value_and_gradients(fn, args):
     return value, *torch.autograd.grad(value, args[:-1], upstream, allow_unused=True)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_same_values_and_gradients_in_one_graph(fn, backend):
     compiled = torch.compile(fn, backend=backend, fullgraph=True)

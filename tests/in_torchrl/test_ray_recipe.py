@@ -118,7 +118,7 @@ def local_buffer(sampler: Any) -> Iterator[ReplayBuffer]:
     yield ReplayBuffer(storage=LazyStackStorage(64), sampler=sampler(), batch_size=ROWS // 2)
 
 
-@pytest.mark.parametrize("where", ["here", "in actors"])
+@pytest.mark.parametrize("where", ["here", pytest.param("in actors", marks=pytest.mark.slow)])
 def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str, request: pytest.FixtureRequest) -> None:
     """``"from_collector"`` before and after new weights: log-probs are those of the weights that sampled."""
     make_buffer, make_collector = local_buffer, local_collector

@@ -89,12 +89,13 @@ def differing(scorer: LogProbScorer, packs: Packs, number: int, **options: Any) 
 # ---------------------------------------------------------------------- the promise
 
 
-def test_bits_in_50_random_packs_and_the_normal_mode_as_a_control(model: nn.Module, other: nn.Module) -> None:
+@pytest.mark.parametrize("number", [20, pytest.param(50, marks=pytest.mark.slow)])
+def test_bits_in_random_packs_and_the_normal_mode_as_a_control(model: nn.Module, other: nn.Module, number: int) -> None:
     mine = rows_of(*LENGTHS)
     options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
     fixed, reference = (LogProbScorer(each, deterministic=True) for each in (model, other))
     vocab = WIDE["vocab_size"]
-    assert differing(fixed, Packs(mine, vocab), 50, reference=reference, **options) == 0
+    assert differing(fixed, Packs(mine, vocab), number, reference=reference, **options) == 0
     assert differing(LogProbScorer(model), Packs(mine, vocab), 10, **options) > 0, (
         "the data would not show a difference"
     )

@@ -211,7 +211,7 @@ def _with_grad(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return parameter
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8), st.integers(0, 6)), min_size=2, max_size=8

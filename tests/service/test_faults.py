@@ -167,6 +167,7 @@ def test_a_slow_model_and_a_full_queue() -> None:
         service.shutdown()
 
 
+@pytest.mark.slow
 def test_object_store_pressure(service: ScoringService, local: LogProbScorer) -> None:
     """Requests too large to be inlined in a call, while the object store is full."""
     room = ray.available_resources()["object_store_memory"]

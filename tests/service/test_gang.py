@@ -63,18 +63,21 @@ def groups() -> list[str]:
 # ------------------------------------------------------------------ without Ray
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp", "none", "by_hand"])
 def test_ranks_score_as_one_process(pool: RankPool, shard: str) -> None:
     for found in pool.run("gang_ranks:difference", shard=shard):
         assert max(found) < 1e-12
 
 
+@pytest.mark.slow
 def test_single_precision(pool: RankPool) -> None:
     for shard in ("fsdp2", "tp"):
         for found in pool.run("gang_ranks:difference", shard=shard, dtype="float32"):
             assert max(found) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp", "none"])
 def test_ranks_replay_and_name_their_tensors(pool: RankPool, shard: str) -> None:
     """Shards have the names of the whole tensors, also after a score, and tied ones share a place."""
@@ -85,6 +88,7 @@ def test_ranks_replay_and_name_their_tensors(pool: RankPool, shard: str) -> None
         assert own == {f"model.{name}": name for name in names}
 
 
+@pytest.mark.slow
 def test_models_that_have_no_plan_are_refused(pool: RankPool) -> None:
     for message in pool.run("gang_ranks:refusal", shard="tp", num_key_value_heads=1):
         assert "the model has 1 heads of keys and values, which 2 ranks cannot share equally" in message

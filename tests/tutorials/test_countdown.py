@@ -270,7 +270,7 @@ def texts(figure) -> str:
     return " ".join(text if isinstance(text, str) else text.get_text() for text in found)
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "on_policy_distill", "grpo"])
+@pytest.mark.parametrize("algorithm", ["dapo", pytest.param("on_policy_distill", marks=pytest.mark.slow), "grpo"])
 def test_only_a_run_with_a_penalty_speaks_of_one(tmp_path, monkeypatch, drawn, algorithm):
     monkeypatch.setattr(countdown_grpo, "TEACHER_STEPS", 5)
     output = run(
@@ -350,7 +350,8 @@ def test_lines_come_at_once_where_there_is_no_terminal(capsys, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("where", [pytest.param("warm-up", marks=pytest.mark.slow), "RL"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["warm-up", "RL"])
 def test_an_interrupted_run_keeps_its_model_and_plot(tmp_path, where):
     """Ctrl-C in a process of its own, as a user presses it."""
     command = [
@@ -387,8 +388,8 @@ def test_an_interrupted_run_keeps_its_model_and_plot(tmp_path, where):
     assert (tmp_path / "out" / "curves.png").exists() == (where == "RL")
 
 
-#: One of each kind: groups, a critic, experts, steps of an env, a teacher. The others take as long.
-KINDS = ("grpo", "ppo", "mix", "gigpo", "on_policy_distill")
+#: One of each kind: groups, a critic, experts, a teacher. The others take as long.
+KINDS = ("grpo", "ppo", "mix", "on_policy_distill")
 
 
 @pytest.mark.parametrize(
