@@ -49,6 +49,7 @@ from countdown.study import (
     draw_target,
     placement_cells,
     placement_table,
+    processor_table,
     target_cells,
     target_summary,
     target_table,
@@ -104,6 +105,7 @@ def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
     result = {
         "cell": asdict(cell),
         "seed": seed,
+        "processor": torch.backends.cpu.get_cpu_capability(),
         "scale": asdict(scale),
         "accuracy_before": before,
         "accuracy_after": after,
@@ -242,6 +244,7 @@ def write_pages(results: Results, folder: Path, *, target: Scale = DEMO, placeme
     """Write the tables and pictures of the page from the results."""
     blocks = {
         "target": target_table(results, TARGET_SEEDS, target),
+        "processors": processor_table(results, TARGET_SEEDS, target),
         "claims": claims_table(results, placement),
         "placement": placement_table(results, PLACEMENT_SEEDS, placement),
     }

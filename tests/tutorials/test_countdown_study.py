@@ -34,6 +34,7 @@ from countdown.study import (
     differences,
     interval,
     placement_cells,
+    processor_table,
     shown,
     target_cells,
     target_summary,
@@ -47,8 +48,11 @@ from torchrl_llm_kl import RetrieveKL
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def row(cell: Cell, seed: int, scale=SHORT, **measured):
-    return {"cell": asdict(cell), "seed": seed, "scale": asdict(scale), **measured}
+HERE = torch.backends.cpu.get_cpu_capability()
+
+
+def row(cell: Cell, seed: int, scale=SHORT, processor=HERE, **measured):
+    return {"cell": asdict(cell), "seed": seed, "processor": processor, "scale": asdict(scale), **measured}
 
 
 # ------------------------------------------------------------------ cells and results
@@ -87,6 +91,23 @@ def test_results_are_found_again_and_only_the_missing_ones_run(tmp_path):
     assert again.missing([one, two], [3, 4], SHORT) == [(one, 4), (two, 4)]
     assert again.find(two, SHORT) == {3: row(two, 3, kl=0.2)}
     assert again.find(two, replace(SHORT, steps=7)) == {}, "another size is another run"
+
+
+def test_each_processor_has_runs_of_its_own(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    pi, _ = target_cells()
+    for processor, seed, accuracy, kl in (("A", 10, 0.5, 0.4), ("A", 11, 0.7, 0.6), ("B", 10, 0.9, 0.5)):
+        measured = {"accuracy_before": 0.25, "accuracy_after": accuracy, "kl_last_half": kl, "swing": 1.5}
+        results.append(row(pi, seed, processor=processor, **measured))
+    assert results.missing([pi], [10, 11], SHORT) == [(pi, 10), (pi, 11)], "nothing ran on this processor"
+    assert set(results.find(pi, SHORT)) == {10, 11}, "the processor with most runs"
+    table = processor_table(results, [10, 11], SHORT).splitlines()
+    assert (
+        table[2]
+        == "| A | 2 | 25.0% (25.0% to 25.0%) | 60.0% (50.0% to 70.0%) | 0.50 (0.40 to 0.60) | 1.5 (1.5 to 1.5) |"
+    )
+    assert table[3].startswith("| B | 1 | 25.0% (25.0% to 25.0%) | 90.0% (90.0% to 90.0%) | 0.50 (0.50 to 0.50) |")
+    assert table[4].startswith("| all | 3 | 25.0% (25.0% to 25.0%) | 70.0% (50.0% to 90.0%) |")
 
 
 def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path):

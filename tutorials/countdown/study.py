@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
+import torch
 
 from countdown.report import smooth
 
@@ -136,14 +138,20 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
 
-    def find(self, cell: Cell, scale: Scale) -> dict[int, Result]:
-        """The rows of a cell by seed."""
-        want = (asdict(cell), asdict(scale))
-        return {row["seed"]: row for row in self.rows if (row["cell"], row["scale"]) == want}
+    @property
+    def processors(self) -> list[str]:
+        """Names by ``torch.backends.cpu.get_cpu_capability()`` of the processors that ran, the one with most runs first."""
+        return [name for name, _ in Counter(row["processor"] for row in self.rows).most_common()]
+
+    def find(self, cell: Cell, scale: Scale, processor: str | None = None) -> dict[int, Result]:
+        """The rows of a cell by seed, from one kind of processor; by default the one with most runs."""
+        want = (asdict(cell), asdict(scale), processor or next(iter(self.processors), None))
+        return {row["seed"]: row for row in self.rows if (row["cell"], row["scale"], row["processor"]) == want}
 
     def missing(self, cells: Iterable[Cell], seeds: Sequence[int], scale: Scale) -> list[tuple[Cell, int]]:
-        """What is still to be run: all cells of a seed before the next seed."""
-        done = {cell: self.find(cell, scale) for cell in cells}
+        """What is still to be run on this processor: all cells of a seed before the next seed."""
+        here = torch.backends.cpu.get_cpu_capability()
+        done = {cell: self.find(cell, scale, here) for cell in cells}
         return [(cell, seed) for seed in seeds for cell in done if seed not in done[cell]]
 
 
@@ -241,6 +249,25 @@ def target_table(results: Results, seeds: Sequence[int], scale: Scale) -> str:
             f"Accuracy after RL, PI control minus Ziegler's rule, {len(both)} pairs: {shown(apart, percent=True)}."
         )
     return "\n\n".join(text)
+
+
+def processor_table(results: Results, seeds: Sequence[int], scale: Scale) -> str:
+    """The demo with PI control under each setting of the processor: mean and range over the seeds."""
+    columns = {"accuracy_before": "{:.1%}", "accuracy_after": "{:.1%}", "kl_last_half": "{:.2f}", "swing": "{:.1f}"}
+    lines = [
+        "| processor | seeds | right before RL | right after | KL of the last half | swing |",
+        "|---|---|---|---|---|---|",
+    ]
+    by_processor = {name: results.find(target_cells()[0], scale, name) for name in results.processors}
+    found = {name: [runs[seed] for seed in seeds if seed in runs] for name, runs in by_processor.items()}
+    for name, runs in {**found, "all": [run for some in found.values() for run in some]}.items():
+        row = [name, str(len(runs))]
+        for key, form in columns.items():
+            values = [run[key] for run in runs]
+            low, mean, high = (min(values), sum(values) / len(values), max(values)) if values else (math.nan,) * 3
+            row.append(f"{form.format(mean)} ({form.format(low)} to {form.format(high)})")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def draw_target(results: Results, seeds: Sequence[int], scale: Scale, path: Path) -> None:
