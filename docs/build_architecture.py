@@ -21,7 +21,7 @@ PICTURE = Path(__file__).with_name("architecture.png")
 #: The layers from bottom to top. Those in one row do not import one another; each may import from every row before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_foreign",),
-    ("_registry", "_numerics"),
+    ("_registry", "_numerics", "_files"),
     ("masks", "ragged", "head"),
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses", "datasets"),
@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HOLDS = {
     "_foreign": "settings of TRL, Trinity-RFT and verl: their names there and here",
     "_registry": "one registry: names, aliases, did-you-mean; hyper-parameter names",
+    "_files": "files that are there whole or not at all",
     "_numerics": "checks of shapes, ranges and finiteness; float32 promotion; masked means",
     "ragged": "variable-length data in one form, and its conversions",
     "masks": "which tokens the assistant produced",

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_llm_kl.advantages import Advantage
     from torchrl_llm_kl.algorithms import from_trinity, from_trl, from_verl, make_algorithm
-    from torchrl_llm_kl.datasets import from_completions, from_conversations, from_pairs, read_rows
+    from torchrl_llm_kl.datasets import (
+        from_completions,
+        from_conversations,
+        from_pairs,
+        load_batch,
+        read_rows,
+        save_batch,
+    )
     from torchrl_llm_kl.diagnostics import Diagnosis, Doctor, RunMonitor, diagnose, inspect_tokens
     from torchrl_llm_kl.estimators import (
         AdaptiveEntropyCoefficient,
@@ -46,7 +53,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "advantages": ("Advantage",),
     "algorithms": ("from_trinity", "from_trl", "from_verl", "make_algorithm"),
-    "datasets": ("from_completions", "from_conversations", "from_pairs", "read_rows"),
+    "datasets": ("from_completions", "from_conversations", "from_pairs", "load_batch", "read_rows", "save_batch"),
     "diagnostics": ("Diagnosis", "Doctor", "RunMonitor", "diagnose", "inspect_tokens"),
     "estimators": (
         "AdaptiveEntropyCoefficient",
@@ -121,10 +128,12 @@ __all__ = [
     "get_estimator",
     "get_objective",
     "inspect_tokens",
+    "load_batch",
     "make_algorithm",
     "make_env",
     "prepare_reference",
     "read_rows",
+    "save_batch",
 ]
 
 

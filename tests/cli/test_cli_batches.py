@@ -1,9 +1,10 @@
-"""``check`` and ``inspect``: what they load, what they refuse to load, what they pass on, and their exit codes."""
+"""``check`` and ``inspect``: what they refuse to load, what they pass on, and their exit codes."""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from cli_files import Cli, error_of
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_llm_kl import diagnostics
-from torchrl_llm_kl.cli._console import CommandError
-from torchrl_llm_kl.cli._load import load_batch
+from torchrl_llm_kl import diagnostics, save_batch
 
 FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 1]])
 
@@ -38,39 +37,6 @@ def save(kind: str, path: Path, td: TensorDictBase) -> Path:
 # ------------------------------------------------------------------ loading
 
 
-@pytest.mark.parametrize("kind", ["dict", "state", "memmap"])
-def test_files_of_tensors_are_loaded(kind: str, tmp_path: Path) -> None:
-    td = load_batch(save(kind, tmp_path / "batch.pt", batch()))
-    assert td.batch_size == torch.Size([2])
-    assert torch.equal(td["tokens", "full"], FULL)
-    assert torch.equal(td["next", "log_probs", "full"], -FULL.float())
-
-
-def test_a_batch_of_several_dimensions_keeps_them(tmp_path: Path) -> None:
-    td = batch().reshape(1, 2)
-    assert load_batch(save("dict", tmp_path / "dict.pt", td)).batch_size == torch.Size([1, 2])
-    assert load_batch(save("state", tmp_path / "state.pt", td)).batch_size == torch.Size([1, 2])
-    assert load_batch(save("memmap", tmp_path / "folder", td)).batch_size == torch.Size([1, 2])
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tokens_are_loaded(tmp_path: Path, layout: torch.layout) -> None:
-    rows = [FULL[0], FULL[1, :3]]
-    td = TensorDict(
-        tokens=TensorDict(full=torch.nested.nested_tensor(rows, layout=layout), batch_size=[2]), batch_size=[2]
-    )
-    found = load_batch(save("dict", tmp_path / "batch.pt", td))
-    assert found.batch_size == torch.Size([2])
-    assert all(torch.equal(a, b) for a, b in zip(found["tokens", "full"].unbind(), rows, strict=True))
-
-
-def test_a_pickled_tensordict_needs_trust(tmp_path: Path) -> None:
-    path = save("tensordict", tmp_path / "batch.pt", batch())
-    with pytest.raises(CommandError, match=r"pickled objects besides tensors.*--trust"):
-        load_batch(path)
-    assert torch.equal(load_batch(path, trust=True)["tokens", "full"], FULL)
-
-
 class Mischief:
     """Runs code when it is unpickled."""
 
@@ -81,56 +47,25 @@ class Mischief:
         return os.mkdir, (str(self.path),)
 
 
-def test_no_code_of_a_file_runs(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_of_a_file_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch)
     torch.save({"tokens": Mischief(tmp_path / "hacked")}, tmp_path / "batch.pt")
     assert "can run any code" in error_of(cli("check", tmp_path / "batch.pt", code=2))
+    folder = save("memmap", tmp_path / "folder", batch(env=NonTensorData("a", batch_size=[2])))
+    (folder / "env").rename(tmp_path / "env")
+    (tmp_path / "env" / "other.pickle").write_bytes(pickle.dumps({"data": Mischief(tmp_path / "hacked")}))
+    (folder / "env").symlink_to(tmp_path / "env", target_is_directory=True)
+    assert "is a link" in error_of(cli("check", folder, code=2))
+    assert "there is no" in error_of(cli("check", tmp_path / "absent.pt", code=2))
     assert not (tmp_path / "hacked").exists()
 
 
-def test_no_code_of_a_folder_runs(tmp_path: Path) -> None:
-    import pickle
-
-    folder = save("memmap", tmp_path / "folder", batch())
-    (folder / "other.pickle").write_bytes(pickle.dumps(Mischief(tmp_path / "hacked")))
-    with pytest.raises(CommandError, match=r"other\.pickle.*--trust"):
-        load_batch(folder)
-    assert not (tmp_path / "hacked").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ([1, 2], "holds a list: expected a TensorDict"),
-        (FULL, "holds a Tensor: expected a TensorDict"),
-        ({}, "holds a dict: expected a TensorDict"),
-        ({1: FULL}, "holds a dict: expected a TensorDict"),
-    ],
-)
-def test_other_content_is_named(tmp_path: Path, content: Any, text: str) -> None:
-    torch.save(content, tmp_path / "batch.pt")
-    with pytest.raises(CommandError, match=text):
-        load_batch(tmp_path / "batch.pt")
-
-
-def test_files_that_are_no_batch(tmp_path: Path) -> None:
-    (tmp_path / "empty.pt").touch()
-    (tmp_path / "text.pt").write_text("hello, I am no batch")
-    (tmp_path / "data.jsonl").write_text("{}")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "bad.tdz").write_text("no archive")
-    torch.save({"a": FULL, "b": FULL[:1]}, tmp_path / "uneven.pt")
-    for name, text in (
-        ("absent.pt", "there is no"),
-        ("empty.pt", "cannot be read by torch.load"),
-        ("text.pt", "no file of torch.save|cannot be read"),
-        ("data.jsonl", "is a .jsonl file: .* are for `score`"),
-        ("folder", "holds no meta.json"),
-        ("bad.tdz", "is no archive"),
-        ("uneven.pt", "no first dimension in common"),
-    ):
-        with pytest.raises(CommandError, match=text):
-            load_batch(tmp_path / name)
+def test_a_saved_batch_of_rows_is_checked(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stub(monkeypatch)
+    rows = [TensorDict(tokens=TensorDict(prompt=FULL[0, :2], full=FULL[0, :n]), query="why?") for n in (4, 5)]
+    save_batch(lazy_stack(rows), tmp_path / "batch.pt")
+    assert cli("check", tmp_path / "batch.pt").stdout == "nothing found\n"
+    assert [row["tokens", "full"].tolist() for row in seen["td"].unbind(0)] == [[3, 4, 5, 6], [3, 4, 5, 6, 7]]
 
 
 # ------------------------------------------------------------------ check

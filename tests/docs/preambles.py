@@ -250,6 +250,10 @@ def _resuming(world: World) -> Names:
     return {"model": world.model, "reference": world.reference}
 
 
+def _cli(world: World) -> Names:
+    return {"batch": world.batch}
+
+
 def _concepts(world: World) -> Names:
     return {"tokenizer": world.tokenizer}
 
@@ -261,6 +265,7 @@ def _multi_turn(world: World) -> Names:
 #: Page -> the names that its prose introduces. The code of any other page makes all that it uses.
 PREAMBLES: dict[str, Callable[[World], Names]] = {
     "docs/algorithms.md": _algorithms,
+    "docs/cli.md": _cli,
     "docs/concepts.md": _concepts,
     "docs/debugging.md": _debugging,
     "docs/distributed.md": _distributed,

@@ -154,7 +154,9 @@ def score(
 
 @app.command()
 def check(
-    batch: Annotated[Path, typer.Argument(help="A batch of rollouts: a file of torch.save, or a folder of td.save.")],
+    batch: Annotated[
+        Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
+    ],
     policy: Annotated[str | None, typer.Option(help="The model that sampled; adds checks that score with it.")] = None,
     reference: Annotated[str | None, typer.Option(help="The reference model.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="The tokenizer, for checks of text and masks.")] = None,
@@ -164,7 +166,7 @@ def check(
 ) -> None:
     """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
     diagnose = _of_diagnostics("diagnose")
-    from torchrl_llm_kl.cli._load import load_batch
+    from torchrl_llm_kl.datasets import load_batch
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     td = load_batch(batch, trust=trust)
@@ -188,7 +190,9 @@ def check(
 
 @app.command()
 def inspect(
-    batch: Annotated[Path, typer.Argument(help="A batch of rollouts: a file of torch.save, or a folder of td.save.")],
+    batch: Annotated[
+        Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="The tokenizer of its tokens: a folder, or a name on the hub.")],
     html: Annotated[Path | None, typer.Option(help="Write a page instead of printing.")] = None,
     other: Annotated[Path | None, typer.Option(help="A second batch to show beside the first.")] = None,
@@ -201,7 +205,7 @@ def inspect(
 ) -> None:
     """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
     inspect_tokens = _of_diagnostics("inspect_tokens")
-    from torchrl_llm_kl.cli._load import load_batch
+    from torchrl_llm_kl.datasets import load_batch
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():

@@ -21,6 +21,7 @@ import torch
 import typer
 from torch import Tensor
 
+from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
@@ -406,10 +407,9 @@ class ScoreFile:
         self._write_record()
 
     def _write_record(self) -> None:
-        other = self.record.with_name(f"{self.record.name}.tmp")
         held = {"settings": self._settings, "bytes": self._bytes, "rows": self.next_row}
-        other.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
-        os.replace(other, self.record)
+        with replacing(self.record) as part:
+            part.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 
 # ------------------------------------------------------------------ the summary

@@ -1,4 +1,4 @@
-"""Data for training: rows of files, datasets and lists; SFT and preference data as TensorDicts; what was left out."""
+"""Rows of files, datasets and lists; SFT and preference data as TensorDicts, and what was left out; batches on disk."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torchrl_llm_kl.datasets._rows import (
     layout_of as layout_of,
     read_rows,
 )
+from torchrl_llm_kl.datasets._saved import load_batch, save_batch
 
 __all__ = [
     "Answer",
@@ -38,5 +39,7 @@ __all__ = [
     "from_completions",
     "from_conversations",
     "from_pairs",
+    "load_batch",
     "read_rows",
+    "save_batch",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from markupsafe import Markup
 from torch import Tensor
 
+from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl.diagnostics._quantities import (
     COLUMNS,
     STEPS,
@@ -75,13 +75,8 @@ def write_page(view: View, path: Path) -> None:
     if path.exists() and not path.is_file():  # a device or a folder is not replaced
         _template("_inspector.html.jinja").stream(context).dump(str(path), encoding="utf-8")
         return
-    path = path.resolve()  # a link stays one
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         _template("_inspector.html.jinja").stream(context).dump(str(part), encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _policy(style: str, script: str | None = None) -> str:

@@ -1,0 +1,447 @@
+"""Batches on disk: the same after a round trip, whole or not there, and read without running code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensordict
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_tensorclass, lazy_stack
+from torch import Tensor
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data.llm import History
+
+import toy_rollouts
+from torchrl_llm_kl import load_batch, save_batch
+from torchrl_llm_kl.datasets import DataError
+from torchrl_llm_kl.diagnostics import read_columns
+
+FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 1]])
+
+
+@pytest.fixture(autouse=True)
+def strings_in_stacks() -> Any:
+    with tensordict.set_list_to_stack(True):
+        yield
+
+
+def batch(**more: Any) -> TensorDict:
+    td = TensorDict(tokens=TensorDict(prompt=FULL[:, :2], full=FULL, batch_size=[2]), batch_size=[2])
+    td["next", "log_probs", "full"] = -FULL.float()
+    return td.update(more)
+
+
+def save(kind: str, path: Path, td: TensorDictBase) -> Path:
+    """By torch or by tensordict."""
+    if kind == "memmap":
+        td.save(str(path))
+    elif kind == "archive":
+        td.save(str(path), archive=True)
+    else:
+        content = {"dict": td.to_dict, "state": td.state_dict, "tensordict": lambda: td}[kind]()
+        torch.save(content, path)
+    return path
+
+
+def same(a: Any, b: Any, where: str = "batch") -> None:
+    """Equal in class, structure, layout, dtype and bits."""
+    assert type(a) is type(b), where
+    if isinstance(a, Tensor):
+        assert (a.layout, a.dtype, a.is_nested) == (b.layout, b.dtype, b.is_nested), where
+        if a.is_nested:
+            assert a.size(0) == b.size(0), where
+            for i, (x, y) in enumerate(zip(a.unbind(), b.unbind(), strict=True)):
+                same(x, y, f"{where}[{i}]")
+        else:
+            assert a.shape == b.shape, where
+            assert bits(a) == bits(b), where
+    elif isinstance(a, LazyStackedTensorDict):
+        assert (a.stack_dim, len(a.tensordicts)) == (b.stack_dim, len(b.tensordicts)), where
+        for i, (x, y) in enumerate(zip(a.tensordicts, b.tensordicts, strict=True)):
+            same(x, y, f"{where}[{i}]")
+    elif is_tensorclass(a):
+        assert a.batch_size == b.batch_size, where
+        same(a._tensordict, b._tensordict, where)
+        assert a._non_tensordict.keys() == b._non_tensordict.keys(), where
+        for name in a._non_tensordict:
+            same(a._non_tensordict[name], b._non_tensordict[name], f"{where}.{name}")
+    elif isinstance(a, TensorDictBase):
+        assert (a.batch_size, a.names, set(a.keys())) == (b.batch_size, b.names, set(b.keys())), where
+        for key in a.keys():  # noqa: SIM118
+            same(a._get_str(key, None), b._get_str(key, None), f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for x, y in zip(a, b, strict=True):
+            same(x, y, where)
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            same(a[key], b[key], f"{where}[{key!r}]")
+    else:
+        assert a == b, where
+
+
+def bits(x: Tensor) -> bytes:
+    return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# ------------------------------------------------------------------ round trips
+
+
+def padded() -> TensorDictBase:
+    return batch(advantage=torch.tensor([1.0, -1.0])).reshape(1, 2)
+
+
+def nested(layout: torch.layout) -> TensorDictBase:
+    rows = [FULL[0], FULL[1, :3]]
+    return TensorDict(
+        tokens=TensorDict(full=torch.nested.nested_tensor(rows, layout=layout), batch_size=[2]), batch_size=[2]
+    )
+
+
+def of_python() -> TensorDictBase:
+    """Text, numbers and lists; a list per row; an entry without a value; names of dimensions."""
+    td = batch(query=["why?", "how? \ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")])
+    td.set_non_tensor("about", {"seed": 3, "of": [1.5, None, True, ("a", b"b")], "weights": FULL[:, 1:3]})
+    td["empty"] = TensorDict(batch_size=[2])
+    td.names = ["answers"]
+    return td
+
+
+def conversations() -> TensorDictBase:
+    call = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    chats = [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "tool_calls": call}],
+        [{"role": "user", "content": "why?"}],
+    ]
+    histories = [History.from_chats([chat])[0] for chat in chats]
+    return TensorDict(history=lazy_stack(histories), batch_size=[2])
+
+
+def collected(pad_output: bool) -> TensorDictBase:
+    """Answers of different lengths from a collector."""
+    tokenizer = toy_rollouts.make_tokenizer()
+    policy = toy_rollouts.make_policy(toy_rollouts.make_model(tokenizer, seed=0), tokenizer, pad_output=pad_output)
+    env = toy_rollouts.make_env(tokenizer, envs=3)
+    (found,) = LLMCollector(env, policy=policy, dialog_turns_per_batch=6, total_dialog_turns=6)
+    return found
+
+
+BATCHES: dict[str, Callable[[], TensorDictBase]] = {
+    "padded": padded,
+    "jagged": lambda: nested(torch.jagged),
+    "strided nested": lambda: nested(torch.strided),
+    "Python values": of_python,
+    "conversations": conversations,
+    "a collector's": lambda: collected(False),
+    "a collector's, padded": lambda: collected(True),
+    "a collector's, flat": lambda: collected(False).reshape(-1),
+    "one class": lambda: History.from_chats([[{"role": "user", "content": "hi"}]]),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_is_the_same_after_a_round_trip(name: str, tmp_path: Path) -> None:
+    td = BATCHES[name]()
+    save_batch(td, tmp_path / "batch.pt")
+    same(td, load_batch(tmp_path / "batch.pt"))
+
+
+def test_jagged_entries_still_go_together(tmp_path: Path) -> None:
+    """Two jagged tensors of the same offsets can be added; torch goes by the identity of the offsets."""
+    ids = torch.nested.nested_tensor([FULL[0], FULL[1, :3]], layout=torch.jagged)
+    save_batch(TensorDict(a=ids, b=ids * 2, batch_size=[2]), tmp_path / "batch.pt")
+    found = load_batch(tmp_path / "batch.pt")
+    assert torch.equal((found["a"] + found["b"]).values(), (ids * 3).values())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+def test_numbers_keep_their_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also NaN with a payload, infinities and -0."""
+    numbers = torch.tensor([0.1, -0.0, 1e-40, torch.inf, torch.nan], dtype=torch.float64)
+    numbers = (numbers.nan_to_num(posinf=7) if dtype in (torch.int64, torch.bool) else numbers).to(dtype)
+    if dtype == torch.float32:
+        numbers = torch.cat([numbers, torch.tensor([0x7FC00123], dtype=torch.int32).view(torch.float32)])
+    save_batch(TensorDict(a=numbers, batch_size=[]), tmp_path / "batch.pt")
+    same(numbers, load_batch(tmp_path / "batch.pt")["a"])
+
+
+def test_a_row_does_not_bring_its_whole_batch(tmp_path: Path) -> None:
+    whole = TensorDict(a=torch.zeros(1000, 1000), batch_size=[1000])
+    save_batch(whole[:1], tmp_path / "batch.pt")
+    assert (tmp_path / "batch.pt").stat().st_size < 20_000  # 4 MB as a view
+
+
+def test_a_failed_write_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "batch.pt"
+    save_batch(batch(), path)
+
+    def full_disk(record: Any, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError("no space left on the device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        save_batch(batch(advantage=torch.ones(2)), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["batch.pt"]
+    same(batch(), load_batch(path))
+
+
+class Mischief:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_python_objects_are_named(tmp_path: Path) -> None:
+    td = batch()
+    td["next"].set_non_tensor("env", Mischief(tmp_path / "hacked"))
+    with pytest.raises(TypeError, match=r"\('next', 'env'\) holds a .*Mischief.*batch\.exclude"):
+        save_batch(td, tmp_path / "batch.pt")
+    with pytest.raises(TypeError, match="expected a TensorDict, got dict"):
+        save_batch({"tokens": FULL}, tmp_path / "batch.pt")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "torchrl_evil.data:History", "tensordict:TensorDict.fit", "torchrl.data:__doc__"]
+)
+def test_a_file_names_no_other_class(name: str, tmp_path: Path) -> None:
+    save_batch(batch(), tmp_path / "batch.pt")
+    record = torch.load(tmp_path / "batch.pt", weights_only=True)
+    record["batch"]["entries"]["tokens"]["class"] = name
+    torch.save(record, tmp_path / "batch.pt")
+    with pytest.raises(DataError, match="is damaged"):
+        load_batch(tmp_path / "batch.pt")
+
+
+def test_a_later_version_is_refused(tmp_path: Path) -> None:
+    torch.save({"format": "torchrl_llm_kl.batch", "version": 2, "batch": {}}, tmp_path / "batch.pt")
+    with pytest.raises(DataError, match="has version 2"):
+        load_batch(tmp_path / "batch.pt")
+
+
+# ------------------------------------------------------------------ files of torch and tensordict
+
+
+@pytest.mark.parametrize("kind", ["dict", "state", "memmap"])
+def test_files_of_tensors_are_loaded(kind: str, tmp_path: Path) -> None:
+    td = load_batch(save(kind, tmp_path / "batch.pt", batch()))
+    assert td.batch_size == torch.Size([2])
+    assert torch.equal(td["tokens", "full"], FULL)
+    assert torch.equal(td["next", "log_probs", "full"], -FULL.float())
+
+
+def test_a_batch_of_several_dimensions_keeps_them(tmp_path: Path) -> None:
+    td = batch().reshape(1, 2)
+    assert load_batch(save("dict", tmp_path / "dict.pt", td)).batch_size == torch.Size([1, 2])
+    assert load_batch(save("state", tmp_path / "state.pt", td)).batch_size == torch.Size([1, 2])
+    assert load_batch(save("memmap", tmp_path / "folder", td)).batch_size == torch.Size([1, 2])
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tokens_are_loaded(tmp_path: Path, layout: torch.layout) -> None:
+    td = nested(layout)
+    found = load_batch(save("dict", tmp_path / "batch.pt", td))
+    assert found.batch_size == torch.Size([2])
+    same(found["tokens", "full"], td["tokens", "full"])
+
+
+def odd() -> TensorDictBase:
+    """Keys that file names encode, nested and empty tensors, text per row, a lazy stack, conversations."""
+    td = conversations().update(batch())
+    td["Odd key/%"] = torch.ones(2)
+    td["nothing"] = torch.zeros(2, 0)
+    td["nest"] = torch.nested.nested_tensor([FULL[0], FULL[1, :3]])
+    td["query"] = ["why?", "how?"]
+    td["rows"] = lazy_stack([TensorDict(a=torch.zeros(n)) for n in (2, 3)])
+    return td
+
+
+@pytest.mark.parametrize("kind", ["memmap", "archive"])
+def test_a_folder_with_all_of_it_is_complete(kind: str, tmp_path: Path) -> None:
+    td = odd()
+    found = load_batch(save(kind, tmp_path / ("batch.tdz" if kind == "archive" else "batch"), td))
+    save_batch(found, tmp_path / "again.pt")  # mapped tensors become plain ones
+    for each in (found, load_batch(tmp_path / "again.pt")):
+        holds_all_of(td, each)
+
+
+def holds_all_of(td: TensorDictBase, found: Any) -> None:
+    assert set(found.keys()) == set(td.keys())
+    assert found["history"][0].content == ["hi", "hello"]
+    assert torch.equal(found["Odd key/%"], torch.ones(2))
+    assert found["nothing"].shape == (2, 0)
+    assert found["query"] == ["why?", "how?"]
+    assert [len(row["a"]) for row in found["rows"].unbind(0)] == [2, 3]
+    assert torch.equal(found["nest"].unbind(0)[1], FULL[1, :3])
+
+
+def test_mapped_nested_tokens_are_read(tmp_path: Path) -> None:
+    td = nested(torch.strided)
+    td["tokens", "prompt"] = torch.nested.nested_tensor([FULL[0, :2], FULL[1, :1]])
+    found = load_batch(save("memmap", tmp_path / "folder", td))
+    columns = read_columns(found)
+    assert [row.tolist() for row in columns.tokens.to_list()] == [FULL[0].tolist(), FULL[1, :3].tolist()]
+    assert columns.mask.tolist() == [False, False, True, True, True, False, True, True]
+
+
+def test_a_pickled_tensordict_needs_trust(tmp_path: Path) -> None:
+    path = save("tensordict", tmp_path / "batch.pt", batch())
+    with pytest.raises(DataError, match=r"pickled objects besides tensors.*--trust"):
+        load_batch(path)
+    assert torch.equal(load_batch(path, trust=True)["tokens", "full"], FULL)
+
+
+def with_pickle(folder: Path, name: str = "other.pickle") -> Path:
+    """A folder of a batch, in which an entry that is no tensor was pickled: it makes a folder when it is read."""
+    td = batch()
+    td.set_non_tensor("env", torch.device("cpu"))
+    save("memmap", folder, td)
+    (folder / "env" / "other.pickle").unlink()
+    (folder / "env" / name).write_bytes(pickle.dumps({"data": Mischief(folder.parent / "hacked")}))
+    return folder
+
+
+def archive_of(folder: Path) -> Path:
+    path = folder.with_suffix(".tdz")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                archive.write(file, file.relative_to(folder).as_posix())
+    return path
+
+
+@pytest.mark.parametrize("name", ["other.pickle", "other.PICKLE", "Other.Pickle"])
+@pytest.mark.parametrize("archived", [False, True])
+def test_no_code_of_a_saved_folder_runs(name: str, archived: bool, tmp_path: Path) -> None:
+    path = with_pickle(tmp_path / "folder", name)
+    path = archive_of(path) if archived else path
+    with pytest.raises(DataError, match=rf"pickled objects \(env/{name}\).*--trust"):
+        load_batch(path)
+    assert not (tmp_path / "hacked").exists()
+    if name == "other.pickle":
+        load_batch(path, trust=True)
+        assert (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "deep"])
+def test_no_link_is_followed(what: str, tmp_path: Path) -> None:
+    """The linked folder holds a pickled object, which a listing that stops at links does not see."""
+    folder = save("memmap", tmp_path / "folder", batch(env=NonTensorData("a", batch_size=[2])))
+    other = with_pickle(tmp_path / "other")
+    if what == "folder":
+        shutil.rmtree(folder / "env")
+        (folder / "env").symlink_to(other / "env", target_is_directory=True)
+    elif what == "deep":
+        shutil.rmtree(folder / "next")
+        (folder / "next").mkdir()
+        shutil.copy(other / "next" / "meta.json", folder / "next")
+        (folder / "next" / "log_probs").symlink_to(other / "next" / "log_probs", target_is_directory=True)
+    else:
+        (folder / "env" / "other.pickle").symlink_to(other / "env" / "other.pickle")
+    for trust in (False, True):
+        with pytest.raises(DataError, match="is a link, which is not followed"):
+            load_batch(folder, trust=trust)
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = save("memmap", tmp_path / "folder", batch())
+    (folder / "tokens" / "meta.json").unlink()
+    os.mkfifo(folder / "tokens" / "meta.json")
+    os.mkfifo(tmp_path / "batch.pt")
+    with pytest.raises(DataError, match="no regular file"):
+        load_batch(folder)
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        load_batch(tmp_path / "batch.pt")
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "tokens", "tokens/meta.json", "tokens/full.memmap", "Odd%20key%2F%25.memmap", "nest.memmap", "nest.shape.memmap",
+        "rows/0", "rows/0/a.memmap", "query", "history/_tensordict", "history/_tensordict/0",
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(missing: str, tmp_path: Path) -> None:
+    folder = save("memmap", tmp_path / "folder", odd())
+    gone = folder / missing
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    named = missing.replace("Odd%20key%2F%25", "Odd key/%")
+    with pytest.raises(DataError, match="is incomplete: it lacks ") as caught:
+        load_batch(folder)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("archived", [False, True])
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("env/other.pickle", "env/other.PICKLE"),
+        ("tokens/full.memmap", "tokens/Full.memmap"),
+        ("tokens/full.memmap", "tokens/full.MEMMAP"),
+        ("tokens/meta.json", "tokens/META.json"),
+    ],
+)
+def test_a_value_under_another_case_is_missing(name: str, changed: str, archived: bool, tmp_path: Path) -> None:
+    """It is not read, so the value would be left out, or None, without an error."""
+    td = batch()
+    td.set_non_tensor("env", torch.device("cpu"))
+    path = save("memmap", tmp_path / "folder", td)
+    (path / name).rename(path / changed)
+    path = archive_of(path) if archived else path
+    with pytest.raises(DataError, match=f"is incomplete: it lacks {name}"):
+        load_batch(path, trust=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([1, 2], "holds a list: expected a batch of save_batch, or a TensorDict's"),
+        (FULL, "holds a Tensor: expected a batch"),
+        ({}, "holds a dict: expected a batch"),
+        ({1: FULL}, "holds a dict: expected a batch"),
+    ],
+)
+def test_other_content_is_named(tmp_path: Path, content: Any, text: str) -> None:
+    torch.save(content, tmp_path / "batch.pt")
+    with pytest.raises(DataError, match=text):
+        load_batch(tmp_path / "batch.pt")
+
+
+def test_files_that_are_no_batch(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.pt").write_text("hello, I am no batch")
+    (tmp_path / "data.jsonl").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "meta.json").write_text("[" * 100_000)
+    (tmp_path / "bad.tdz").write_text("no archive")
+    torch.save({"a": FULL, "b": FULL[:1]}, tmp_path / "uneven.pt")
+    for name, text in (
+        ("empty.pt", "cannot be read by torch.load"),
+        ("text.pt", "no file of torch.save|cannot be read"),
+        ("data.jsonl", "is a .jsonl file: .* are for `score`"),
+        ("folder", "holds no meta.json"),
+        ("deep", "is damaged"),
+        ("bad.tdz", "is no archive"),
+        ("uneven.pt", "no first dimension in common"),
+    ):
+        with pytest.raises(DataError, match=text):
+            load_batch(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        load_batch(tmp_path / "absent.pt")

@@ -1,0 +1,367 @@
+"""Batches on disk: written whole, read without running code, and the same after a round trip."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+    is_tensorclass,
+)
+from torch import Tensor
+
+from torchrl_llm_kl._files import replacing
+from torchrl_llm_kl._registry import first_sentence
+from torchrl_llm_kl.datasets._rows import DataError
+
+_FORMAT, _VERSION = "torchrl_llm_kl.batch", 1
+#: Values beside tensors that a file may hold; all of them load without running code.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+#: Packages whose tensorclasses may be in a batch: loading one imports its module.
+_PACKAGES = ("tensordict", "torchrl.data", "torchrl.envs.llm", "torchrl.modules.llm")
+#: What a damaged file raises in torch, tensordict or here.
+_DAMAGED = (
+    OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, EOFError, OverflowError
+)  # fmt: skip
+
+# ------------------------------------------------------------------ writing
+
+
+def save_batch(batch: TensorDictBase, path: str | Path) -> None:
+    """Write a batch to a file that :func:`load_batch`, ``check`` and ``inspect`` read.
+
+    The file has no pickled objects: it holds tensors (padded, jagged or nested), text, numbers, lists and dicts, conversations
+    (``History``) and other tensorclasses of torchrl, and the structure of the batch, also of lazy stacks with rows of any
+    length, such as torchrl's collectors return. An earlier file is replaced when the new one is whole.
+
+    Args:
+        batch: a TensorDict or tensorclass of any batch size. Tensors are saved detached and without what their storage holds
+            beside them.
+        path: the file, in a folder that exists.
+
+    Raises:
+        TypeError: if the batch holds another Python object; the error names the entry.
+        OSError: if the file cannot be written; an earlier one is then unchanged.
+
+    Example:
+        >>> import tempfile
+        >>> from tensordict import lazy_stack
+        >>> rows = [TensorDict(tokens=TensorDict(full=torch.arange(n)), query="why?") for n in (2, 3)]
+        >>> path = Path(tempfile.mkdtemp()) / "batch.pt"
+        >>> save_batch(lazy_stack(rows), path)
+        >>> [row["tokens", "full"].tolist() for row in load_batch(path).unbind(0)]
+        [[0, 1], [0, 1, 2]]
+    """
+    if not is_tensor_collection(batch):
+        raise TypeError(f"expected a TensorDict, got {type(batch).__name__}: pass a batch of rollouts.")
+    record = {"format": _FORMAT, "version": _VERSION, "batch": _encode(batch, ())}
+    with replacing(Path(path)) as part:
+        torch.save(record, part)
+
+
+def _encode(value: Any, where: tuple[str, ...]) -> Any:
+    """A tensor, or a dict of what :func:`_decode` makes a collection of; ``where`` is its key."""
+    if isinstance(value, Tensor):
+        return _encode_tensor(value)
+    about = {"batch_size": list(value.batch_size), "device": value.device is not None, "names": _names(value)}
+    if isinstance(value, LazyStackedTensorDict):  # a NonTensorStack too
+        rows = [_encode(row, where) for row in value.tensordicts]
+        return {"class": _name(type(value), where), "dim": value.stack_dim, "rows": rows, **about}
+    if is_non_tensor(value):
+        return {"class": _name(type(value), where), "value": _check(value.data, where), **about}
+    if is_tensorclass(value):
+        fields = {name: _check(item, (*where, name)) for name, item in value._non_tensordict.items()}
+        return {"class": _name(type(value), where), "of": _encode(value._tensordict, where), "fields": fields}
+    plain = value if type(value) is TensorDict else value.to_tensordict(retain_none=True)
+    entries = {key: _encode(plain._get_str(key, None), (*where, key)) for key in plain.keys()}  # noqa: SIM118
+    return {"class": _name(TensorDict, where), "entries": entries, **about}
+
+
+def _encode_tensor(value: Tensor) -> Tensor:
+    value = value.detach()
+    if value.layout is torch.jagged:
+        return value
+    if type(value) is not Tensor:  # memory-mapped
+        value = value.as_subclass(Tensor)
+    whole = not value.is_nested and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    return value if whole else value.clone()
+
+
+def _names(td: Any) -> list[str | None] | None:
+    names = None if is_non_tensor(td) else td.names
+    return list(names) if names and any(name is not None for name in names) else None
+
+
+def _check(value: Any, where: tuple[str, ...]) -> Any:
+    """A value of Python's own types, in lists, tuples, sets and dicts of any depth."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return _encode_tensor(value)
+    if type(value) in (list, tuple, set):
+        return type(value)(_check(item, where) for item in value)
+    if type(value) is dict:
+        return {_check(key, where): _check(item, where) for key, item in value.items()}
+    raise TypeError(
+        f"the entry {where} holds a {type(value).__module__}.{type(value).__name__}, which would have to be pickled: expected "
+        "tensors, text, numbers, lists or dicts. Convert it, or leave it out: batch.exclude(...)."
+    )
+
+
+def _name(cls: type, where: tuple[str, ...]) -> str:
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    try:
+        if _class(name) is cls:
+            return name
+    except (ValueError, ImportError, AttributeError):
+        pass
+    raise TypeError(
+        f"the entry {where} is a {cls.__module__}.{cls.__name__}, which load_batch does not know: expected a TensorDict, or a "
+        "tensorclass of torchrl. Convert it: .to_tensordict()."
+    )
+
+
+def _class(name: str) -> Any:
+    """The collection with this name, of a package that is trusted."""
+    module, _, cls = name.partition(":")
+    if not any(f"{module}.".startswith(f"{package}.") for package in _PACKAGES):
+        raise ValueError(f"{name!r} is no class of {', '.join(_PACKAGES)}")
+    found = getattr(importlib.import_module(module), cls)
+    if not is_tensor_collection(found):
+        raise ValueError(f"{name!r} is no tensor collection")
+    return found
+
+
+# ------------------------------------------------------------------ reading
+
+
+def load_batch(path: str | Path, *, trust: bool = False) -> Any:
+    """Read a batch from disk, onto the CPU, without running code from it.
+
+    Args:
+        path: a file of :func:`save_batch`; of ``torch.save`` of a TensorDict's ``to_dict()`` or ``state_dict()``, which do
+            not hold the batch size: that of ``("tokens", "full")`` counts; or a folder or ``.tdz`` archive of ``td.save``.
+
+    Keyword Args:
+        trust: also read pickled objects, which can run any code.
+
+    Returns:
+        The TensorDict, or tensorclass, that was saved. The tensors of a folder or an archive are mapped from it.
+
+    Raises:
+        FileNotFoundError: if there is nothing at ``path``.
+        DataError: a ``ValueError``, if it is no batch, is damaged or incomplete, has links, or has pickled objects without
+            ``trust``.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "batch.pt"
+        >>> save_batch(TensorDict(advantage=torch.tensor([1.0, -1.0]), query="why?", batch_size=[2]), path)
+        >>> found = load_batch(path)
+        >>> found.batch_size, found["advantage"], found["query"]
+        (torch.Size([2]), tensor([ 1., -1.]), 'why?')
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no {path}: pass a file of save_batch, or a folder that td.save (memmap) wrote."
+        )
+    if path.is_dir() or path.suffix == ".tdz":
+        return _of_memmap(path, trust)
+    if not path.is_file():
+        raise DataError(f"{path} is neither a file nor a folder: pass a file of save_batch.")
+    if path.suffix in (".json", ".jsonl", ".parquet", ".safetensors", ".npz"):
+        raise DataError(
+            f"{path} is a {path.suffix} file: expected one of save_batch, a TensorDict's dict from torch.save, or a folder of "
+            "td.save. Files of text or token ids are for `score`."
+        )
+    return _of_torch(path, trust)
+
+
+def _of_torch(path: Path, trust: bool) -> Any:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        if trust or "weights_only" not in str(error).lower().replace(" ", "_"):
+            raise DataError(f"{path} is no file of torch.save: {first_sentence(error)}") from error
+        raise DataError(
+            f"{path} holds pickled objects besides tensors, which can run any code when they are loaded: save it with "
+            "torchrl_llm_kl.save_batch; or pass --trust (trust=True) if you made the file yourself."
+        ) from error
+    except _DAMAGED as error:
+        raise DataError(f"{path} cannot be read by torch.load: {first_sentence(error) or 'it is empty'}") from error
+    if isinstance(found, TensorDictBase):
+        return found
+    if is_tensor_collection(found):
+        return found.to_tensordict()
+    if isinstance(found, Mapping) and found.get("format") == _FORMAT:
+        return _of_record(found, path)
+    if isinstance(found, Mapping) and found and all(isinstance(key, str) for key in found):
+        return _of_dict({key: value for key, value in found.items() if not key.startswith("__")}, path)
+    raise DataError(
+        f"{path} holds a {type(found).__name__}: expected a batch of save_batch, or a TensorDict's to_dict() or state_dict()."
+    )
+
+
+def _of_record(record: Mapping[str, Any], path: Path) -> Any:
+    if record.get("version") != _VERSION:
+        raise DataError(
+            f"{path} has version {record.get('version')!r} of the format of save_batch: this package reads {_VERSION}. Load "
+            "it with the release that wrote it."
+        )
+    try:
+        return _decode(record["batch"])
+    except (*_DAMAGED, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {first_sentence(error)}") from error
+
+
+def _decode(node: Any) -> Any:
+    if isinstance(node, Tensor):
+        return node
+    cls = _class(node["class"])
+    if "of" in node:
+        return cls.from_tensordict(_decode(node["of"]), dict(node["fields"]))
+    device = torch.device("cpu") if node["device"] else None
+    if "rows" in node:
+        out = cls(*map(_decode, node["rows"]), stack_dim=node["dim"])
+    elif "value" in node:
+        return cls(data=node["value"], batch_size=node["batch_size"], device=device)
+    else:
+        out = TensorDict({}, batch_size=node["batch_size"], device=device)
+        for key, value in node["entries"].items():
+            out.set(key, _decode(value))
+    if node["names"] is not None:
+        out.names = node["names"]
+    return out
+
+
+def _of_dict(found: dict[str, Any], path: Path) -> Any:
+    """A TensorDict from nested dicts, or from a flat one with dotted names. They do not say what its batch dimensions are."""
+    tokens = found["tokens"].get("full") if isinstance(found.get("tokens"), Mapping) else found.get("tokens.full")
+    dense = tokens is not None and not getattr(tokens, "is_nested", False)
+    dims = max(1, getattr(tokens, "ndim", 2) - 1) if dense else 1
+    try:
+        td = TensorDict.from_dict(found, auto_batch_size=True, batch_dims=dims)
+        td = td.unflatten_keys(".") if any("." in key for key in found) else td
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"the dict in {path} is no batch: {first_sentence(error)}") from error
+    if td.batch_dims < dims:
+        raise DataError(
+            f"the entries of the dict in {path} have no first dimension in common, so it is no batch: save the TensorDict with "
+            "torchrl_llm_kl.save_batch."
+        )
+    return td
+
+
+# ------------------------------------------------------------------ folders and archives of td.save
+
+
+def _of_memmap(path: Path, trust: bool) -> Any:
+    try:
+        names, read = _folder(path) if path.is_dir() else _archive(path)
+        if "meta.json" not in names:
+            raise DataError(
+                f"{path} holds no meta.json: expected a folder or an archive that td.save or td.memmap wrote."
+            )
+        pickled = sorted(name for name in names if name.lower().endswith((".pickle", ".pkl")))
+        if pickled and not trust:
+            raise DataError(
+                f"{path} holds pickled objects ({pickled[0]}), which can run any code when they are loaded: save it with "
+                "torchrl_llm_kl.save_batch; or pass --trust (trust=True) if you made it yourself."
+            )
+        missing = _missing(names, read)
+        if missing:
+            raise DataError(
+                f"{path} is incomplete: it lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Save it again."
+            )
+        return TensorDict.load_memmap(path, allow_pickle=trust)
+    except DataError:
+        raise
+    except (*_DAMAGED, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {first_sentence(error)}") from error
+
+
+#: The names of all files, and a function that reads one.
+_Files = tuple[set[str], Callable[[str], bytes]]
+
+
+def _folder(path: Path) -> _Files:
+    names = set()
+    for folder, folders, files in os.walk(path):
+        for each in (Path(folder) / name for name in (*folders, *files)):
+            if each.is_symlink():
+                raise DataError(f"{each} is a link, which is not followed: replace it by what it points to.")
+            if not each.is_dir():
+                if not each.is_file():
+                    raise DataError(f"{each} is no regular file: expected what td.save wrote.")
+                names.add(each.relative_to(path).as_posix())
+    return names, lambda name: (path / name).read_bytes()
+
+
+def _archive(path: Path) -> _Files:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = {name for name in archive.namelist() if not name.endswith("/")}
+            metadata = {name: archive.read(name) for name in names if name.rpartition("/")[2] == "meta.json"}
+    except zipfile.BadZipFile:
+        raise DataError(f"{path} is no archive of td.save.") from None
+    return names, metadata.__getitem__
+
+
+def _missing(names: set[str], read: Callable[[str], bytes]) -> list[str]:
+    """The files that the metadata speaks of and that are not there, by exact name: tensordict skips them without an error."""
+    children: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split("/")
+        for i, part in enumerate(parts):
+            children.setdefault("/".join(parts[:i]), set()).add(part)
+    missing = []
+    for name in sorted(names):
+        folder, _, last = name.rpartition("/")
+        if last == "meta.json":
+            needed = _needed(json.loads(read(name)), children[folder])
+        else:  # what is under another case is not read
+            needed = {last.lower()} & {"other.pickle", "pickle.pkl", "meta.json"}
+        paths = {f"{folder}/{each}" if folder else each for each in needed}
+        missing += sorted(paths - names - set(missing))
+    return missing
+
+
+def _needed(about: Mapping[str, Any], here: set[str]) -> set[str]:
+    """The files that belong to the metadata of a folder which holds the names ``here``."""
+    kind = str(about["_type"])
+    if "torchrl." in kind:  # tensordict knows a class once its module is imported
+        _class(":".join(kind.removeprefix("<class '").removesuffix("'>").rsplit(".", 1)))
+    if kind.endswith("NonTensorStack'>") and "data" in about:
+        return {"pickle.pkl"} if isinstance(about["data"], str) else set()
+    if "_is_non_tensor" in about:
+        return set() if "data" in about else {"other.pickle"}
+    if "stack_dim" in about:
+        last = max((int(each) for each in here if each.isdecimal()), default=0)
+        return {f"{i}/meta.json" for i in range(last + 1)}
+    if not kind.endswith("tensordict._td.TensorDict'>"):
+        return {"_tensordict/meta.json"}
+    names = {unquote(each): each for each in here}
+    out = set()
+    for key, entry in about.items():
+        if isinstance(entry, dict) and "type" in entry:
+            out.add(f"{names.get(key, key)}/meta.json")
+        elif isinstance(entry, dict) and (
+            entry.get("is_nested") or 0 not in entry["shape"]
+        ):  # an empty one has no file
+            files = [f"{key}.memmap"] + [f"{key}.shape.memmap"] * bool(entry.get("is_nested"))
+            out |= {names.get(file, file) for file in files}
+    return out
