@@ -22,6 +22,7 @@ from code_blocks import PAGES, PROJECT, Block, all_blocks
 from preambles import PREAMBLES, World
 
 import torchrl_llm_kl
+from torchrl_llm_kl import diagnostics
 from torchrl_llm_kl.cli._commands import app
 
 #: Blocks that are not run: page -> how many, for reasons that hold on any machine without these.
@@ -75,15 +76,41 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ray.shutdown()
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in WITH_PYTHON]
-)
-def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
+def run_page(page: str) -> None:
     """All blocks in order, in one namespace."""
     names = {"__name__": "page", **(PREAMBLES[page](World()) if page in PREAMBLES else {})}
     for block in PYTHON:
         if block.page == page and block.reason is None:
             exec(compile("\n" * (block.line - 1) + block.code, str(PROJECT / page), "exec"), names)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in WITH_PYTHON]
+)
+def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
+    run_page(page)
+
+
+def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every page that trains and diagnoses with the policy: afterwards the step looks like a sampler's older weights."""
+    pages = {page: "\n".join(block.code for block in PYTHON if block.page == page) for page in WITH_PYTHON}
+    both = [page for page, code in pages.items() if "diagnose(" in code and ".step()" in code]
+    assert both == ["docs/start.md"]
+    events: list[str] = []
+    diagnose, step = diagnostics.diagnose, torch.optim.AdamW.step
+
+    def looked(*args: Any, **kwargs: Any) -> Any:
+        events.append("diagnose")
+        return diagnose(*args, **kwargs)
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        events.append("step")
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(diagnostics, "diagnose", looked)
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    run_page("docs/start.md")
+    assert events == ["diagnose", "step", "step"]
 
 
 def test_preambles_are_of_pages_with_python() -> None:
