@@ -82,6 +82,46 @@ def check_choice(choices: Sequence[str | None], **named: Any) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
+def check_not_a_name(*allowed: str, **named: Any) -> None:
+    """Raise an error that says how to load the model, for the first string where one is expected; ``allowed`` ones pass."""
+    for name, value in named.items():
+        if isinstance(value, str) and value not in allowed:
+            *first, last = "a model", *map(repr, allowed)
+            kinds = f"{', '.join(first)} or {last}" if first else last
+            raise (ValueError if allowed else TypeError)(
+                f"{name} must be {kinds}, got {value!r}: load it first, AutoModelForCausalLM.from_pretrained({value!r})."
+            )
+
+
+def read_device(device: Any, name: str = "device") -> torch.device:
+    """The device that an argument names.
+
+    Raises:
+        ValueError: if it names none, or one that this process does not have; the message lists those that it has.
+
+    Example:
+        >>> read_device("cpu")
+        device(type='cpu')
+        >>> read_device("mars")
+        Traceback (most recent call last):
+        ...
+        ValueError: device='mars' is no device of this process (torch ...), which has cpu: pass one of these.
+    """
+    try:
+        found = torch.device(device)
+        if (found.index or 0) < torch.get_device_module(found).device_count():  # it does not start the device
+            return found
+    except (RuntimeError, TypeError):  # unknown to torch, without an accelerator, or meta
+        pass
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    present = ", ".join(["cpu", *(f"{accelerator}:{i}" for i in range(count))])
+    shown = repr(device if isinstance(device, int) else str(device))
+    raise ValueError(
+        f"{name}={shown} is no device of this process (torch {torch.__version__}), which has {present}: pass one of these."
+    )
+
+
 def check_clip_range(clip_low: Any, clip_high: Any) -> None:
     """Raise a ValueError unless ``1 - clip_low`` and ``1 + clip_high`` bound a probability ratio; None is no bound."""
     check_range(0.0, 1.0, clip_low=clip_low)

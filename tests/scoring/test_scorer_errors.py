@@ -10,9 +10,16 @@ from scoring_reference import random_sequences
 from torch import nn
 from torch.testing import assert_close
 
+from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
-from torchrl_llm_kl.scoring import LogProbScorer
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    ReferenceUpdater,
+    RememberedModel,
+    fingerprint_of,
+    prepare_reference,
+)
 from toy_models import tiny_model
 
 
@@ -38,10 +45,41 @@ def test_numbers_out_of_range(arguments, message):
         LogProbScorer(tiny_model(), **arguments)
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen2-0.5B", None, lambda ids: ids])
+@pytest.mark.parametrize("model", [None, lambda ids: ids])
 def test_not_a_model(model):
     with pytest.raises(TypeError, match=f"or another torch module that returns logits, got {type(model).__name__}"):
         LogProbScorer(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (LogProbScorer, "model must be a model,"),
+        (fingerprint_of, "model must be a model,"),
+        (prepare_reference, "model must be a model,"),
+        (lambda name: RememberedModel(name, "unused"), "model must be a model,"),
+        (lambda name: ReferenceUpdater(tiny_model(), name, decay=0.9), "policy must be a model,"),
+        (PolicyLoss, "actor must be a model,"),
+        (lambda name: make_algorithm("grpo", name, reference=tiny_model()), "actor must be a model,"),
+        (lambda name: make_algorithm("grpo", name), "actor must be a model,"),
+        (
+            lambda name: make_algorithm("grpo", tiny_model(), reference=name),
+            "reference must be a model, 'base' or 'data'",
+        ),
+        (RetrieveLogProb, "model must be a model or 'from_collector',"),
+        (lambda name: RetrieveLogProb(tiny_model(), reference=name), "reference must be a model,"),
+        (lambda name: RetrieveKL(name, tiny_model()), "gen_model must be a model or 'from_collector',"),
+        (lambda name: RetrieveKL(tiny_model(), name), "ref_model must be a model or 'base',"),
+        (KLRewardTransform, "ref_model must be a model,"),
+    ],
+)
+def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((TypeError, ValueError)) as error:
+        make("Qwen/Qwen2-0.5B")
+    message = str(error.value)
+    assert message.startswith(expected)
+    assert message.endswith("load it first, AutoModelForCausalLM.from_pretrained('Qwen/Qwen2-0.5B').")
 
 
 def test_first_token(scorer):

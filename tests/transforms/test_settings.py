@@ -10,7 +10,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch.testing import assert_close
 
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
+from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
+from torchrl_llm_kl.scoring import prepare_reference
+from torchrl_llm_kl.tasks import make_env as make_task_env
+from torchrl_llm_kl.training._models import load_model
 from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
 
 GEN, REF, OLD, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("old", "full"), ("exact_kl", "full")
@@ -279,6 +283,40 @@ def test_the_estimator_of_kl_reward_transform(tokenizer: Any, policy_model: Any,
     with pytest.raises(ValueError, match="unknown KL estimator 'k9'"):
         changed.estimator = "k9"
     assert list(changed.state_dict())[-1] == "coef.value"
+
+
+# ------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "mars", True, torch.device("cuda", 99)])
+def test_a_device_that_does_not_exist(device: Any, tokenizer: Any, ref_model: Any, tmp_path: Any) -> None:
+    def weights() -> list[torch.device]:
+        return [parameter.device for parameter in ref_model.parameters()]
+
+    ref_model.save_pretrained(tmp_path)
+    before = weights()
+    calls: dict[str, Any] = {
+        "device": lambda: RetrieveLogProb(ref_model, device=device),
+        "offload_to": lambda: prepare_reference(ref_model, dtype=torch.int8, offload_to=device),
+    }
+    more = [
+        lambda: RetrieveKL(ref_model, ref_model, device=device),
+        lambda: KLRewardTransform(ref_model, device=device),
+        lambda: make_task_env(["1 + 1"], lambda *_: 0.0, tokenizer, device=device),
+        lambda: load_model(str(tmp_path), device=device),
+    ]
+    shown = repr(device if isinstance(device, bool) else str(device))
+    for name, call in [*calls.items(), *(("device", each) for each in more)]:
+        with pytest.raises(ValueError, match=rf"^{name}={shown} is no device of this process .*has cpu.*: pass one of"):
+            call()
+    assert weights() == before
+    assert {parameter.dtype for parameter in ref_model.parameters()} == {torch.float32}
+
+
+def test_devices_that_exist(ref_model: Any) -> None:
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
+        assert read_device(device).type == "cpu"
+        RetrieveLogProb(ref_model, device=device)
 
 
 # ------------------------------------------------------------------ in an env

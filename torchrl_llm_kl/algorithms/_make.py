@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._foreign import foreign_hint
+from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
@@ -116,6 +117,8 @@ def make_algorithm(
         >>> out = grpo.loss(batch)
         >>> out.total_loss.backward()
     """
+    check_not_a_name(actor=actor, critic=critic)
+    check_not_a_name("from_collector", gen_model=gen_model)
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
     _check_models(preset, reference, critic)
@@ -319,8 +322,7 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
             f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
             "(kl_loss='k2' or kl_reward='k1')."
         )
-    if isinstance(reference, str) and reference not in ("base", "data"):
-        raise ValueError(f"reference must be a model, 'base' or 'data', got {reference!r}.")
+    check_not_a_name("base", "data", reference=reference)
     if isinstance(reference, str) and reference == "data" and preset.kl_reward != "none":
         raise ValueError(
             f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import check_finite, masked_mean
+from torchrl_llm_kl._numerics import check_finite, check_not_a_name, masked_mean
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
@@ -214,6 +214,7 @@ class PolicyLoss(TokenLoss):
         functional: bool = False,
         **hyper: Unpack[PolicyArgs],
     ) -> None:
+        check_not_a_name(actor=actor, reference=reference)
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
         own: dict[str, Any] = dict(hyper)

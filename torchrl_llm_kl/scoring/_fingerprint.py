@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.scoring._cache import adapter_state, fingerprint
 from torchrl_llm_kl.scoring._model import is_on_meta
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
@@ -90,6 +91,7 @@ class WeightWatch:
 
 def module_of(model: Any) -> nn.Module:
     """The module that a model is, or wraps; a TypeError if it is in another process."""
+    check_not_a_name(model=model)
     module = unwrapped(unwrap(model) if is_wrapper(model) else model)
     if not isinstance(module, nn.Module):
         raise TypeError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchrl_llm_kl._numerics import check_not_a_name, read_device
 from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head, is_on_meta
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3, unwrapped
 
@@ -49,6 +50,8 @@ def prepare_reference(
         >>> reference.model.layers[0].mlp.up_proj.weight.dtype
         torch.int8
     """
+    check_not_a_name(model=model)
+    device = None if offload_to is None else read_device(offload_to, "offload_to")
     inner = unwrapped(model)
     body, head = body_and_head(inner)
     if any(is_fsdp2(module) or is_zero3(module) for module in inner.modules()) or inner is not model:
@@ -70,8 +73,8 @@ def prepare_reference(
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     inner.requires_grad_(False).eval()
-    if offload_to is not None:
-        device = torch.empty(0, device=offload_to).device  # with its index
+    if device is not None:
+        device = torch.empty(0, device=device).device  # with its index
         _keep_apart(inner, layers, embedding, head, device)
         LayerStream(layers, device)
     return model

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
 from torchrl_llm_kl.head import Direction, Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
@@ -117,6 +117,7 @@ class LogProbScorer:
         memory: int = DEFAULT_MEMORY,
         deterministic: bool = False,
     ) -> None:
+        check_not_a_name(model=model)
         check_range(1, tokens_per_batch=tokens_per_batch, head_chunk=head_chunk)
         check_range(0, memory=memory)
         check_adapters(adapters)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
 from torchrl_llm_kl.scoring._scorer import LogProbScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
@@ -275,6 +275,7 @@ class ReferenceUpdater:
 
 
 def _module(model: Any, name: str) -> nn.Module:
+    check_not_a_name(**{name: model})
     found = model.model if isinstance(model, LogProbScorer) else unwrap(model) if is_wrapper(model) else model
     if not isinstance(found, nn.Module):
         raise TypeError(f"{name} must be a model in this process, got {type(model).__name__}.")

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._errors import ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version, keeper_of
@@ -93,6 +93,7 @@ class ScoringService:
         namespace: str = NAMESPACE,
         weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_not_a_name(model=model)
         # Check arguments here rather than in the actor, whose errors arrive late and wrapped.
         if (model is None) == (factory is None):
             raise ValueError("pass the model, or factory=, a function that returns it: exactly one of them.")

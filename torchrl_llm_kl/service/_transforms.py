@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service.client._remote import RemoteModel
 from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
@@ -162,7 +163,7 @@ def _served(
                 if factory is not None:
                     model, factory = None, factory if device is None else partial(_on_device, factory, device)
                 elif device is not None:
-                    model = model.to(device)
+                    model = model.to(read_device(device))
                 service = ScoringService(model, factory=factory, name=service_name, **options)
                 undo.callback(service.close)
                 model = service.model
@@ -173,4 +174,4 @@ def _served(
 
 def _on_device(factory: Callable[[], Any], device: Any) -> Any:
     """A factory's model, moved to a device in the actor."""
-    return factory().to(device)
+    return factory().to(read_device(device))

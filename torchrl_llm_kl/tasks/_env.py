@@ -14,7 +14,7 @@ from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text
 
-from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._numerics import check_choice, check_range, read_device
 from torchrl_llm_kl.masks import MissingChatTemplateError
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
@@ -277,7 +277,7 @@ class TaskEnv(ChatEnv):
             system_prompt=system_prompt,
             tokenizer=tokenizer,
             template_kwargs=dict(template_kwargs or {}),
-            device=None if device is None else torch.device(device),
+            device=None if device is None else read_device(device),
         )
         self.prompts, self.order = prompts, PromptOrder(len(prompts), seed)
         self.group_size, self.num_prompts, self.start = group_size, num_prompts, start

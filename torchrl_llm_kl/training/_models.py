@@ -36,7 +36,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
         attention: transformers' ``attn_implementation``; None for its default.
 
     Raises:
-        ModelError: if there is no such model, or it cannot be loaded.
+        ModelError: if there is no such model, or it cannot be loaded, or there is no such device.
 
     Example:
         >>> model = load_model("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16")  # doctest: +SKIP
@@ -49,18 +49,23 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from torchrl_llm_kl._numerics import read_device
+
     if dtype not in DTYPES:
         raise ModelError(f"the dtype {dtype} is unknown: choose one of {', '.join(DTYPES)}.")
     check_model(name)
+    try:
+        place = read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except ValueError as error:
+        raise ModelError(str(error)) from None
     logging.disable_progress_bar()  # it would mix with this program's own
     kwargs = {} if attention is None else {"attn_implementation": attention}
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **kwargs
         )
         return model.to(place).eval().requires_grad_(False)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AssertionError) as error:  # the last: no CUDA
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
 
 

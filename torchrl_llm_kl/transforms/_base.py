@@ -12,6 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
 import torchrl_llm_kl
+from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope, with_a_row
 
@@ -247,7 +248,7 @@ def to_device(model: Any, device: torch.device | str | None) -> Any:
             f"device={str(device)!r} moves the model, and {type(model).__name__} is not in this process: leave it out, and "
             "place the model where it is created (ScoringService(factory=...))."
         )
-    return model.to(device)
+    return model.to(read_device(device))
 
 
 class RayVariant:

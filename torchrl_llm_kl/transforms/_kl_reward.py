@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import Composite
 
-from torchrl_llm_kl._numerics import check_finite
+from torchrl_llm_kl._numerics import check_finite, check_not_a_name
 from torchrl_llm_kl.ragged import Ragged, read_ragged
 from torchrl_llm_kl.rollouts import (
     Located,
@@ -48,6 +48,7 @@ def _check_estimator(estimator: Estimator) -> Estimator:
 
 
 def _check_reference(model: Any) -> Any:
+    check_not_a_name(ref_model=model)
     if getattr(model, "generate", False) is True:
         raise ValueError("The actor is configured to generate text, not compute the log-probs.")
     if getattr(model, "input_mode", "tokens") != "tokens":

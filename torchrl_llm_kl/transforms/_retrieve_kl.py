@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
+from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Context, Located, MissingEntryError, RewardPlacement, Scope, first_difference
@@ -342,8 +343,8 @@ def _ref_adapters(adapters: bool | str, ref_adapters: bool | str | None, base: b
 
 def _check_models(gen_model: Any, ref_model: Any) -> None:
     """Apply torchrl's checks, with its error texts, to the models known at construction."""
-    if isinstance(ref_model, str) and ref_model != "base":
-        raise ValueError(f"ref_model must be a model or 'base', got {ref_model!r}.")
+    check_not_a_name("from_collector", gen_model=gen_model)
+    check_not_a_name("base", ref_model=ref_model)
     if ref_model is None:
         raise ValueError("ref_model cannot be None")
     if gen_model is None:

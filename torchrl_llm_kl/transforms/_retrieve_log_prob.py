@@ -14,6 +14,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
@@ -85,6 +86,7 @@ def check_sampling(sampling: Sampling | None) -> Sampling | None:
 
 
 def _check_reference(reference: Any) -> Any:
+    check_not_a_name(reference=reference)
     check_distributions(reference)
     return reference
 
@@ -353,12 +355,11 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         if exact_kl_key is not None and reference is None:
             raise ValueError(f"exact_kl_key={exact_kl_key!r} needs the model to compare with: pass reference=.")
         if reference is not None:
-            check_distributions(model, reference)
+            check_distributions(model, _check_reference(reference))
+        check_not_a_name("from_collector", model=model)
         if not isinstance(model, str):
             check_scored_model(model)
             self.model = to_device(model, device)
-        elif model != "from_collector":
-            raise ValueError(f"model must be a model or 'from_collector', got {model!r}.")
         elif device is not None:
             raise ValueError(f"device={str(device)!r}: the policy of a collector stays on its device, leave it out.")
         self._history_key = history_key
