@@ -9,11 +9,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from scoring_reference import ids, random_mask, random_sequences
+from scoring_reference import ids, plain_log_probs, random_mask, random_sequences
 from torch import nn
 from torch.testing import assert_close
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
@@ -396,8 +397,20 @@ def test_a_distillation_needs_the_whole_distribution(what, kind):
     ("arguments", "match"),
     [
         ({"temperature": 0.0}, "greedy sampling has no log-prob"),
-        ({"top_k": -1}, "0 for all"),
+        ({"temperature": "1"}, "temperature must be a number, 1 or None for none, got '1'"),
+        ({"temperature": True}, "temperature must be a number, .* got True"),
+        ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
+        ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
+        ({"temperature": torch.ones(2)}, "temperature must be a number"),
+        ({"top_k": -2}, "0 for all"),
         ({"top_k": 2.0}, "whole number"),
+        ({"top_k": "5"}, "top_k must be a number, 0 or None for none, got '5'"),
+        ({"top_k": True}, "top_k must be a number, .* got True"),
+        ({"top_p": "0.9"}, "top_p must be a number, 1 or None"),
+        ({"top_p": math.nan}, r"top_p must lie in \(0, 1\].* got nan"),
+        ({"top_p": -1}, "top_p must lie"),
+        ({"min_p": [0.1]}, r"min_p must be a number, .* got \[0.1\]"),
+        ({"min_p": math.nan}, "min_p must lie"),
         ({"top_p": 0.0}, "top_p must lie"),
         ({"min_p": 1.1}, "min_p must lie"),
         ({"reference": "own"}, "reference"),
@@ -406,6 +419,52 @@ def test_a_distillation_needs_the_whole_distribution(what, kind):
 def test_bad_settings(arguments, match):
     with pytest.raises(ValueError, match=match):
         Sampling(**arguments)
+    if "temperature" in arguments:
+        for refused in (LogProbScorer, RetrieveLogProb, KLRewardTransform):
+            with pytest.raises(ValueError, match=match):
+                refused(tiny_model(), **arguments)
+        transform = RetrieveLogProb(tiny_model())
+        with pytest.raises(ValueError, match=match):
+            transform.temperature = arguments["temperature"]
+
+
+def test_none_is_off():
+    assert Sampling(None, None, None, None) == Sampling(top_k=-1) == Sampling()
+    assert Sampling(top_k=-1, top_p=None, min_p=0.1) == Sampling(min_p=0.1)
+    assert as_sampling(None, Sampling(0.5, top_p=None)) == Sampling(0.5)
+    model, rows = tiny_model(), random_sequences(5, 3)
+    expected = plain_log_probs(model, rows).detach()
+    for settings in ({"temperature": None}, {"sampling": Sampling(None, top_k=-1, top_p=None, min_p=None)}):
+        assert_close(LogProbScorer(model, **settings).score(rows).values, expected)
+    transform = RetrieveLogProb(model, temperature=None)
+    assert transform.temperature == 1.0
+    transform.temperature = 0.5
+    transform.temperature = None
+    assert_close(transform.scorer.score(rows).values, expected)
+
+
+def test_none_is_off_in_transformers():
+    """What the comparison with a wrapper takes for granted."""
+    model = configured(top_k=2, top_p=0.5, min_p=0.5, repetition_penalty=3.0)
+    off = {"temperature": None, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": None}
+    outputs = {"output_logits": True, "output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    found = model.generate(torch.tensor([[3, 4, 5]]), do_sample=True, **off, **outputs)
+    assert all(torch.equal(scores, logits) for scores, logits in zip(found.scores, found.logits, strict=True))
+
+
+def test_generate_kwargs_refuses_what_generate_does_not_know():
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"generate of \w+ has no 'max_tokens'. Did you mean 'max_new_tokens'\?"):
+        Sampling().generate_kwargs(model, max_tokens=5)
+    with pytest.raises(ValueError, match="has no 'streamr'. Did you mean 'streamer'"):
+        Sampling().generate_kwargs(model, streamr=None)
+    for name, value in (("temperature", 2.0), ("top_k", 5), ("do_sample", False), ("repetition_penalty", 1.2)):
+        with pytest.raises(ValueError, match=f"{name}={value} is not how .*Sampling.temperature=0.5.* samples"):
+            Sampling(0.5).generate_kwargs(model, **{name: value})
+    others = {"max_new_tokens": 3, "eos_token_id": [7, 8], "attention_mask": torch.ones(1, 3), "streamer": None}
+    found = Sampling(0.5).generate_kwargs(model, temperature=0.5, **others)
+    assert {name: found[name] for name in others} == others
+    model.generate(torch.tensor([[3, 4, 5]]), **found)
 
 
 def test_one_temperature():
@@ -448,6 +507,15 @@ def configured(**settings):
         (Wrapper(None, top_p=0.9), Sampling(top_p=0.9)),
         (Wrapper(None, temperature=0.0), "greedy"),
         (Wrapper(None, top_k=-1), Sampling()),
+        (Wrapper(None, top_k=None, top_p=None, temperature=None), Sampling()),
+        (Wrapper(configured(), do_sample=True, top_k=None), Sampling()),
+        (Wrapper(configured(top_k=20, top_p=0.8, do_sample=True), top_k=None, min_p=None), Sampling(top_p=0.8)),
+        (Wrapper(configured(temperature=0.5), do_sample=True, temperature=None, top_k=0), Sampling()),
+        (Wrapper(configured(), do_sample=None), "greedy"),
+        (
+            Wrapper(configured(top_k=20, do_sample=True), generation_config=GenerationConfig(top_p=0.8)),
+            Sampling(top_k=20, top_p=0.8),
+        ),
         (tiny_model(), None),
     ],
 )

@@ -373,7 +373,7 @@ def _sampling(actor: Any, temperature: float, sampling: Sampling | None) -> Samp
         raise ValueError(f"sampling={asked}, but actor is a scorer with {actor.sampling}: set it there.")
     if asked.temperature not in (1.0, actor.temperature):
         raise ValueError(
-            f"temperature={temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
+            f"temperature={asked.temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
         )
     return actor.sampling
 

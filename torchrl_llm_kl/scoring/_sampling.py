@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, widen
+from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.head import Truncation, floor_of
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 
@@ -36,6 +38,8 @@ class Sampling:
     the model's own distribution. Scored with ``sampling=``, a sampled token is always among those that are left: the sampler
     drew it, even where rounding or a newer policy puts it just outside.
 
+    None turns a setting off, as in transformers and vLLM; so does a top-k of -1, as in vLLM.
+
     Args:
         temperature: divides the logits.
         top_k: the most probable tokens, and those equal to the last of them; 0 for all.
@@ -47,13 +51,16 @@ class Sampling:
             KL would be infinite wherever it drops a token that the policy keeps.
 
     Raises:
-        ValueError: for a number out of range.
+        ValueError: for a number out of range, or what is no number.
 
     Example:
         >>> Sampling(0.7, top_p=0.95).truncates
         True
+        >>> Sampling(top_k=-1, top_p=None) == Sampling()
+        True
     """
 
+    # A checker of types sees what they are afterwards.
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -61,11 +68,19 @@ class Sampling:
     reference: Literal["whole", "kept"] = "whole"
 
     def __post_init__(self) -> None:
+        for name, off in _OTHERS.items():
+            given = getattr(self, name)
+            value: Any = given.item() if getattr(given, "ndim", None) == 0 else given  # of numpy or torch
+            if value is None or (name == "top_k" and value == -1):
+                value = off
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name} must be a number, {off:g} or None for none, got {given!r}.")
+            object.__setattr__(self, name, value if name == "top_k" else float(value))
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(
                 f"temperature must be a positive number, got {self.temperature}: greedy sampling has no log-prob."
             )
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+        if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 for all tokens, got {self.top_k!r}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], 1 for all tokens, got {self.top_p}.")
@@ -76,7 +91,7 @@ class Sampling:
     @property
     def truncation(self) -> Truncation:
         """The three truncations."""
-        return Truncation(self.top_k, float(self.top_p), float(self.min_p))
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
     @property
     def truncates(self) -> bool:
@@ -92,6 +107,9 @@ class Sampling:
             model: a transformers model, for the size of its vocabulary.
             others: further arguments of ``generate``.
 
+        Raises:
+            ValueError: if ``generate`` has no such argument, or it would change the distribution.
+
         Example:
             >>> from transformers import Qwen2Config, Qwen2ForCausalLM
             >>> model = Qwen2ForCausalLM(Qwen2Config(
@@ -103,7 +121,14 @@ class Sampling:
         """
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
         # torchrl's wrapper takes no top_k of 0.
-        return {**drawn, "top_k": self.top_k or model.config.get_text_config().vocab_size, **_NEUTRAL, **others}
+        drawn |= {"top_k": self.top_k or model.config.get_text_config().vocab_size, **_NEUTRAL}
+        known = _arguments_of_generate(model)
+        for name, value in others.items():
+            if name in drawn and value != drawn[name]:
+                raise ValueError(f"{name}={value!r} is not how {self} samples, which needs {name}={drawn[name]!r}.")
+            if name not in known and "custom_generate" not in others:
+                raise ValueError(f"generate of {type(model).__name__} has no {name!r}.{did_you_mean(name, known)}")
+        return {**drawn, **others}
 
     @property
     def of_reference(self) -> Sampling:
@@ -114,18 +139,29 @@ class Sampling:
         return f"Sampling({', '.join(f'{name}={value:g}' for name, value in _changed(self).items())})"
 
 
-def as_sampling(temperature: float, sampling: Sampling | None) -> Sampling:
+def _arguments_of_generate(model: Any) -> set[str]:
+    """What transformers' ``generate`` takes: its own arguments, settings, and inputs of the model."""
+    from transformers import GenerationConfig
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's hides them
+    methods = (getattr(base, name, None) for name in ("generate", "forward", "prepare_inputs_for_generation"))
+    found = {name for method in methods if method is not None for name in inspect.signature(method).parameters}
+    return found | {"tokenizer", "assistant_tokenizer"} | set(vars(GenerationConfig()))
+
+
+def as_sampling(temperature: float | None, sampling: Sampling | None) -> Sampling:
     """Both arguments in one; a ValueError if they name two temperatures."""
+    asked = Sampling(temperature)  # type: ignore[arg-type]
     if sampling is None:
-        return Sampling(float(temperature))
+        return asked
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling(temperature, top_k, top_p, min_p), got {sampling!r}.")
-    if temperature not in (1.0, sampling.temperature):
+    if asked.temperature not in (1.0, sampling.temperature):
         raise ValueError(
-            f"temperature={temperature:g} and {sampling} name two temperatures: pass Sampling({temperature:g}, ...) alone."
+            f"temperature={asked.temperature:g} and {sampling} name two temperatures: pass "
+            f"Sampling({asked.temperature:g}, ...) alone."
         )
-    temperature, top_p, min_p = float(sampling.temperature), float(sampling.top_p), float(sampling.min_p)
-    return replace(sampling, temperature=temperature, top_p=top_p, min_p=min_p)
+    return sampling
 
 
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -162,9 +198,7 @@ def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
     if not found["do_sample"] or found["temperature"] == 0:
         return "greedy"
     try:
-        return Sampling(
-            float(found["temperature"]), max(int(found["top_k"]), 0), float(found["top_p"]), float(found["min_p"])
-        )
+        return Sampling(found["temperature"], max(int(found["top_k"]), 0), found["top_p"], found["min_p"])
     except (TypeError, ValueError):  # the engine will say what it does not like
         return None
 
@@ -176,16 +210,20 @@ def _settings_of(model: Any) -> dict[str, Any] | None:
     given = getattr(model, "generate_kwargs", None)
     given = dict(given) if isinstance(given, Mapping) else {}
     names = (*_TRANSFORMERS, *_NEUTRAL, "do_sample")
-    own = {name: given[name] for name in names if given.get(name) is not None}
     inner = unwrap(model)
-    if getattr(model, "generate", False) is not True and not any(own.values()):
+    if getattr(model, "generate", False) is not True and not any(map(given.get, names)):
         return None
+    off = {**_OTHERS, **_NEUTRAL, "do_sample": inner is None}  # what None means
+    own = {name: off[name] if given[name] is None else given[name] for name in names if name in given}
     if inner is None:
         params = getattr(model, "sampling_params", None)  # vLLM's
         own |= {name: x for name in _TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
         return {**_OTHERS, "do_sample": True, **own}
-    config = given.get("generation_config") or getattr(inner, "generation_config", None)
-    held = {name: x for name in names if (x := getattr(config, name, None)) is not None}
+    configs = (
+        getattr(inner, "generation_config", None),
+        given.get("generation_config"),
+    )  # the second fills its gaps from the first
+    held = {name: x for config in configs for name in names if (x := getattr(config, name, None)) is not None}
     return {**_TRANSFORMERS, "do_sample": False, **held, **own}
 
 

@@ -337,7 +337,7 @@ class LogProbScorer:
             if temperature is None:
                 temperature = self.temperature
                 self._check_temperatures(reference)
-            sampling = replace(self.sampling, temperature=float(temperature))
+            sampling = replace(self.sampling, temperature=temperature)
             self._check_wanted(wanted, reference, grad, replayed=kept is not None)
             tokens, mask = read_sequences(sequences, mask, attention_mask)
             request = Request.build(tokens, mask, may_be_empty=bool(ranks.groups))

@@ -134,6 +134,8 @@ class ScoringTransform(StepTransform):
         self.register_load_state_dict_post_hook(_forgive_models)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "temperature":
+            value = Sampling(value).temperature
         super().__setattr__(name, value)
         # One temperature, under two names.
         if name == "sampling" and value is not None:

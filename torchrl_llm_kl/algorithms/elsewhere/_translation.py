@@ -252,10 +252,10 @@ class Reader:
         for name in (temperature, top_p, top_k, *([min_p] if min_p else [])):
             self._place("sampling", name, "")
         drawn = Sampling(
-            float(1.0 if self[temperature] is None else self[temperature]),
-            max(int(self[top_k] or 0), 0),
-            float(1.0 if self[top_p] is None else self[top_p]),
-            float((self[min_p] if min_p else None) or 0.0),
+            self[temperature],
+            self[top_k],
+            self[top_p],
+            self[min_p] if min_p else None,  # type: ignore[arg-type]
         )
         self.overrides["temperature"] = drawn.temperature
         return drawn

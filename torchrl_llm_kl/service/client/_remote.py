@@ -148,10 +148,9 @@ class RemoteModel:
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
         sampling = as_sampling(temperature, sampling)
-        temperature = sampling.temperature
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         settings = Settings(
-            temperature=float(temperature),
+            temperature=sampling.temperature,
             adapters=adapters,
             dtype=name,
             remember=memory != 0,
