@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from torchrl_llm_kl.scoring import (
     LogProbScorer,
     ReferenceUpdater,
     RememberedModel,
+    SamplerMismatchWarning,
+    Sampling,
     Scores,
     ScoreStore,
     VersionedScores,
@@ -236,6 +240,68 @@ def test_other_settings_and_other_tokens_miss(tmp_path: Path) -> None:
         assert is_forwarded(scorer, calls, SEQUENCES.like(ids))
 
 
+def test_a_setting_changed_later_is_what_is_scored_and_stored(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer(temperature=0.7)
+    changes: list[tuple[str, Any, Sampling]] = [
+        ("temperature", 2, Sampling(2.0)),
+        ("sampling", Sampling(0.5, top_k=60), Sampling(0.5, top_k=60)),
+        ("temperature", 1.5, Sampling(1.5, top_k=60)),
+        ("sampling", None, Sampling(1.5)),
+        ("temperature", None, Sampling()),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplerMismatchWarning)
+        wanted = {each: LogProbScorer(model, sampling=each).score(SEQUENCES).values for *_, each in changes}
+        assert not torch.equal(wanted[Sampling()], wanted[Sampling(2.0)])
+        scorer.score(SEQUENCES)
+        for name, value, sampling in changes:
+            setattr(scorer, name, value)
+            assert (scorer.sampling, scorer.temperature) == (sampling, sampling.temperature)
+            assert torch.equal(scorer.score(SEQUENCES).values, wanted[sampling])
+            scorer.inner.temperature = 0.25  # past the scorer: neither scored nor stored
+            assert torch.equal(scorer.score(SEQUENCES).values, wanted[sampling])
+        scorer.model.store.flush()
+        calls, again = forwards(model), RememberedModel(model, tmp_path)
+        for sampling, values in wanted.items():
+            other = again.make_scorer(sampling=sampling)
+            done = len(calls)  # of the scorer's check of the model
+            assert torch.equal(other.score(SEQUENCES).values, values)
+            assert len(calls) == done
+
+
+def test_a_setting_of_the_inner_scorer_is_stored_under_what_it_is(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    scorer.inner.dtype = torch.bfloat16
+    narrow = scorer.score(SEQUENCES).values
+    plain = RememberedModel(model, scorer.model.store).make_scorer().score(SEQUENCES).values
+    assert torch.equal(plain, LogProbScorer(model).score(SEQUENCES).values)
+    assert not torch.equal(plain, narrow)
+
+
+def test_settings_that_are_fixed(tmp_path: Path) -> None:
+    scorer = RememberedModel(tiny_model(), tmp_path).make_scorer()
+    before = scorer.score(SEQUENCES).values
+    for name, value in {
+        "adapters": False,
+        "dtype": torch.bfloat16,
+        "deterministic": True,
+        "tokens_per_batch": 64,
+        "memory": 0,
+        "model": tiny_model(seed=1),
+        "path": "full",
+        "temprature": 2.0,
+    }.items():
+        with pytest.raises(AttributeError, match=f"{name} of a RememberedScorer is fixed: build another"):
+            setattr(scorer, name, value)
+    for name, value in {"temperature": 0.0, "sampling": "greedy"}.items():
+        with pytest.raises((ValueError, TypeError), match=f"{name} must be a"):
+            setattr(scorer, name, value)
+    assert scorer.sampling == Sampling()
+    assert torch.equal(scorer.score(SEQUENCES).values, before)
+
+
 def test_adapters_miss(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
@@ -311,6 +377,9 @@ def test_another_backend_needs_a_stated_fingerprint(tmp_path: Path) -> None:
     assert len(backend.requests) > sent
     with pytest.raises(ValueError, match="returns log-probs only"):
         scorer.evaluate(SEQUENCES, entropy=True)
+    with pytest.raises(ValueError, match=r"temperature=2\.0 cannot be applied by FakeBackend"):
+        scorer.temperature = 2.0
+    assert torch.equal(scorer.score(SEQUENCES).values, first.values)
 
 
 def test_errors_name_the_sequence_of_the_call(tmp_path: Path) -> None:
@@ -371,7 +440,8 @@ class Service:
     def __init__(self) -> None:
         self.models = [tiny_model(seed=0), tiny_model(seed=1)]
         self.version, self.requests = 0, 0
-        self.temperature, self.path = 1.0, "remote"
+        self.temperature, self.sampling, self.path = 1.0, Sampling(), "remote"
+        self.settings = SimpleNamespace(adapters=True, dtype=None, deterministic=False)
         self.push_before_reply = self.push_after_reply = False
 
     def make_scorer(self, **settings: Any) -> Service:

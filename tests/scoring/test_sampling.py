@@ -397,14 +397,14 @@ def test_a_distillation_needs_the_whole_distribution(what, kind):
     ("arguments", "match"),
     [
         ({"temperature": 0.0}, "greedy sampling has no log-prob"),
-        ({"temperature": "1"}, "temperature must be a number, 1 or None for none, got '1'"),
+        ({"temperature": "1"}, "temperature must be a number, 1 or None to turn it off, got '1'"),
         ({"temperature": True}, "temperature must be a number, .* got True"),
         ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
         ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
         ({"temperature": torch.ones(2)}, "temperature must be a number"),
         ({"top_k": -2}, "0 for all"),
         ({"top_k": 2.0}, "whole number"),
-        ({"top_k": "5"}, "top_k must be a number, 0 or None for none, got '5'"),
+        ({"top_k": "5"}, "top_k must be a number, 0 or None to turn it off, got '5'"),
         ({"top_k": True}, "top_k must be a number, .* got True"),
         ({"top_p": "0.9"}, "top_p must be a number, 1 or None"),
         ({"top_p": math.nan}, r"top_p must lie in \(0, 1\].* got nan"),
@@ -456,7 +456,7 @@ def test_generate_kwargs_refuses_what_generate_does_not_know():
     model = tiny_model()
     with pytest.raises(ValueError, match=r"generate of \w+ has no 'max_tokens'. Did you mean 'max_new_tokens'\?"):
         Sampling().generate_kwargs(model, max_tokens=5)
-    with pytest.raises(ValueError, match="has no 'streamr'. Did you mean 'streamer'"):
+    with pytest.raises(ValueError, match=r"has no 'streamr'\. Did you mean 'streamer'"):
         Sampling().generate_kwargs(model, streamr=None)
     for name, value in (("temperature", 2.0), ("top_k", 5), ("do_sample", False), ("repetition_penalty", 1.2)):
         with pytest.raises(ValueError, match=f"{name}={value} is not how .*Sampling.temperature=0.5.* samples"):

@@ -17,6 +17,7 @@ from torchrl_llm_kl.scoring import (
     LogProbScorer,
     ReferenceUpdater,
     RememberedModel,
+    Sampling,
     fingerprint_of,
     prepare_reference,
 )
@@ -80,6 +81,42 @@ def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
     message = str(error.value)
     assert message.startswith(expected)
     assert message.endswith("load it first, AutoModelForCausalLM.from_pretrained('Qwen/Qwen2-0.5B').")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("temperature", 0.0, ValueError, "temperature must be a positive number, got 0.0"),
+        ("temperature", "1", ValueError, "temperature must be a number"),
+        ("sampling", 0.7, TypeError, "sampling must be a Sampling"),
+        ("tokens_per_batch", 0, ValueError, "tokens_per_batch must be at least 1, got 0"),
+        ("head_chunk", 0, ValueError, "head_chunk must be at least 1, got 0"),
+        ("dtype", torch.int8, ValueError, "dtype must be a floating-point type such as torch.bfloat16, got torch.int8"),
+        ("dtype", "bfloat16", ValueError, "dtype must be a floating-point type such as torch.bfloat16, got bfloat16"),
+        ("adapters", 3, TypeError, "adapters must be True, False or a name, got 3"),
+        ("adapters", False, ValueError, "has no PEFT adapters to switch off"),
+        ("memory", 0, TypeError, "memory is the scorer's cache, got 0: set memory.limit"),
+        ("model", tiny_model(seed=1), AttributeError, "model is fixed"),
+        ("path", "full", AttributeError, "path"),
+    ],
+)
+def test_settings_set_later_are_checked(name, value, error, message):
+    scorer, rows = LogProbScorer(tiny_model()), random_sequences(5, 3)
+    before, values = getattr(scorer, name), scorer.score(rows).values
+    with pytest.raises(error, match=message):
+        setattr(scorer, name, value)
+    assert getattr(scorer, name) is before or getattr(scorer, name) == before
+    assert torch.equal(scorer.score(rows).values, values)
+
+
+def test_settings_set_later_are_followed():
+    rows = random_sequences(9, 6)
+    changes = {"dtype": torch.bfloat16, "sampling": Sampling(0.5), "tokens_per_batch": 4, "share_prefixes": False}
+    for name, value in changes.items():
+        scorer, built = LogProbScorer(tiny_model()), LogProbScorer(tiny_model(), **{name: value})
+        setattr(scorer, name, value)
+        assert torch.equal(scorer.score(rows).values, built.score(rows).values)
+        assert scorer.forwards == built.forwards
 
 
 def test_first_token(scorer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling
 from toy_models import tiny_model
 
 
@@ -131,6 +132,29 @@ def test_a_temperature_must_be_set_in_the_backend():
     scorer = LogProbScorer(FakeBackend(engine(tiny_model()), **SETTINGS))
     with pytest.raises(ValueError, match=r"temperature=0.7 cannot be applied by FakeBackend.*in the backend"):
         scorer.score([[1, 2, 3]], temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.7),
+        ("sampling", Sampling(top_p=0.9)),
+        ("adapters", False),
+        ("adapters", "other"),
+        ("deterministic", True),
+        ("dtype", torch.bfloat16),
+    ],
+)
+def test_a_setting_that_a_backend_cannot_follow(name, value):
+    module = tiny_model()
+    shown = re.escape(f"{value}" if name == "sampling" else f"{name}={value!r}")
+    with pytest.raises(ValueError, match=f"{shown} cannot be applied by FakeBackend.*backend"):
+        LogProbScorer(FakeBackend(engine(module), **SETTINGS), **{name: value})
+    scorer = LogProbScorer(FakeBackend(engine(module), **SETTINGS))
+    with pytest.raises(ValueError, match=f"{shown} cannot be applied by FakeBackend.*backend"):
+        setattr(scorer, name, value)
+    sequences = random_sequences(6)
+    assert_close(scorer.score(sequences).values, plain_log_probs(module, sequences).detach())
 
 
 def test_gradients_flow_if_the_backend_keeps_a_graph():

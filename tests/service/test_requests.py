@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_llm_kl import Ragged
+from torchrl_llm_kl import Ragged, Sampling
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceTimeout
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.client import _remote
@@ -170,6 +170,31 @@ def test_all_scores_of_a_call_come_from_one_version_after_a_failure_too() -> Non
     assert fakes.versions[1:] == [4, 4]
     assert fakes.newest == 4
     assert fakes.requests[-1][1].newest == 4
+
+
+def test_a_sampler_set_later_travels_and_other_settings_are_fixed() -> None:
+    fakes, data = Fakes(1), Ragged.from_list([torch.arange(1, 4)])
+    remote = scorer(fakes)
+    remote.temperature = 2
+    remote.score(data)
+    remote.sampling = Sampling(0.5, top_k=7, top_p=0.75, min_p=0.25)
+    remote.score(data)
+    remote.temperature = 0.75
+    remote.score(data)
+    remote.sampling = None
+    remote.score(data)
+    assert [request.settings.sampling for _, request in fakes.requests] == [
+        Sampling(2.0),
+        Sampling(0.5, top_k=7, top_p=0.75, min_p=0.25),
+        Sampling(0.75, top_k=7, top_p=0.75, min_p=0.25),
+        Sampling(0.75),
+    ]
+    for name in ("adapters", "dtype", "deterministic", "memory", "settings", "model", "path"):
+        with pytest.raises(AttributeError, match=f"{name} of a RemoteScorer is fixed: build another"):
+            setattr(remote, name, False)
+    with pytest.raises(ValueError, match="temperature must be a positive number, got -1"):
+        remote.temperature = -1
+    assert (remote.temperature, remote.sampling) == (0.75, Sampling(0.75))
 
 
 def test_errors_of_the_input_are_raised_before_anything_is_sent() -> None:

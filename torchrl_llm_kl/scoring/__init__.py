@@ -18,6 +18,7 @@ from torchrl_llm_kl.scoring._request import (
 )
 from torchrl_llm_kl.scoring._routing import RoutedExperts as RoutedExperts, Routers as Routers
 from torchrl_llm_kl.scoring._sampling import (
+    SampledAlone as SampledAlone,
     SamplerMismatchWarning,
     Sampling,
     as_sampling as as_sampling,

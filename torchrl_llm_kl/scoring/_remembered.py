@@ -21,7 +21,7 @@ from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._routing import RoutedExperts
-from torchrl_llm_kl.scoring._sampling import as_sampling
+from torchrl_llm_kl.scoring._sampling import SampledAlone, Sampling
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
 from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
@@ -130,8 +130,10 @@ class RememberedModel(nn.Module):
         return self._tokenizer[1]
 
 
-class RememberedScorer:
+class RememberedScorer(SampledAlone):
     """Scores of a :class:`RememberedModel`, with the interface of :class:`LogProbScorer`.
+
+    ``sampling`` and ``temperature`` may be set at any time; other settings are fixed.
 
     Args:
         model: the model.
@@ -139,14 +141,40 @@ class RememberedScorer:
     """
 
     def __init__(self, model: RememberedModel, settings: dict[str, Any]) -> None:
-        self.model, self._settings, self._slot = model, settings, ScorerSlot()
-        self.path, self.temperature = self.inner.path, self.inner.temperature
-        self.sampling = as_sampling(self.temperature, settings.get("sampling"))
+        self._model, self._settings, self._slot = model, settings, ScorerSlot()
+        self._sampling: Sampling | None = None
+        self._sampling = self.inner.sampling
 
     @property
     def inner(self) -> Any:
         """The scorer of the model itself."""
-        return self._slot.get(self.model.model, **self._settings)
+        found = self._slot.get(self.model.model, **self._settings)
+        if self._sampling not in (None, found.sampling):
+            found.sampling = self._sampling  # was set later; refused if the model cannot follow it
+        return found
+
+    @property
+    def model(self) -> RememberedModel:
+        """The model."""
+        return self._model
+
+    @property
+    def path(self) -> str | None:
+        """That of the model's own scorer."""
+        found: str | None = self.inner.path
+        return found
+
+    @property
+    def sampling(self) -> Sampling:  # type: ignore[override]
+        """How the scored tokens were sampled; it may be set."""
+        assert self._sampling is not None
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling | None) -> None:
+        inner = self.inner
+        inner.sampling = self._next_sampling(sampling)
+        self._sampling = inner.sampling
 
     def score(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
         """Log-probs, as :meth:`LogProbScorer.score` returns them."""
@@ -251,15 +279,15 @@ class RememberedScorer:
 
     def _contexts(self, inner: Any, weights: str, *, entropy: bool, remember: bool) -> dict[str, bytes]:
         """For each column, the key of all that a score depends on besides the tokens."""
-        settings: dict[str, Any] = {"temperature": float(self.temperature)}
-        settings["adapters"] = self._settings.get("adapters", True)
-        sampling = self._settings.get("sampling")
-        if sampling is not None and sampling.truncates:
-            settings["truncation"] = sampling.truncation
-        settings["dtype"] = self._settings.get("dtype") or (None if hasattr(inner, "begin") else _autocast(inner.model))
-        if self._settings.get("deterministic"):
+        own = getattr(inner, "settings", inner)  # as they are now; those of a service are apart
+        settings: dict[str, Any] = {"temperature": inner.temperature, "adapters": own.adapters}
+        if inner.sampling.truncates:
+            settings["truncation"] = inner.sampling.truncation
+        dtype = own.dtype or (None if hasattr(inner, "begin") else _autocast(inner.model))
+        settings["dtype"] = dtype and f"torch.{str(dtype).removeprefix('torch.')}"
+        if own.deterministic:
             # The same bits in every call are promised for one number of threads and one size of packs.
-            size = self._settings.get("tokens_per_batch") or PACK
+            size = getattr(inner, "tokens_per_batch", None) or PACK
             settings["deterministic"] = (torch.__version__, torch.get_num_threads(), size)
         about = json.dumps([_FORMAT, weights, self.model.vocabulary(), settings], default=str)
         names = ["log_prob"] + ["entropy"] * entropy

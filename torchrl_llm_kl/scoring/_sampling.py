@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -74,7 +74,7 @@ class Sampling:
             if value is None or (name == "top_k" and value == -1):
                 value = off
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{name} must be a number, {off:g} or None for none, got {given!r}.")
+                raise ValueError(f"{name} must be a number, {off:g} or None to turn it off, got {given!r}.")
             object.__setattr__(self, name, value if name == "top_k" else float(value))
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(
@@ -164,6 +164,34 @@ def as_sampling(temperature: float | None, sampling: Sampling | None) -> Samplin
     return sampling
 
 
+class Sampled:
+    """A scorer whose :attr:`sampling` may be set at any time."""
+
+    sampling: Sampling
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of :attr:`sampling`; it may be set."""
+        return self.sampling.temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        self.sampling = replace(self.sampling, temperature=temperature)
+
+    def _next_sampling(self, sampling: Sampling | None) -> Sampling:
+        """A new :attr:`sampling`, checked; None leaves the temperature alone."""
+        return as_sampling(self.temperature if sampling is None else 1.0, sampling)
+
+
+class SampledAlone(Sampled):
+    """A scorer whose other settings are fixed."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name[0] != "_" and name not in ("sampling", "temperature"):
+            raise AttributeError(f"{name} of a {type(self).__name__} is fixed: build another with make_scorer().")
+        super().__setattr__(name, value)
+
+
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits ``[n, V]`` over the temperature, in float32 or wider, with ``-inf`` at tokens that are left out.
 
@@ -219,10 +247,8 @@ def _settings_of(model: Any) -> dict[str, Any] | None:
         params = getattr(model, "sampling_params", None)  # vLLM's
         own |= {name: x for name in _TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
         return {**_OTHERS, "do_sample": True, **own}
-    configs = (
-        getattr(inner, "generation_config", None),
-        given.get("generation_config"),
-    )  # the second fills its gaps from the first
+    # A configuration given to the call fills its gaps from the model's.
+    configs = getattr(inner, "generation_config", None), given.get("generation_config")
     held = {name: x for config in configs for name in names if (x := getattr(config, name, None)) is not None}
     return {**_TRANSFORMERS, "do_sample": False, **held, **own}
 

@@ -32,7 +32,7 @@ from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
 from torchrl_llm_kl.scoring._routing import RoutedExperts, Routers, Routing
 from torchrl_llm_kl.scoring._run import run
-from torchrl_llm_kl.scoring._sampling import SamplerMismatchWarning, Sampling, as_sampling
+from torchrl_llm_kl.scoring._sampling import Sampled, SamplerMismatchWarning, Sampling, as_sampling
 from torchrl_llm_kl.scoring._scores import SampledScores, Scores, Wanted, kept_of
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
 from torchrl_llm_kl.scoring._wrapping import Ranks
@@ -41,7 +41,11 @@ from torchrl_llm_kl.scoring._wrapping import Ranks
 DEFAULT_MEMORY = 256 * 2**20
 
 
-class LogProbScorer:
+# Settings that a wrapper of another backend cannot follow, and their values that change nothing.
+_NEUTRAL: dict[str, Any] = {"sampling": Sampling(), "adapters": True, "deterministic": False, "dtype": None}
+
+
+class LogProbScorer(Sampled):
     r"""Per-token :math:`\log \pi(\text{token} \mid \text{prefix})` of given token ids under a language model.
 
     Sequences are laid end to end without padding. A prefix that several of them share (the prompt of a group of
@@ -52,6 +56,9 @@ class LogProbScorer:
 
     Without gradient the model is scored in evaluation mode, and its mode restored: dropout would turn the KL of a model
     with itself into noise. Scorers of one model wait for each other; do not run the model in another thread meanwhile.
+
+    Settings may be set at any time, under their names: the next call follows, and a value that the constructor would refuse
+    is refused.
 
     Args:
         model: a transformers causal LM; a TorchRL wrapper around one (only its weights matter: ``generate=True`` is
@@ -118,55 +125,62 @@ class LogProbScorer:
         deterministic: bool = False,
     ) -> None:
         check_not_a_name(model=model)
-        check_range(1, tokens_per_batch=tokens_per_batch, head_chunk=head_chunk)
-        check_range(0, memory=memory)
-        check_adapters(adapters)
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}.")
-        self.sampling = as_sampling(temperature, sampling)
-        self.dtype, self.deterministic = dtype, deterministic
-        self.forwards = 0
-        self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
-        self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
-        self.probe, self.adapters, self.share_prefixes = probe, adapters, share_prefixes
-        self.memory = PrefixKVCache(memory)
         inner = unwrap(model) if is_wrapper(model) else None
         self.model = model if inner is None else inner
+        if not isinstance(self.model, nn.Module) and not is_wrapper(self.model):
+            raise TypeError(
+                "model must be a transformers causal LM, a TorchRL wrapper or another torch module that returns "
+                f"logits, got {type(self.model).__name__}."
+            )
+        self.sampling = as_sampling(temperature, sampling)
+        self.dtype, self.deterministic = dtype, deterministic
+        self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
+        self.probe, self.adapters, self.share_prefixes = probe, adapters, share_prefixes
+        check_range(0, memory=memory)
+        self.memory = PrefixKVCache(memory)
+        self.forwards = 0
+        self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
         self._route: Route | None = None
         self._warned_apart = self._warned_outside = False
         self._wrapper: Any = None  # scores in place of the model
-        name = type(self.model).__name__
         if is_wrapper(self.model):
-            self._check_wrapper(self.sampling)
-            if deterministic:
-                raise ValueError(f"deterministic=True, but {name} is scored by its own backend: pass the model itself.")
             self._wrapper = scoring_version(self.model)
-            if adapters is not True:
-                raise ValueError(
-                    f"adapters={adapters!r}, but the adapters of {name} are not in this process: build the scorer on the "
-                    "transformers model, or give the backend a separate reference model."
-                )
             return
-        if not isinstance(self.model, nn.Module):
-            raise TypeError(
-                "model must be a transformers causal LM, a TorchRL wrapper or another torch module that returns "
-                f"logits, got {name}."
-            )
         if not is_on_meta(self.model):
             self._route = self._choose_route()
-        if adapters is not True:
-            check_has_adapters(self.model, adapters)
         if deterministic and self._route is not None:
             self._setup(torch.device("cpu"), self.sampling, grad=False)
 
-    @property
-    def temperature(self) -> float:
-        """The temperature of :attr:`sampling`; it may be set."""
-        return self.sampling.temperature
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, self._checked(name, value))
 
-    @temperature.setter
-    def temperature(self, temperature: float) -> None:
-        self.sampling = replace(self.sampling, temperature=float(temperature))
+    def _checked(self, name: str, value: Any) -> Any:
+        """A new value of a setting, at construction or later; an error if it is none, or the model cannot follow it."""
+        if name == "model" and "model" in self.__dict__:
+            raise AttributeError("model is fixed: a scorer checks its model when it is built. Build a new one.")
+        if name == "sampling":
+            value = self._next_sampling(value) if "sampling" in self.__dict__ else value
+        elif name in ("tokens_per_batch", "head_chunk"):
+            check_range(1, **{name: value})
+        elif name == "dtype" and not (value is None or (isinstance(value, torch.dtype) and value.is_floating_point)):
+            raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {value}.")
+        elif name == "memory" and not isinstance(value, PrefixKVCache):
+            raise TypeError(
+                f"memory is the scorer's cache, got {value!r}: set memory.limit, in bytes, for another size."
+            )
+        elif name == "adapters":
+            check_adapters(value)
+        if name in _NEUTRAL and is_wrapper(self.model):
+            if name == "sampling":
+                self._check_wrapper(value)
+            elif value != _NEUTRAL[name]:
+                raise ValueError(
+                    f"{name}={value!r} cannot be applied by {type(self.model).__name__}, which is scored by its own backend: "
+                    "build the scorer on the transformers model, or set it in the backend."
+                )
+        elif name == "adapters" and value is not True:
+            check_has_adapters(self.model, value)
+        return value
 
     @property
     def shares_prefixes(self) -> bool:

@@ -65,6 +65,11 @@ class Settings:
         """The temperature, and what the sampler left."""
         return Sampling(self.temperature, self.keep_top_k, self.keep_top_p, self.keep_min_p)
 
+    def with_sampling(self, sampling: Sampling) -> Settings:
+        """These settings, for tokens sampled so."""
+        kept = {"keep_top_k": sampling.top_k, "keep_top_p": sampling.top_p, "keep_min_p": sampling.min_p}
+        return replace(self, temperature=sampling.temperature, **kept)
+
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """``dtype`` as torch's object; a ValueError if torch has no floating-point type of that name."""

@@ -21,6 +21,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
+    SampledAlone,
     Sampling,
     Scores,
     Sequences,
@@ -147,19 +148,9 @@ class RemoteModel:
         sampling: Sampling | None = None,
     ) -> RemoteScorer:
         """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
-        sampling = as_sampling(temperature, sampling)
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        settings = Settings(
-            temperature=sampling.temperature,
-            adapters=adapters,
-            dtype=name,
-            remember=memory != 0,
-            deterministic=deterministic,
-            keep_top_k=sampling.top_k,
-            keep_top_p=sampling.top_p,
-            keep_min_p=sampling.min_p,
-        )
-        return RemoteScorer(self, settings)
+        settings = Settings(adapters=adapters, dtype=name, remember=memory != 0, deterministic=deterministic)
+        return RemoteScorer(self, settings.with_sampling(as_sampling(temperature, sampling)))
 
     def fingerprint(self) -> tuple[int, str] | None:
         """Version and fingerprint of the weights that a replica holds; None if calls require others.
@@ -199,8 +190,10 @@ def _local_only(what: str) -> ValueError:
     )
 
 
-class RemoteScorer:
+class RemoteScorer(SampledAlone):
     """Scores on a service, with the interface of :class:`~torchrl_llm_kl.LogProbScorer`.
+
+    ``sampling`` and ``temperature`` may be set at any time; other settings are fixed.
 
     Args:
         model: the service.
@@ -208,10 +201,20 @@ class RemoteScorer:
     """
 
     path: Literal["remote"] = "remote"
+    model: RemoteModel
+    settings: Settings
 
     def __init__(self, model: RemoteModel, settings: Settings) -> None:
-        self.model, self.settings = model, settings.checked()
-        self.temperature, self.sampling = settings.temperature, self.settings.sampling
+        self.__dict__.update(model=model, settings=settings.checked())
+
+    @property
+    def sampling(self) -> Sampling:  # type: ignore[override]
+        """How the scored tokens were sampled; it may be set."""
+        return self.settings.sampling
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling | None) -> None:
+        self.__dict__["settings"] = self.settings.with_sampling(self._next_sampling(sampling)).checked()
 
     def score(
         self,
