@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -65,6 +66,54 @@ def test_a_reference_without_adapters_is_the_actors_own() -> None:
         ValueError, match="reference is a scorer with adapters=False of a model that is not the actor's"
     ):
         outcome(tiny_model(seed=0), reference=LogProbScorer(with_lora(), adapters=False))
+
+
+def test_the_actor_is_no_reference_of_its_own() -> None:
+    actor, lora = tiny_model(seed=0), with_lora()
+    sharing = tiny_model(seed=1)
+    sharing.load_state_dict(actor.state_dict(), assign=True)  # other parameters in the same memory
+    wrapper = TransformersWrapper(actor, tokenizer=make_tokenizer(), generate=False, input_mode="tokens")
+    for model, reference, how in (
+        (actor, actor, "is the actor itself"),
+        (actor, LogProbScorer(actor), "is the actor itself"),
+        (wrapper, actor, "is the actor itself"),
+        (actor, sharing, "holds the actor's own parameters"),
+        (lora, lora.get_base_model(), "holds the actor's own parameters"),  # its adapters are active
+    ):
+        with pytest.raises(
+            ValueError, match=f"^reference {how}, so that their KL is 0 at every step: pass a frozen copy"
+        ):
+            make_algorithm("grpo", model, reference=reference)
+    for model, reference in (
+        (actor, copy.deepcopy(actor)),
+        (lora, "base"),
+        (lora, LogProbScorer(lora, adapters=False)),
+    ):
+        make_algorithm("grpo", model, reference=reference)
+    # A copy with the same frozen weights and other adapters is another model; so is the actor after another prompt.
+    other = with_lora()
+    for name, parameter in lora.named_parameters():
+        if not parameter.requires_grad:
+            other.get_parameter(name).data = parameter.data
+    make_algorithm("grpo", lora, reference=other)
+    make_algorithm("on_policy_distill", actor, reference=actor, context=("hint", "ids"))
+
+
+def test_a_reference_of_another_vocabulary() -> None:
+    actor = tiny_model(seed=0)
+    for size in (VOCAB_SIZE - 30, 2 * VOCAB_SIZE):
+        found = rf"reference has a vocabulary of {size} tokens, and the actor one of {VOCAB_SIZE}: .*actor's tokenizer"
+        for reference in (tiny_model(vocab_size=size), LogProbScorer(tiny_model(vocab_size=size))):
+            with pytest.raises(ValueError, match=f"{found}.$"):
+                make_algorithm("grpo", actor, reference=reference)
+            with pytest.raises(ValueError, match=found):
+                make_algorithm("gkd", actor, reference=reference)
+    padded = tiny_model(vocab_size=VOCAB_SIZE + 1)
+    make_algorithm("grpo", actor, reference=padded)
+    make_algorithm("gkd", actor, reference=padded, top_k=4)
+    for name, settings in (("grpo", {"kl_loss": "exact"}), ("gkd", {})):
+        with pytest.raises(ValueError, match="whole distributions needs the same tokens.*only padded, cut it"):
+            make_algorithm(name, actor, reference=padded, **settings)
 
 
 @pytest.mark.parametrize(

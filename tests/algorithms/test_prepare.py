@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -40,6 +41,22 @@ def rollouts(rows: int = 16, group_size: int = 2) -> TensorDict:
 def grpo(**settings: Any) -> AlgorithmParts:
     uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
     return make_algorithm("grpo", TASK.policy(), **{"reference": uniform, "group_key": "query", **settings})
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opmd", "raft"])
+def test_groups_of_one_answer_are_refused(name: str) -> None:
+    """Each advantage would be 0, and with it each gradient."""
+    own: dict[str, Any] = {"kl_loss": "none"}
+    with pytest.raises(
+        ValueError, match=f"^group_size is 1, and {name} compares the answers to a prompt: take at least 2"
+    ):
+        make_algorithm(name, TASK.policy(), group_size=1, **own)
+    data = rollouts()
+    data["query"] = torch.arange(16)
+    with pytest.raises(ValueError, match="found 16 groups of one answer"):
+        make_algorithm(name, TASK.policy(), **own).prepare(data)
+    data["query"][0] = 1  # a group of two
+    make_algorithm(name, TASK.policy(), **own).prepare(data)
 
 
 # ---------------------------------------------------------------------- entries
@@ -310,7 +327,11 @@ def test_the_reference_point_is_computed_before_the_batch_is_split() -> None:
         assert batch["reference_point"][0] != 0
         whole = total(parts.loss(batch))
         torch.testing.assert_close(sum(total(parts.loss(rows)) for rows in batch.split(5)), whole)
-    assert not make_algorithm("kto", uniform, reference=uniform).prepare(labelled())["reference_point"].any()
+    assert (
+        not make_algorithm("kto", uniform, reference=copy.deepcopy(uniform))
+        .prepare(labelled())["reference_point"]
+        .any()
+    )
     assert "reference_point" not in make_algorithm("dpo", TASK.policy(), reference=uniform).prepare(rollouts())
 
 

@@ -215,10 +215,21 @@ class Advantage(Transform):
             raise RuntimeError("Cannot modify locked TensorDict. Unlock it first: td.unlock_().")
 
     def check_groups(self, td: TensorDictBase) -> None:
-        """Raise as :meth:`forward` does if groups, trajectories or baselines are missing or wrong; computes nothing else."""
-        for name in ("group", "run", "step", "state", "baseline"):
-            if name in self.inputs:
-                self._row_input(td, name, None)
+        """Raise as :meth:`forward` does if groups, trajectories or baselines are missing or wrong; computes nothing else.
+
+        Also raises a ValueError if each group has one answer alone, which would be compared with nothing.
+        """
+        names = [name for name in ("group", "run", "step", "state", "baseline") if name in self.inputs]
+        found = {name: self._row_input(td, name, None) for name in names}
+        if "group" not in found:
+            return
+        group = found["group"].cpu()
+        members = torch.stack([group, found["run"].cpu() if "run" in found else torch.arange(len(group))])
+        if (answers := members.unique(dim=1).shape[1]) == len(group.unique()):
+            raise ValueError(
+                f"found {answers} groups of one answer, and {self.spec.name} compares the answers to a prompt: pass several "
+                "answers to each, and group_key=, the entry that is equal for them, or group_size=."
+            )
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``. What torchrl's

@@ -177,6 +177,11 @@ class Algorithm:
         spec = None if self.advantage is None else advantage_spec(get_advantage(self.advantage))
         return self.keep_best or (spec is not None and "group" in spec.needs)
 
+    def check_group_size(self, size: int | None, *, name: str = "group_size") -> None:
+        """Raise a ValueError that begins with ``name`` if answers are compared, in groups of one."""
+        if self.compares_answers and size is not None and size < 2:
+            raise ValueError(f"{name} is {size}, and {self.name} compares the answers to a prompt: take at least 2.")
+
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model, or the teacher of a distillation, is scored."""

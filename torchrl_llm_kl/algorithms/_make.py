@@ -37,6 +37,8 @@ from torchrl_llm_kl.scoring import (
     Sampling,
     as_sampling,
     is_wrapper,
+    output_size,
+    trains_with,
     unwrap,
     warn_of_mismatch,
 )
@@ -92,7 +94,8 @@ def make_algorithm(
         :class:`AlgorithmParts`: ``prepare(batch)`` scores and writes advantages, ``loss(batch)`` returns the loss terms.
 
     Raises:
-        ValueError: if a required model is missing or a model would be unused; if a scorer's settings differ from the actor's.
+        ValueError: if a required model is missing or a model would be unused; if a scorer's settings differ from the actor's;
+            if the reference is the actor, without a ``context``, or has another vocabulary; for groups of one answer.
         TypeError: for an unknown or ambiguous setting (the message has both meanings), or an argument of this function in
             ``loss_args``.
 
@@ -122,6 +125,8 @@ def make_algorithm(
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
     _check_models(preset, reference, critic)
+    _check_reference(preset, actor, reference, context)
+    preset.check_group_size(group_size)
     spec = None if preset.advantage is None else advantage_spec(get_advantage(preset.advantage))
     grouping: dict[str, Any] = {}
     if preset.compares_answers:
@@ -332,6 +337,39 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
         raise ValueError(f"{name} trains a critic: pass critic=TokenCritic(model).")
     if critic is not None and not preset.use_critic:
         raise ValueError(f"{name} has no critic: leave critic= out.")
+
+
+# Rows that pad a head: two heads of one tokenizer may differ by as many, and by this share of the larger one.
+_MOST_PADDING, _MOST_PADDED = 1024, 0.02
+
+
+def _check_reference(preset: Algorithm, actor: Any, reference: Any, context: Context | None) -> None:
+    """Raise if the reference is the policy itself, or of another vocabulary; models of other processes are not looked at."""
+    policy, other = _inner(actor), _inner(reference)
+    if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):
+        return
+    # Beside a prompt of its own the policy teaches itself; other adapters of the same model are another model.
+    switched = isinstance(reference, LogProbScorer) and reference.adapters is not True
+    if context is None and not switched and trains_with(policy, other):
+        how = "is the actor itself" if policy is other else "holds the actor's own parameters"
+        raise ValueError(
+            f"reference {how}, so that their KL is 0 at every step: pass a frozen copy (copy.deepcopy(actor)), or 'base' for the "
+            "actor without its adapters."
+        )
+    size, expected = output_size(other), output_size(policy)
+    if size is None or expected is None or size == expected:
+        return
+    if preset.kl_loss == "exact" or (_distils_exactly(preset) and not preset.top_k):
+        what = "a comparison of whole distributions needs the same tokens in both"
+        advice = " If one head is only padded, cut it."
+    elif abs(size - expected) > min(_MOST_PADDING, _MOST_PADDED * max(size, expected)):
+        what, advice = "they differ by more than padding, so that ids stand for other tokens", ""
+    else:
+        return
+    raise ValueError(
+        f"reference has a vocabulary of {size} tokens, and the actor one of {expected}: {what}. Pass a reference with the "
+        f"actor's tokenizer.{advice}"
+    )
 
 
 # Schemas of data that no policy samples.

@@ -4,7 +4,9 @@ from torchrl_llm_kl.scoring._critic import TokenCritic
 from torchrl_llm_kl.scoring._fingerprint import fingerprint_of
 from torchrl_llm_kl.scoring._model import (
     evaluating as evaluating,
+    output_size as output_size,
     position_limit as position_limit,
+    trains_with as trains_with,
     vocab_size as vocab_size,
 )
 from torchrl_llm_kl.scoring._passes import plan_micro_batches

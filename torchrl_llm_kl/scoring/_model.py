@@ -324,6 +324,25 @@ def vocab_size(model: nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def output_size(model: nn.Module) -> int | None:
+    """Number of tokens with a logit; that of the embedding where no head tells, None if unknown."""
+    found = getattr(find_head(model), "out_features", None)
+    return found if isinstance(found, int) else vocab_size(model)
+
+
+def trains_with(model: nn.Module, other: nn.Module) -> bool:
+    """Whether all weights of ``model`` that are trained are weights of ``other`` too: a step changes both."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad] or list(model.parameters())
+    others = {_memory(parameter) for parameter in other.parameters()}
+    return bool(trained) and all(_memory(parameter) in others for parameter in trained)
+
+
+def _memory(parameter: Tensor) -> tuple[str, int]:
+    """Which memory holds a parameter; its identity if it is sharded, or on the meta device."""
+    address = parameter.data_ptr() if type(parameter.data) is Tensor else 0
+    return ("memory", address) if address else ("object", id(parameter))
+
+
 def _embedding_weight(model: nn.Module) -> Any:
     """The weight of the input embedding, empty if ZeRO-3 sharded it: to read the attribute may gather it."""
     embedding = _ask(model, "get_input_embeddings")

@@ -202,8 +202,10 @@ def check_algorithm(config: TrainConfig) -> None:
             f"{name} compares with its teacher, which takes the place of the reference: leave reference.service, "
             "reference.decay and reference.reset_every out."
         )
-    if preset.compares_answers and config.data.group_size < 2:
-        raise ConfigError(f"data.group_size is 1, and {name} compares the answers to a prompt: take at least 2.")
+    try:
+        preset.check_group_size(config.data.group_size, name="data.group_size")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     placed = kl.place if kl.place != "preset" else _place_of(preset)
     if placed == "none" and (kl.target is not None or kl.coefficient is not None or kl.estimator is not None):
         raise ConfigError(
