@@ -300,11 +300,30 @@ def test_a_reward_of_ones_own_settings(tokenizer: Any) -> None:
         ({"input_mode": "history", "apply_template": False}, ValueError, "apply_template=False is for"),
         ({"kl_transform": print}, TypeError, "kl_transform must be a transform"),
         ({"kl_transform": [print]}, TypeError, "kl_transform must be a transform"),
+        ({"reward": "right"}, TypeError, "^reward must be a function .*, got 'right'"),
+        ({"reward": lambda answer: 1.0}, TypeError, r"^reward is called with .* takes \(answer\)"),
+        (
+            {"tokenizer": torch.nn.Linear(1, 1)},
+            TypeError,
+            "^tokenizer must be a tokenizer of transformers, got Linear: load",
+        ),
+        ({"tokenizer": "Qwen/Qwen3-0.6B"}, TypeError, "^tokenizer must be .*, got 'Qwen/Qwen3-0.6B'"),
+        ({"tokenizer": None}, TypeError, "^tokenizer must be .*, got None"),
+        (
+            {"max_turns": 2, "reply": lambda messages: "more"},
+            TypeError,
+            r"^reply is called with \(messages, metadata\), and .* takes \(messages\)",
+        ),
+        (
+            {"max_turns": 2, "tools": [right], "tool_parser": lambda text, tools: []},
+            TypeError,
+            r"^tool_parser is called with \(text\), and .* takes \(text, tools\)",
+        ),
     ],
 )
 def test_wrong_arguments(tokenizer: Any, kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        make_env(ROWS, right, tokenizer, **kwargs)
+        make_env(ROWS, **{"reward": right, "tokenizer": tokenizer, **kwargs})
 
 
 def test_lists_must_be_stacks(tokenizer: Any) -> None:

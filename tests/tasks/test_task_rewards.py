@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torchrl.envs.transforms import StepCounter
 
 from torchrl_llm_kl import FunctionReward, RewardError, make_algorithm
 from torchrl_llm_kl.tasks import _calls, _rewards, reward_metrics
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from toy_rollouts import make_model
 
 ANSWERS = ["4", "22", "", "4<|im_end|><|pad|>"]
@@ -396,8 +397,23 @@ def test_a_copy_works_in_another_process() -> None:
     ("reward", "weights", "error", "message"),
     [
         ({}, None, ValueError, "there is no reward"),
-        (3, None, TypeError, "must be a function"),
+        (3, None, TypeError, r"^reward must be a function of \(question, answer, metadata\), got 3"),
+        ("exact", None, TypeError, "^reward must be a function .*, got 'exact'"),
         ({"a": 3}, None, TypeError, "the reward 'a' must be a function"),
+        (
+            lambda answer, metadata: 1.0,
+            None,
+            TypeError,
+            r"^reward is called with \(question, answer, metadata\), and the function given takes \(answer, metadata\)",
+        ),
+        ({"a": (2.0, lambda q, a, m, n: 1.0)}, None, TypeError, r"the reward 'a' is called .* takes \(q, a, m, n\)"),
+        (
+            {"a": lambda q, a, m, *, key: 1.0},
+            None,
+            TypeError,
+            r"the reward 'a' is called .* takes \(q, a, m, \*, key\)",
+        ),
+        (StepCounter(), None, TypeError, r"^reward is called .* takes \(tensordict"),
         ({"a": ("b", length)}, None, ValueError, "the weight of 'a' must be a finite number"),
         ({"a": (math.nan, length)}, None, ValueError, "the weight of 'a' must be a finite number"),
         ({"a": length}, {"a": 1.0}, ValueError, "weights= belong to one function"),
@@ -409,6 +425,20 @@ def test_a_copy_works_in_another_process() -> None:
 def test_wrong_arguments(reward: Any, weights: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         FunctionReward(reward, weights=weights)
+
+
+def test_arguments_with_defaults_are_no_error() -> None:
+    class Judge:
+        async def __call__(self, *args: Any, scale: float = 2.0) -> float:
+            return scale
+
+    data = TensorDict(
+        query=["q"], text=TensorDict(response=["four"], batch_size=[1]), metadata=NonTensorStack({}), batch_size=[1]
+    )
+    reward = FunctionReward({"judge": Judge(), "more": lambda q, a, m, more=3.0, **_: more})
+    assert reward(data)["next", "rewards", "judge"].item() == 2
+    assert data["next", "rewards", "more"].item() == 3
+    check_takes(max, "reward", "question", "answer", "metadata")  # Python does not tell the arguments of all functions
 
 
 def test_numbers_out_of_range() -> None:

@@ -353,8 +353,8 @@ def _check_reference(preset: Algorithm, actor: Any, reference: Any, context: Con
     if context is None and not switched and trains_with(policy, other):
         how = "is the actor itself" if policy is other else "holds the actor's own parameters"
         raise ValueError(
-            f"reference {how}, so that their KL is 0 at every step: pass a frozen copy (copy.deepcopy(actor)), or 'base' for the "
-            "actor without its adapters."
+            f"reference {how}, so that their KL is 0 at every step: pass a frozen copy (copy.deepcopy(actor)), or 'base' for "
+            "the actor without its adapters."
         )
     size, expected = output_size(other), output_size(policy)
     if size is None or expected is None or size == expected:

@@ -185,6 +185,30 @@ class Caller:
                     job.end(Failure(error))
 
 
+def check_takes(function: Any, what: str, *arguments: str) -> None:
+    """Raise a TypeError that begins with ``what`` unless ``function`` can be called with these positional arguments.
+
+    Example:
+        >>> check_takes(lambda answer: 1.0, "reward", "question", "answer", "metadata")
+        Traceback (most recent call last):
+        ...
+        TypeError: reward is called with (question, answer, metadata), and the function given takes (answer).
+    """
+    if not callable(function):
+        raise TypeError(f"{what} must be a function of ({', '.join(arguments)}), got {function!r:.60}.")
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except (TypeError, ValueError):  # some functions of C tell none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        given = str(signature).partition(" -> ")[0]
+        raise TypeError(
+            f"{what} is called with ({', '.join(arguments)}), and the function given takes {given}."
+        ) from error
+
+
 def _is_async(function: Any) -> bool:
     return (
         inspect.iscoroutinefunction(function)

@@ -16,7 +16,7 @@ from torchrl.modules.llm.policies import ChatHistory, Text
 
 from torchrl_llm_kl._numerics import check_choice, check_range, read_device
 from torchrl_llm_kl.masks import MissingChatTemplateError
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
 from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Reward
 from torchrl_llm_kl.tasks._rows import read_rows_of, stack_rows
@@ -119,7 +119,7 @@ def make_env(
     Raises:
         PromptError: for a row without a prompt, or no rows.
         ValueError: for numbers out of range, or a chat template that is missing.
-        TypeError: for prompts, rewards or transforms of another type.
+        TypeError: for prompts, rewards, tokenizers or transforms of another type, or functions of other arguments.
 
     Example:
         >>> import tensordict
@@ -147,6 +147,7 @@ def make_env(
             "beginning of the script, or set LIST_TO_STACK=1."
         )
     appended = _transforms(kl_transform)
+    _check_tokenizer(tokenizer)
     dialog = _dialog(
         tokenizer,
         tools,
@@ -221,8 +222,20 @@ def _dialog(
         )
     if not getattr(tokenizer, "chat_template", None) and "chat_template" not in (template_kwargs or {}):
         raise MissingChatTemplateError(_NO_TEMPLATE)
+    if reply is not None:
+        check_takes(reply, "reply", "messages", "metadata")
+    if parser is not None:
+        check_takes(parser, "tool_parser", "text")
     own = Tools(tools, timeout=timeout, workers=workers) if tools else None
     return Dialog(tokenizer, own, template_kwargs or {}, parser)
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if not callable(getattr(tokenizer, "apply_chat_template", None)):
+        found = repr(tokenizer)[:60] if isinstance(tokenizer, (str, type(None))) else type(tokenizer).__name__
+        raise TypeError(
+            f"tokenizer must be a tokenizer of transformers, got {found}: load it with AutoTokenizer.from_pretrained(...)."
+        )
 
 
 def _transforms(given: Any) -> list[Transform]:

@@ -18,7 +18,7 @@ from torchrl.envs import Transform
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations, sub_key
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._rows import read_rows_of
 from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
 
@@ -72,7 +72,7 @@ class FunctionReward(Transform):
 
     Raises:
         RewardError: if a function fails for all answers of its first batch.
-        TypeError: at construction, if a part is not callable.
+        TypeError: at construction, if a part cannot be called with the three arguments.
         ValueError: at construction, for no parts or a weight that is not finite.
 
     Example:
@@ -309,8 +309,8 @@ def _parts(reward: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, Re
     if not given:
         raise ValueError("there is no reward: expected a function, or named parts such as {'right': function}.")
     for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"the reward {name!r} must be a function or (weight, function), got {function!r:.60}.")
+        what = f"the reward {name!r}" if isinstance(reward, Mapping) else "reward"
+        check_takes(function, what, "question", "answer", "metadata")
     for name, weight in given.items():
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
             raise ValueError(f"the weight of {name!r} must be a finite number, got {weight!r}.")
