@@ -101,7 +101,7 @@ def assert_gone(prefix: str, *, within: float) -> None:
 # ------------------------------------------------------------------ 16, 17, 18: construction and first use
 
 
-@pytest.mark.parametrize("make", [RayRetrieveKL, partial(RetrieveKL, use_ray_service=True)], ids=["class", "argument"])
+@pytest.mark.parametrize("make", [RayRetrieveKL, partial(RetrieveKL, service_backend="ray")], ids=["class", "argument"])
 def test_defect_16_factories_beside_the_defaults(make: Callable[..., Any]) -> None:
     transform = make(gen_model_factory=GEN, ref_model_factory=REF, coeff=COEFF, **SHARED)
     assert [part.scorer.path for part in list(transform)[:2]] == ["remote", "remote"]

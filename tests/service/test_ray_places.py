@@ -221,18 +221,12 @@ def test_env_creator(name: str, pickled: bool) -> None:
     assert_same(found, expected)
 
 
-class Mine(RetrieveLogProb):
-    """A user's subclass of a local class."""
-
-
 class MyVariant(RayRetrieveLogProb):
     """A user's subclass of a Ray variant."""
 
 
 def test_subclasses() -> None:
-    with pytest.raises(TypeError, match=r"Mine has no variant for Ray\. Derive it from one of .*RayRetrieveLogProb"):
-        Mine(REF(), use_ray_service=True)
-    variant = MyVariant(model_factory=REF, use_ray_service=True, actor_name=SERVICE, **CPUS)
+    variant = MyVariant(model_factory=REF, service_backend="ray", actor_name=SERVICE, **CPUS)
     assert type(variant) is MyVariant
     assert variant.scorer.path == "remote"
 

@@ -181,6 +181,7 @@ def make_algorithm(
     advantage = None if spec is None else _advantage(preset, spec.name, spec.kind, grouping, masking_strategy)
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
     scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
+    scoring |= {"service_backend": "direct"}  # a copy of the policy behind a service would not be trained
     read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
     of_policy = read & {("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator")}
     for key in of_policy:

@@ -66,7 +66,7 @@ class _Node(ConfigBase):
 class RetrieveKLConfig(TransformConfig):
     """``transform=retrieve_kl``: :class:`~torchrl_llm_kl.RetrieveKL`.
 
-    ``service`` has the service's arguments (``actor_name``, ...) with ``use_ray_service: true``.
+    ``service`` has the service's arguments (``actor_name``, ...) with ``service_backend: ray``.
     """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,15 +13,56 @@ import torch
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service.client._remote import RemoteModel
-from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.transforms import KLRewardTransform, RayVariant, RetrieveKL, RetrieveLogProb
 
 #: Arguments of :class:`ScoringService` that the transforms pass on; ``memory`` goes to the transform too.
 SERVICE_ARGS = [
     name for name in inspect.signature(ScoringService).parameters if name not in ("model", "factory", "name")
 ]
+#: Of these, the options of Ray's actors; ``memory`` is another thing there.
+ACTOR_OPTIONS = (
+    "num_cpus",
+    "num_gpus",
+    "resources",
+    "scheduling_strategy",
+    "runtime_env",
+    "max_restarts",
+    "lifetime",
+    "namespace",
+)
 
 
-class RayRetrieveLogProb(RetrieveLogProb):
+class Served(RayVariant):
+    """Construction of a Ray variant: the backend is Ray, and the options of its actors are arguments of the service."""
+
+    def __call__(
+        cls,
+        *args: Any,
+        use_ray_service: bool = True,
+        service_backend: str | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
+        ray_actor_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The variant; ``ray_actor_options`` is where torchrl's metaclass puts the options."""
+        if not use_ray_service or service_backend not in (None, "ray"):
+            found = f"{service_backend=}" if use_ray_service else f"{use_ray_service=}"
+            raise ValueError(f"{found}: use the local class, whose name does not begin with Ray.")
+        options = {**(service_backend_options or {}), **(ray_actor_options or {})}
+        for name, value in options.get("actor_options", options).items():
+            argument = "actor_name" if name == "name" else name
+            if name not in (*ACTOR_OPTIONS, "name"):
+                raise ValueError(
+                    f"service_backend_options has {name!r}, expected options of Ray's actors among {['name', *ACTOR_OPTIONS]}: "
+                    f"pass arguments of the service, such as timeout= or num_replicas=, to {cls.__name__}."
+                )
+            if argument in kwargs:
+                raise ValueError(f"{argument}= and service_backend_options[{name!r}] are both given: leave one out.")
+            kwargs[argument] = value
+        return type.__call__(cls, *args, **kwargs)
+
+
+class RayRetrieveLogProb(RetrieveLogProb, metaclass=Served):
     """:class:`~torchrl_llm_kl.RetrieveLogProb` with its model behind a service that other processes share.
 
     Args:
@@ -42,15 +83,14 @@ class RayRetrieveLogProb(RetrieveLogProb):
         model_factory: Callable[[], Any] | None = None,
         actor_name: str | None = None,
         device: torch.device | str | None = None,
-        use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
         models = {"model": (model, model_factory, actor_name)}
-        with _served(models, kwargs, actor_name, device, use_ray_service, policy="model") as (served,):
+        with _served(models, kwargs, actor_name, device, policy="model") as (served,):
             super().__init__(served, **kwargs)
 
 
-class RayRetrieveKL(RetrieveKL):
+class RayRetrieveKL(RetrieveKL, metaclass=Served):
     """:class:`~torchrl_llm_kl.RetrieveKL` with its models behind services that other processes share.
 
     A policy passed as a model or a factory is served too; ``"from_collector"`` (the default) is scored in its own process.
@@ -73,18 +113,17 @@ class RayRetrieveKL(RetrieveKL):
         ref_model_factory: Callable[[], Any] | None = None,
         actor_name: str | None = None,
         device: torch.device | str | None = None,
-        use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
         models = {
             "gen_model": (gen_model, gen_model_factory, None if actor_name is None else f"{actor_name}-gen"),
             "ref_model": (ref_model, ref_model_factory, actor_name),
         }
-        with _served(models, kwargs, actor_name, device, use_ray_service, policy="gen_model") as served:
+        with _served(models, kwargs, actor_name, device, policy="gen_model") as served:
             super().__init__(*served, **kwargs)
 
 
-class RayKLRewardTransform(KLRewardTransform):
+class RayKLRewardTransform(KLRewardTransform, metaclass=Served):
     """:class:`~torchrl_llm_kl.KLRewardTransform` with its reference behind a service that other processes share.
 
     Args:
@@ -102,11 +141,10 @@ class RayKLRewardTransform(KLRewardTransform):
         ref_model_factory: Callable[[], Any] | None = None,
         actor_name: str | None = None,
         device: torch.device | str | None = None,
-        use_ray_service: bool = True,
         **kwargs: Any,
     ) -> None:
         models = {"ref_model": (ref_model, ref_model_factory, actor_name)}
-        with _served(models, kwargs, actor_name, device, use_ray_service) as (served,):
+        with _served(models, kwargs, actor_name, device) as (served,):
             super().__init__(served, **kwargs)
 
 
@@ -116,7 +154,6 @@ def _served(
     kwargs: dict[str, Any],
     actor_name: str | None,
     device: torch.device | str | None,
-    use_ray_service: bool,
     *,
     policy: str | None = None,
 ) -> Iterator[list[Any]]:
@@ -137,8 +174,6 @@ def _served(
         model, factory, _ = models[policy]
         if (factory is not None or not isinstance(model, str)) and not kwargs.get("detach", True):
             raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
-    if not use_ray_service:
-        raise ValueError("use_ray_service=False: use the local class, whose name does not begin with Ray.")
     options = {name: kwargs[name] if name == "memory" else kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
     options = {name: value for name, value in options.items() if value is not None}
 

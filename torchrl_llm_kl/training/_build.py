@@ -138,6 +138,7 @@ def measured_kl(config: TrainConfig, policy: Any, reference: Any, **settings: An
     """
     sampling = sampling_of(config)
     how: dict[str, Any] = {"sampling": sampling} if sampling.truncates else {"temperature": sampling.temperature}
+    how["service_backend"] = "direct"  # a copy of the policy behind a service would not be trained
     return RetrieveKL(policy, reference, add_to_reward=False, **how, **settings)
 
 

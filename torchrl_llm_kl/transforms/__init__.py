@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchrl_llm_kl.transforms._base import RayVariant as RayVariant  # for the service's transforms
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._kl_reward import KLRewardTransform
 from torchrl_llm_kl.transforms._record_kept import RecordKept

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import inspect
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl._utils import _RayServiceMetaClass
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
@@ -251,20 +253,27 @@ def to_device(model: Any, device: torch.device | str | None) -> Any:
     return model.to(read_device(device))
 
 
-class RayVariant:
-    """A mixin: ``use_ray_service=True`` builds the subclass whose models are behind a service."""
+#: Where the models of a transform are: in this process, or behind a service on Ray.
+ServiceBackend = Literal["direct", "ray"]
 
-    def __new__(cls, *args: Any, use_ray_service: bool = False, **kwargs: Any) -> Any:
-        """An object of this class, or of its Ray variant."""
-        if use_ray_service:
-            service = torchrl_llm_kl.service  # the root package loads a layer on first use
-            variants = (service.RayKLRewardTransform, service.RayRetrieveKL, service.RayRetrieveLogProb)
-            if not issubclass(cls, variants):
-                found = [variant for variant in variants if cls in variant.__bases__]
-                if not found:
-                    raise TypeError(
-                        f"use_ray_service=True: {cls.__name__} has no variant for Ray. Derive it from one of "
-                        f"{[variant.__name__ for variant in variants]}, or pass it the model of a ScoringService."
-                    )
-                cls = found[0]
-        return super().__new__(cls)
+
+class RayVariant(_RayServiceMetaClass, ABCMeta):
+    """Torchrl's ``service_backend=`` and its scope, and the older ``use_ray_service=``: "ray" builds the Ray variant."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The constructor's, which ``inspect.signature`` would take from the metaclass."""
+        constructor = inspect.signature(cls.__init__)
+        return constructor.replace(parameters=list(constructor.parameters.values())[1:])
+
+    @property
+    def _RayServiceClass(cls) -> type:  # the name that torchrl reads
+        service = torchrl_llm_kl.service  # the root package loads a layer on first use
+        variants = (service.RayKLRewardTransform, service.RayRetrieveKL, service.RayRetrieveLogProb)
+        for variant in variants:
+            if cls in variant.__bases__:
+                return variant
+        raise TypeError(
+            f"{cls.__name__} does not support service_backend='ray': it has no variant for Ray. Derive it from one of "
+            f"{[variant.__name__ for variant in variants]}, or pass it the model of a ScoringService."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
 )
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, Sampling, ScorerSlot, as_sampling, check_replays
-from torchrl_llm_kl.transforms._base import Checks, RayVariant, in_env, resolve_factory, to_device
+from torchrl_llm_kl.transforms._base import Checks, RayVariant, ServiceBackend, in_env, resolve_factory, to_device
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
     Estimator,
@@ -58,7 +58,7 @@ def _check_reference(model: Any) -> Any:
     return model
 
 
-class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
+class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     r"""Penalise the reward with the KL between the policy's log-probs in the data and a reference model's.
 
     Kept for scripts written against torchrl's class of this name; :class:`RetrieveKL` scores both models and needs no
@@ -83,6 +83,7 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         kept_key: parent of the entries in which it recorded them (:class:`~torchrl_llm_kl.RecordKept`). Default ``"kept"``.
         device, tokenizer, assistant_only, temperature, scope, dtype, memory, deterministic: see :class:`RetrieveLogProb`; of
             the reference.
+        service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
 
     All except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
 
@@ -129,6 +130,8 @@ class KLRewardTransform(RayVariant, ScoringTransform, KLPenalty):
         assistant_only: bool = True,
         padding_side: str = "left",
         use_ray_service: bool = False,
+        service_backend: ServiceBackend | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
         estimator: Estimator = "k1",
         temperature: float = 1.0,
         reward_placement: RewardPlacement = "last",

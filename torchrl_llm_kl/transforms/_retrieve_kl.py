@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,7 +27,7 @@ from torchrl_llm_kl.scoring import (
     check_replays,
     log_probs_only,
 )
-from torchrl_llm_kl.transforms._base import RayVariant, StepMixin, resolve_factory
+from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, StepMixin, resolve_factory
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
 from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb, check_scored_model, full_key_problem
@@ -64,7 +64,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
 }
 
 
-class RetrieveKL(RayVariant, StepMixin, Compose):
+class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     r"""Write the log-probs of the policy and of the reference, their KL, and the penalised reward.
 
     Composes two :class:`RetrieveLogProb` and a :class:`KLComputation`; locates the tokens once for both models, and checks
@@ -100,6 +100,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side: of both models; see
             :class:`RetrieveLogProb`.
         adapters, dtype, memory, deterministic, scope, temperature: likewise.
+        service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
         sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over
             all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by
             side, whatever the estimator. Those of a reference behind a service are sent with each request.
@@ -147,6 +148,8 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
         add_to_reward: bool = True,
         coeff: float | Tensor | nn.Module = 1.0,
         use_ray_service: bool = False,
+        service_backend: ServiceBackend | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
         estimator: Estimator = "k1",
         reward_placement: RewardPlacement = "last",
         old_log_probs_key: NestedKey | None = None,
@@ -190,6 +193,7 @@ class RetrieveKL(RayVariant, StepMixin, Compose):
             "deterministic": deterministic,
             "scope": scope,
             "temperature": temperature,
+            "service_backend": "direct",  # the models are behind a service already, if anywhere
         }
         if estimator == "exact":
             _check_one_context(gen_context, context, estimator)

@@ -59,6 +59,7 @@ from torchrl_llm_kl.transforms._base import (
     Checks,
     NoCollectorError,
     RayVariant,
+    ServiceBackend,
     StepTransform,
     collector_policy,
     in_env,
@@ -212,7 +213,7 @@ class ScoringTransform(StepTransform):
         return None if found is None else Kept(*found)
 
 
-class RetrieveLogProb(RayVariant, ScoringTransform):
+class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     r"""Write the log-probability of each sampled token under a model, for a KL, a ratio or a loss.
 
     It scores the tokens that the policy sampled, ``("tokens", "full")``, when the data holds them; otherwise it renders
@@ -274,7 +275,12 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
             weights of its own routers; see ``docs/routing.md``. Default None: the model routes by itself.
         record_routing: write the experts that the model used to ``routing_key``, for later scores and losses: those of the
             entry if the data holds it already, else its own (in an env always its own). Default False.
-        use_ray_service: True builds a ``RayRetrieveLogProb``, whose model is behind a service.
+        service_backend: as in torchrl. ``"ray"`` builds the Ray variant of the class, whose model is behind a service;
+            ``"direct"`` scores in this process. Default None: that of the scope ``torchrl.service_backend(...)``, if any, else
+            ``"direct"``.
+        service_backend_options: arguments of :class:`~torchrl_llm_kl.service.ScoringService` that Ray's actors have too:
+            ``{"num_gpus": 1, "resources": {...}, "name": "reference"}``.
+        use_ray_service: the older ``service_backend="ray"``; torchrl removes it in 0.16.
 
     Arguments are attributes that may change at any time, except ``tokenizer``, ``tokenizer_kwargs``, ``padding_side``,
     ``history_key`` and ``device``.
@@ -345,6 +351,8 @@ class RetrieveLogProb(RayVariant, ScoringTransform):
         routing_key: NestedKey | None = None,
         record_routing: bool = False,
         use_ray_service: bool = False,
+        service_backend: ServiceBackend | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         as_sampling(temperature, sampling)
