@@ -123,6 +123,27 @@ def test_numbers_that_are_not_finite(value: float) -> None:
     assert worst.evidence["share"] == pytest.approx(1 / 48)
 
 
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("name", ["policy", "reference"])
+def test_tokens_that_stand_for_images(name: str, stored: bool) -> None:
+    model = make_model("gpt2", 0)
+    given: dict[str, Any] = {"policy": make_model("gpt2", 1), name: model}
+    td = batch(log_probs=log_probs(), sampler_log_probs=log_probs(7)) if stored else batch()
+    token = int(FULL[1, 3])
+    before = diagnose(td, **given)
+    assert "not_text" not in {each.cause for each in before.findings}
+    model.config.image_token_id = token
+    worst = diagnose(td, **given).worst
+    assert worst is not None
+    assert (worst.cause, worst.severity) == ("not_text", "fault")
+    assert f"token id {token} at sequence" in str(worst.evidence["error"])
+    assert "image_token_id" in str(worst.evidence["error"])
+    assert "Leave such sequences out" in worst.remedy
+    assert diagnose(td, policy=LogProbScorer(model)).worst.cause == "not_text"
+    model.config.image_token_id = int(FULL.max()) + 1
+    assert {each.cause for each in diagnose(td, **given).findings} == {each.cause for each in before.findings}
+
+
 def test_an_empty_mask() -> None:
     td = batch()
     td["tokens", "prompt"] = FULL

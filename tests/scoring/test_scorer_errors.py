@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import tempfile
+import types
 
 import pytest
 import torch
-from scoring_reference import random_sequences
+import transformers
+from scoring_reference import plain_log_probs, random_sequences
 from torch import nn
 from torch.testing import assert_close
 
@@ -19,6 +22,7 @@ from torchrl_llm_kl.scoring import (
     RememberedModel,
     Sampling,
     fingerprint_of,
+    placeholders,
     prepare_reference,
 )
 from toy_models import tiny_model
@@ -117,6 +121,51 @@ def test_settings_set_later_are_followed():
         setattr(scorer, name, value)
         assert torch.equal(scorer.score(rows).values, built.score(rows).values)
         assert scorer.forwards == built.forwards
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+@pytest.mark.parametrize("token", [0, 7])
+def test_a_token_that_stands_for_an_image_is_refused(token, share_prefixes):
+    model = tiny_model()
+    rows, expected = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, token, 9])]), "video_token_id"
+    model.config.image_token_id = None
+    scorer = LogProbScorer(model, share_prefixes=share_prefixes)
+    scorer.score(rows)  # text, as far as the configuration tells
+    model.config.video_token_id = token
+    for ask in (scorer.score, lambda rows: scorer.score(rows, grad=True), remembered(model)):
+        with pytest.raises(
+            ValueError, match=f"^token id {token} at sequence 1, position 1 is the model's {expected}: it"
+        ):
+            ask(rows)
+    text = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 2, 9])])
+    assert_close(scorer.score(text).values, plain_log_probs(model, text).detach())
+
+
+def remembered(model):
+    return lambda rows: RememberedModel(model, tempfile.mkdtemp()).make_scorer().score(rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: transformers.Qwen2VLConfig(), {151655: "image_token_id", 151656: "video_token_id"}),
+        (lambda: transformers.Gemma3Config(), {262144: "image_token_id"}),
+        (lambda: transformers.LlavaConfig(image_token_index=0), {0: "image_token_id"}),
+        (lambda: transformers.LlavaOnevisionConfig(), {151646: "image_token_id", 151647: "video_token_id"}),
+        (lambda: transformers.MllamaConfig(), {128256: "image_token_id"}),
+        (lambda: transformers.GraniteSpeechConfig(), {49155: "audio_token_id"}),
+        (lambda: transformers.VoxtralConfig(), {}),  # None
+        (lambda: transformers.VoxtralConfig(audio_token_id=24), {24: "audio_token_id"}),
+        (
+            lambda: transformers.Qwen2_5OmniConfig(),
+            {151655: "image_token_id", 151656: "video_token_id", 151646: "audio_token_id"},
+        ),
+        (lambda: transformers.Qwen2Config(), {}),
+        (lambda: types.SimpleNamespace(image_token_id=[5, 6], text=3), {5: "image_token_id", 6: "image_token_id"}),
+    ],
+)
+def test_families_with_tokens_that_stand_for_what_is_not_text(make, expected):
+    assert placeholders(types.SimpleNamespace(config=make())) == expected
 
 
 def test_first_token(scorer):

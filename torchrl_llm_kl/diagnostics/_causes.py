@@ -12,7 +12,8 @@ from torchrl_llm_kl._numerics import check_choice
 Cause = Literal[
     "raw_log_probs", "wrong_temperature", "top_p", "top_k", "min_p", "scored_truncation", "stale_weights", "chat_template",
     "off_by_one", "low_precision", "retokenised", "zeros", "adapter_off", "reference_is_policy", "nan", "empty_mask",
-    "unreadable", "other_sampling", "mismatch", "truncated_answers", "duplicated_prompts", "no_spread", "clipped", "zero_kl",
+    "not_text", "unreadable", "other_sampling", "mismatch", "truncated_answers", "duplicated_prompts", "no_spread",
+    "clipped", "zero_kl",
 ]  # fmt: skip
 
 TITLES: Mapping[str, str] = {
@@ -31,6 +32,7 @@ TITLES: Mapping[str, str] = {
     "adapter_off": "the sampler runs without the adapter",
     "reference_is_policy": "the reference is the policy",
     "nan": "log-probs are NaN or infinite",
+    "not_text": "tokens stand for images, video or audio",
     "empty_mask": "no token is masked in",
     "unreadable": "log-probs do not fit the tokens",
     "other_sampling": "tokens are not samples of the scored distribution",
@@ -60,6 +62,8 @@ REMEDIES: Mapping[str, str] = {
     "adapter_off": "Send the adapter to the engine (a LoRA request), or merge it before the weights are pushed.",
     "reference_is_policy": "Pass a frozen copy (prepare_reference), or ref_model='base' for a policy with adapters.",
     "nan": "Look at the named column: a prompt that was cut to nothing, or an overflow in half precision.",
+    "not_text": "Leave such sequences out, or have the engine that sampled them return their log-probs: here a model is scored "
+    "on token ids alone.",
     "empty_mask": "Add ('masks', 'all_assistant_mask') or ('tokens', 'prompt'), or the tokenizer that rendered the tokens.",
     "unreadable": "Store one log-prob per token of ('tokens', 'full'), or rows of the response alone.",
     "other_sampling": "Compare the engine's sampling settings with temperature= and sampling= of the scorer; pass policy= to "

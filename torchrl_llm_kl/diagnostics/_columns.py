@@ -29,7 +29,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling, as_sampling, log_probs_only
+from torchrl_llm_kl.scoring import NOT_TEXT, LogProbScorer, Sampling, as_sampling, log_probs_only
 
 #: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
 KEYS: Mapping[str, NestedKey] = {
@@ -170,7 +170,7 @@ def read_columns(
     try:
         columns |= _score(tokens, mask, policy, reference, temperature, sampling)
     except ValueError as error:
-        if strict or NOT_FINITE not in str(error):
+        if strict or not any(known in str(error) for known in (NOT_FINITE, NOT_TEXT)):
             raise
         unread["log_prob"] = str(error)
     rows: dict[str, Tensor] = {}

@@ -21,7 +21,7 @@ from torchrl_llm_kl.diagnostics._findings import Case, find
 from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.rollouts import ModelInterface, Scope, TokenisingOptions, read_conversations, sub_key
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling, as_sampling
+from torchrl_llm_kl.scoring import LogProbScorer, Sampling, as_sampling, is_wrapper, not_text, placeholders, unwrap
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -228,10 +228,15 @@ def diagnose(
         measures |= retokenised(columns, tokenizer)
     table = Table.of(columns)
     rescorer = None
-    scorable = policy is not None and "log_prob" not in columns.unread and Rescorer.can_score(policy)
+    models = (
+        x.model if isinstance(x, LogProbScorer) else unwrap(x) if is_wrapper(x) else x for x in (policy, reference)
+    )
+    problems = [text for model in models if (text := not_text(columns.tokens, placeholders(model)))]
+    unread = {**columns.unread, **({"log_prob": problems[0]} if problems else {})}
+    scorable = policy is not None and "log_prob" not in unread and Rescorer.can_score(policy)
     if scorable and bool(columns.mask.any()):
         rescorer = Rescorer(policy, columns, table, scored)
-    case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, columns.unread)
+    case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
     found = find(case)
     return Diagnosis(measures, tuple(found), tuple(worst_tokens(columns)), 0 if rescorer is None else rescorer.forwards)
 

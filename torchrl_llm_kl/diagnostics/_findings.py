@@ -18,6 +18,7 @@ from torchrl_llm_kl.diagnostics._causes import SURE, Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Mean, Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
+from torchrl_llm_kl.scoring import NOT_TEXT
 
 #: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -97,7 +98,7 @@ def unreadable(case: Case) -> list[Finding]:
     out = []
     for name, text in case.unread.items():
         if name == "log_prob":  # scored here
-            out.append(finding("nan", 0.95, column=name, error=text))
+            out.append(finding("not_text" if NOT_TEXT in text else "nan", 0.95, column=name, error=text))
             continue
         lengths = "sequence" in text and "values" in text
         cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"

@@ -5,6 +5,7 @@ from torchrl_llm_kl.scoring._fingerprint import fingerprint_of
 from torchrl_llm_kl.scoring._model import (
     evaluating as evaluating,
     output_size as output_size,
+    placeholders as placeholders,
     position_limit as position_limit,
     trains_with as trains_with,
     vocab_size as vocab_size,
@@ -13,9 +14,11 @@ from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._reference import prepare_reference
 from torchrl_llm_kl.scoring._remembered import RememberedModel
 from torchrl_llm_kl.scoring._request import (
+    NOT_TEXT as NOT_TEXT,
     Sequences as Sequences,
     TokenMask as TokenMask,
     check_kept as check_kept,
+    not_text as not_text,
     read_sequences as read_sequences,
 )
 from torchrl_llm_kl.scoring._routing import RoutedExperts as RoutedExperts, Routers as Routers

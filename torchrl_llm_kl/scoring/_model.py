@@ -27,6 +27,12 @@ _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # ---------------------------------------------------------------------- how a model is run
 
 
+# Names in a configuration for the tokens in whose place a model puts features of images, videos or sounds.
+_PLACEHOLDERS = [f"{kind}_token_{end}" for kind in ("image", "video", "audio", "speech") for end in ("id", "index")]
+_PLACEHOLDERS += ["image_patch_id", "visual_indicator_token_ids", "audio_prompt_token_id", "audio_latent_token_id"]
+_PLACEHOLDERS += ["audio_delay_token_id", "media_placeholder_token_id", "img_context_token_id"]
+
+
 @dataclass(frozen=True)
 class Route:
     """How to get logits out of a model: body, then head at scored positions only; or the model's own full forward."""
@@ -417,6 +423,20 @@ def _ask(model: nn.Module, method: str) -> Any:
         return function() if callable(function) else None
     except (AttributeError, NotImplementedError):
         return None
+
+
+def placeholders(model: Any) -> dict[int, str]:
+    """Token ids that stand for what is not text, each with its name in the configuration, or in a part of it."""
+    found: dict[int, str] = {}
+    configs = [getattr(unwrapped(model), "config", None)]
+    for config in configs:
+        for name in _PLACEHOLDERS:
+            ids = getattr(config, name, None)
+            for each in ids if isinstance(ids, (list, tuple)) else [ids]:
+                if isinstance(each, int):
+                    found.setdefault(each, name)
+        configs += [part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "get_text_config")]
+    return found
 
 
 def text_config(model: nn.Module) -> Any:

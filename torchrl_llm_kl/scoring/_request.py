@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from torchrl_llm_kl.ragged import Ragged
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 #: Tokens to score: one bool for each token, flat or in the form of the token ids.
 TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
+#: What the error of :func:`not_text` contains, also where it comes from another process.
+NOT_TEXT = "stands for what is not text"
 
 
 def read_sequences(
@@ -207,6 +209,11 @@ class Request:
                 "with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
             )
 
+    def check_text(self, placeholders: Mapping[int, str]) -> None:
+        """Raise a ValueError for a token that stands for an image or the like; see :func:`not_text`."""
+        if (found := not_text(self.tokens, placeholders)) is not None:
+            raise ValueError(found)
+
     def check_lengths(self, limit: int | None) -> None:
         """Raise a ValueError if a sequence to score exceeds the model's positions."""
         if limit is None:
@@ -235,6 +242,21 @@ class Request:
     def locate(self, element: int) -> str:
         """Sequence and position of a flat element, for errors."""
         return _place(self.tokens, element)
+
+
+def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> str | None:
+    """The error of the first token that stands for an image or the like, whose features no scorer gets; None without one."""
+    if not placeholders:
+        return None
+    found = torch.isin(tokens.values, torch.tensor(list(placeholders), device=tokens.values.device))
+    if not bool(found.any()):
+        return None
+    element = int(found.nonzero()[0])
+    token = int(tokens.values[element])
+    return (
+        f"token id {token} at {_place(tokens, element)} is the model's {placeholders[token]}: it {NOT_TEXT}, such as an "
+        "image, and scorers get token ids alone. Score with the model's own forward, or leave such sequences out."
+    )
 
 
 def _place(tokens: Ragged, element: int) -> str:

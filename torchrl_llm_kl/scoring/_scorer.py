@@ -25,6 +25,7 @@ from torchrl_llm_kl.scoring._model import (
     is_on_meta,
     locked,
     model_device,
+    placeholders,
     position_limit,
     vocab_size,
 )
@@ -503,6 +504,7 @@ class LogProbScorer(Sampled):
                 "scoring."
             )
         request.check_ids(vocab_size(self.model))
+        request.check_text(placeholders(self.model))
         request.check_lengths(position_limit(self.model))
 
     @property
