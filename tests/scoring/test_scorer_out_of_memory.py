@@ -13,14 +13,15 @@ from toy_models import VOCAB_SIZE, tiny_model
 from toy_rollouts import plain_log_probs
 
 
-def scorer_with_room_for(tokens: int, **options: Any) -> LogProbScorer:
+def scorer_with_room_for(tokens: int, error: Exception | None = None, **options: Any) -> LogProbScorer:
     """A scorer whose model's body raises an out-of-memory error on more than ``tokens`` tokens, including padding."""
+    error = torch.OutOfMemoryError("CUDA out of memory (simulated)") if error is None else error
     model = tiny_model("qwen2")
     scorer = LogProbScorer(model, **options)
 
     def check(_: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].numel() > tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+            raise error
 
     model.model.register_forward_pre_hook(check, with_kwargs=True)
     return scorer
@@ -57,6 +58,61 @@ def test_a_single_sequence_that_does_not_fit_raises_the_devices_error() -> None:
         with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
             scorer.score(Ragged.from_list([row]))
         assert scorer.tokens_per_batch == left
+
+
+def of_torch() -> Exception:
+    """What the CPU's allocator really raises."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**48)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+    return caught.value
+
+
+ALLOCATORS = {
+    "cpu": of_torch(),
+    "cpu of Windows": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you"
+    ),
+    "metal": RuntimeError("MPS backend out of memory (MPS allocated: 8.99 GB, other allocations: 0.02 GB)."),
+    "metal, one buffer": RuntimeError("Invalid buffer size: 24.00 GiB"),
+    "driver": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "xpu": torch.OutOfMemoryError("XPU out of memory."),
+    "numpy": MemoryError("Unable to allocate 25.0 GiB"),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_every_allocator_is_out_of_memory(name: str, grad: bool) -> None:
+    scorer = scorer_with_room_for(40, ALLOCATORS[name], tokens_per_batch=64)
+    row = torch.arange(50)
+    with pytest.warns(UserWarning, match="out of memory: LogProbScorer continues with tokens_per_batch=32"):
+        found = scorer.score(Ragged.from_list([row[:25], row[25:]]), grad=grad)
+    for part, log_probs in zip((row[:25], row[25:]), found.to_list(), strict=True):
+        assert_close(log_probs.detach(), plain_log_probs(tiny_model("qwen2"), part), atol=1e-5, rtol=1e-5)
+    assert scorer.tokens_per_batch == 32
+    tight = scorer_with_room_for(0, ALLOCATORS[name], tokens_per_batch=32)
+    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(type(ALLOCATORS[name])) as caught:
+        tight.score(Ragged.from_list([row]))
+    assert caught.value is ALLOCATORS[name]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("the memory of a friend ran out of memory"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        ValueError("CUDA out of memory"),
+    ],
+)
+def test_another_runtime_error_is_raised(error: Exception) -> None:
+    scorer = scorer_with_room_for(4, error, tokens_per_batch=64)
+    with pytest.raises(type(error)) as caught:
+        scorer.score(Ragged.from_list([torch.arange(50)]))
+    assert caught.value is error
+    assert scorer.tokens_per_batch == 64
 
 
 def test_a_call_that_fits_leaves_the_budget_to_the_device() -> None:

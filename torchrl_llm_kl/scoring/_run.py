@@ -22,7 +22,7 @@ from torchrl_llm_kl.scoring._routing import Routing, tell_apart
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Columns, States, Wanted, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside
+from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory
 
 _SMALLEST_PACK = 16
 
@@ -84,7 +84,9 @@ def run(
             tree, caches = None, []
             scorers[0]._warn_apart(str(error))
             continue
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             if setups[0].deterministic:
                 raise  # another budget would round otherwise
             if budget <= (ranks.most(request.longest) if tree is None else _SMALLEST_PACK):

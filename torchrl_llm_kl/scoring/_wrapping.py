@@ -6,6 +6,7 @@ the head, runs inside one call of the model, and the calls of its layers are as 
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -210,7 +211,7 @@ class ErrorGuard:
 
     def check(self) -> None:
         """After the last forward: an error on one rank is an error on all."""
-        own = 0 if self.error is None else 1 if isinstance(self.error, torch.OutOfMemoryError) else 2
+        own = 0 if self.error is None else 1 if is_out_of_memory(self.error) else 2
         worst = self._ranks.most(own)
         if self.error is not None and own == worst:
             raise self.error
@@ -232,6 +233,19 @@ class ErrorGuard:
                 self.error = error
         self._call_rest(layer)
         return next(x for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
+
+
+# How allocators without an error class of their own begin: the CPU's on Linux and Windows, Metal's, and libraries of CUDA.
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|\b[A-Z]+( backend| error:)? out of memory"
+    r"|Invalid buffer size: |_STATUS_ALLOC_FAILED"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator failed, of whatever device."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None)
 
 
 # ---------------------------------------------------------------------- one call
