@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scoring_reference import plain_log_probs, random_mask, random_sequences
@@ -32,6 +33,7 @@ from torchrl_llm_kl.scoring import (
     fingerprint_of,
     prepare_reference,
 )
+from torchrl_llm_kl.scoring._store import _encode, _Record
 from toy_models import tiny_model
 from toy_tokenizer import build_tokenizer
 
@@ -391,6 +393,27 @@ def test_errors_name_the_sequence_of_the_call(tmp_path: Path) -> None:
         scorer.score([[1, 2], [3, 4]], [[False, True], [True, True]])
     with pytest.raises(TypeError, match="model is a scorer: pass its model"):
         RememberedModel(LogProbScorer(tiny_model()), tmp_path)
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, 7.0), (0, float("nan")), (1, -5.0), (1, float("inf"))])
+def test_scores_that_cannot_be_are_computed_again(tmp_path: Path, column: int, value: float) -> None:
+    """A shard with right checksums, and a log-prob above 0 or an entropy below."""
+    model = tiny_model()
+    written = RememberedModel(model, tmp_path)
+    want = written.make_scorer().evaluate([[1, 2, 3]], entropy=True)
+    scores = [want.log_prob.values.numpy(), want.entropy.values.numpy()]
+    keys = list(written.store._writer.waiting)
+    written.store.close()
+    (path,) = tmp_path.glob("*.safetensors")
+    mask = np.array([False, True, True])
+    changed = [x[mask] for x in scores]
+    changed[column] = np.array([changed[column][0], value], np.float32)
+    path.write_bytes(_encode([_Record(key, mask, x) for key, x in zip(keys, changed, strict=True)]))
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    with pytest.warns(UserWarning, match="is damaged and is not read .*expected numbers in"):
+        found = scorer.evaluate([[1, 2, 3]], entropy=True)
+    assert torch.equal(found.log_prob.values, want.log_prob.values)
+    assert torch.equal(found.entropy.values, want.entropy.values)
 
 
 def test_nan_is_never_stored(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import errno
 import importlib.util
+import math
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import time
 import warnings
@@ -250,6 +253,10 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
     "zeros": lambda data: bytes(len(data)),
     "one bit: a comma becomes a full stop": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[0.', 1),
     "a list for a header": lambda data: data[:8] + b"[" + data[9:],
+    "deep JSON": lambda data: struct.pack("<Q", 200_000) + b"[" * 200_000 + data,
+    "an offset below 0": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[-9,', 1),
+    "an endless number": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[1e999,', 1),
+    "of another dtype": lambda data: data.replace(b'"F32"', b'"F16"'),
 }
 
 
@@ -268,6 +275,108 @@ def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, name: str) -> 
         put(reader, 1)
         reader.flush()
         assert has(reader, 1)
+
+
+def as_fifo(path: Path, data: bytes) -> None:
+    os.mkfifo(path)
+
+
+def as_link(path: Path, data: bytes) -> None:
+    target = path.with_name("elsewhere")
+    target.write_bytes(data)
+    path.symlink_to(target)
+
+
+def as_folder(path: Path, data: bytes) -> None:
+    path.mkdir()
+
+
+def as_socket(path: Path, data: bytes) -> None:
+    short = os.path.relpath(path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(short)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes")
+@pytest.mark.parametrize("make", [as_fifo, as_link, as_folder, as_socket])
+@pytest.mark.parametrize("opened", [False, True])
+def test_only_regular_files_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, opened: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
+    put(store, 1, 2)
+    store.flush()
+    reader = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
+    assert not opened or has(reader, 1)
+    (path,) = shards(tmp_path)
+    data = path.read_bytes()
+    path.unlink()
+    make(path, data)
+    with pytest.warns(UserWarning, match="is damaged and is not read .*it is no regular file"):
+        assert not has(reader, 1)
+    assert not has(reader, 2)
+    for number in range(40):  # and it is not removed to make room
+        put(reader, number)
+        reader.flush()
+    assert has(reader, 39)
+    assert path in shards(tmp_path)
+
+
+def forged(folder: Path, key: bytes, mask: np.ndarray, values: np.ndarray) -> None:
+    """A shard with right checksums."""
+    module = load()
+    (path,) = shards(folder)
+    path.write_bytes(module._encode([module._Record(key, mask, values)]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 7.0, 0.02])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_scores_that_cannot_be(tmp_path: Path, value: float, dtype: Any) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    store.flush()
+    key, mask = row(1)[0], np.array([False, True, True])
+    forged(tmp_path, key, mask, np.array([-0.5, value], dtype))
+    reader = ScoreStore(tmp_path)
+    with pytest.warns(UserWarning, match="is damaged and is not read .*expected numbers in"):
+        known, values = reader.read([key], [3], -math.inf, 0.01)
+    assert not known.any()
+    assert not values.any()
+    if not math.isfinite(value):
+        with pytest.warns(UserWarning, match="is damaged and is not read"):
+            assert not ScoreStore(tmp_path).read([key], [3])[0].any()
+        with pytest.raises(ValueError, match="scores must be finite"):
+            store.add([key], [3], mask, np.array([0, -0.5, value], dtype))
+    waiting = ScoreStore(tmp_path / "waiting")
+    if math.isfinite(value):
+        waiting.add([key], [3], mask, np.array([0, -0.5, value], dtype))
+    assert not waiting.read([key], [3], -math.inf, 0.01)[0].any()
+    forged(tmp_path, key, mask, np.array([-0.5, 0.0], dtype))
+    assert ScoreStore(tmp_path).read([key], [3], -math.inf, 0.01)[1].tolist() == [0, -0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "number"),
+    [
+        ([False, True, True], 1),  # fewer scores than tokens
+        ([False, True, False], 2),  # more
+        ([False, True, True, True, False], 3),  # of a longer sequence
+        ([True], 1),  # of a shorter one
+        ([False, True, True], 4),  # more scores than the sequence is long
+    ],
+)
+def test_a_record_that_does_not_fit_its_mask_or_sequence(tmp_path: Path, mask: list[bool], number: int) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    store.flush()
+    key = row(1)[0]
+    forged(tmp_path, key, np.array(mask), np.full(number, -0.5, np.float32))
+    reader = ScoreStore(tmp_path)
+    with pytest.warns(UserWarning, match="is damaged and is not read"):
+        known, values = reader.read([key], [3])
+    assert known.tolist() == [False] * 3
+    assert values.tolist() == [0.0] * 3
 
 
 def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,12 +25,14 @@ from torchrl_llm_kl.scoring._routing import RoutedExperts
 from torchrl_llm_kl.scoring._sampling import SampledAlone, Sampling
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
-from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
+from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore, within
 from torchrl_llm_kl.scoring._wrapper import log_probs_only
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Counts up when scores change by more than rounding.
 _FORMAT = 1
+# What a score may be, up to rounding; others are neither stored nor served.
+_RANGE = {"log_prob": (-math.inf, 0.01), "entropy": (-0.01, math.inf)}
 # What transforms read from a TorchRL wrapper or a service's proxy, besides its keys.
 _INTERFACE = {"interface", "input_mode", "generate", "return_log_probs", "pad_output", "layout"}
 _INTERFACE |= {"tokenizer", "chat_template", "chat_template_name"}
@@ -313,7 +316,7 @@ class _Lookup:
             name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
             for name, context in contexts.items()
         }
-        found = {name: store.read(keys, self._lengths) for name, keys in self._keys.items()}
+        found = {name: store.read(keys, self._lengths, *_RANGE[name]) for name, keys in self._keys.items()}
         self._known = {name: known for name, (known, _) in found.items()}
         self._values = {name: values for name, (_, values) in found.items()}
         self._missing = self._mask & ~np.logical_and.reduce(list(self._known.values()))
@@ -346,7 +349,8 @@ class _Lookup:
     def store_new(self) -> None:
         """Store what was computed."""
         for name, keys in self._keys.items():
-            self._store.add(keys, self._lengths, self._missing & ~self._known[name], self._values[name])
+            new, values = self._missing & ~self._known[name], self._values[name]
+            self._store.add(keys, self._lengths, new & within(values, *_RANGE[name]), values)
 
     def scores(self, tokens: Ragged, version: int | None) -> Scores:
         """All scores, in the layout of ``tokens``."""

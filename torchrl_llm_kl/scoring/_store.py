@@ -2,13 +2,17 @@
 
 A shard is a safetensors file. It is written once, under the folder's lock and another name, then renamed: readers need no
 lock. Its header and index have a checksum, which is checked when the shard is opened, and each record has its own, checked
-at each read. So a damaged file costs a forward, never a wrong score.
+at each read; what a record holds is checked too. So a damaged file costs a forward, never a wrong score. Only regular files
+are opened: neither links nor pipes.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import stat
 import struct
 import threading
 import time
@@ -103,19 +107,23 @@ class ScoreStore:
 
     # ------------------------------------------------------------------ reading and writing
 
-    def read(self, keys: Sequence[bytes], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def read(
+        self, keys: Sequence[bytes], lengths: Sequence[int], low: float = -math.inf, high: float = math.inf
+    ) -> tuple[np.ndarray, np.ndarray]:
         """What is known of some sequences of tokens.
 
         Args:
             keys: one for each sequence, of 16 bytes.
             lengths: its number of tokens.
+            low: the smallest score that can be. A file that holds a smaller one, or one that is not finite, is damaged.
+            high: the largest.
 
         Returns:
             Two arrays ``[N]`` over the tokens of all sequences, end to end: whether the score is known, bool; and the score,
             float32 or float64 as it was stored, 0 where it is not known.
         """
         ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
-        found = _Found(keys, ends - lengths, ends)
+        found = _Found(keys, ends - lengths, ends, low, high)
         with self._own_lock():
             self._list()
             # First what this process wrote, so that its scores stay the same, whoever else writes them too.
@@ -125,7 +133,8 @@ class ScoreStore:
                     self._read_shard(shard, pairs, found)
             for i, key in enumerate(keys):
                 for record in self._writer.waiting.get(key, ()):
-                    found.fill(i, record.mask, record.values)
+                    with suppress(ValueError):  # of another length, or out of bounds
+                        found.fill(i, record.mask, record.values)
             for shard, pairs in hits:
                 if not shard.own:
                     self._read_shard(shard, pairs, found)
@@ -141,7 +150,7 @@ class ScoreStore:
             values: the scores; float32 or float64 ``[N]``.
 
         Raises:
-            ValueError: if the arrays do not have one element for each token, or the scores are of another dtype.
+            ValueError: if the arrays do not have one element for each token, or the scores are of another dtype or not finite.
         """
         ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
         total = int(ends[-1]) if len(ends) else 0
@@ -151,6 +160,8 @@ class ScoreStore:
             )
         if values.dtype not in (np.float32, np.float64):
             raise ValueError(f"scores must be float32 or float64, got {values.dtype}.")
+        if not np.isfinite(values[mask]).all():
+            raise ValueError("scores must be finite.")
         with self._own_lock():
             for key, end, length in zip(keys, ends.tolist(), lengths, strict=True):
                 chosen = mask[end - length : end].copy()
@@ -203,13 +214,13 @@ class ScoreStore:
 
     def _load(self, name: str, *, own: bool = False) -> None:
         try:
-            self._shards[name] = _Shard.open(self.folder / name, own=own)
+            self._shards[name] = _Shard.open(self.folder / name, own=own, most=self.max_bytes)
         except FileNotFoundError:  # removed meanwhile, to make room
             self._shards.pop(name, None)
         except OSError as error:
             self._skip(name, error)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            self._give_up(name, str(error))
+        except Exception as error:  # whatever a file holds, its scores can be computed
+            self._give_up(name, f"{type(error).__name__}: {error}")
 
     def _skip(self, name: str, error: OSError) -> None:
         """Do without a shard this time, for instance with too many files open."""
@@ -230,7 +241,7 @@ class ScoreStore:
         """Read the records of one shard: pairs of its row and the sequence."""
         name = shard.path.name
         try:
-            with open(shard.path, "rb", buffering=0) as file:
+            with _open(shard.path) as file:
                 for row, i in pairs:
                     found.fill(i, *shard.record(file, row, found.keys[i]))
             shard.touch()
@@ -238,8 +249,8 @@ class ScoreStore:
             self._shards.pop(name, None)
         except OSError as error:
             self._skip(name, error)
-        except (ValueError, LookupError) as error:
-            self._give_up(name, str(error))
+        except Exception as error:
+            self._give_up(name, f"{type(error).__name__}: {error}")
         else:
             return
         self._index = _Index([each for each in self._index.shards if each is not shard])
@@ -263,16 +274,22 @@ def _shards_of(folder: Path) -> list[tuple[Path, int, int]]:
         for entry in entries:
             with suppress(FileNotFoundError):
                 if entry.name.endswith(_SUFFIX):
-                    stat = entry.stat()
-                    found.append((Path(entry.path), stat.st_mtime_ns, stat.st_size))
+                    info = entry.stat(follow_symlinks=False)
+                    size = info.st_size if stat.S_ISREG(info.st_mode) else 0  # what is no file is not a shard's
+                    found.append((Path(entry.path), info.st_mtime_ns, size))
     return found
+
+
+def within(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Which scores are finite and in a range."""
+    return np.isfinite(values) & (values >= low) & (values <= high)
 
 
 class _Found:
     """The scores found so far, over the tokens of all sequences."""
 
-    def __init__(self, keys: Sequence[bytes], starts: np.ndarray, ends: np.ndarray) -> None:
-        self.keys, self._starts, self._ends = keys, starts.tolist(), ends.tolist()
+    def __init__(self, keys: Sequence[bytes], starts: np.ndarray, ends: np.ndarray, low: float, high: float) -> None:
+        self.keys, self._starts, self._ends, self._low, self._high = keys, starts.tolist(), ends.tolist(), low, high
         total = self._ends[-1] if self._ends else 0
         self.known, self.values = np.zeros(total, np.bool_), np.zeros(total, np.float32)
 
@@ -281,6 +298,11 @@ class _Found:
         start, end = self._starts[i], self._ends[i]
         if mask.shape[0] != end - start:
             raise ValueError(f"a record of {mask.shape[0]} tokens has the key of a sequence of {end - start}")
+        if values.shape[0] != np.count_nonzero(mask):
+            raise ValueError(f"a record has {values.shape[0]} scores of {np.count_nonzero(mask)} tokens")
+        good = within(values, self._low, self._high)
+        if not good.all():
+            raise ValueError(f"a record holds {values[~good][0]}, expected numbers in [{self._low:g}, {self._high:g}]")
         if values.dtype.itemsize > self.values.dtype.itemsize:
             self.values = self.values.astype(values.dtype)
         known = self.known[start:end]
@@ -347,10 +369,12 @@ class _Shard:
     touched: float = 0.0
 
     @classmethod
-    def open(cls, path: Path, *, own: bool) -> _Shard:
-        """Read the index; a ValueError, KeyError or TypeError if it is not that of a whole shard."""
-        with open(path, "rb", buffering=0) as file:
+    def open(cls, path: Path, *, own: bool, most: int) -> _Shard:
+        """Read the index of a file of at most ``most`` bytes; any exception if it is not that of a whole shard."""
+        with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
+            if size > most:
+                raise ValueError(f"it has {size} bytes, the store at most {most}")
             (head_size,) = struct.unpack("<Q", _read(file, 0, 8))
             if head_size > size - 8:
                 raise ValueError(f"its header has {head_size} bytes, the file {size}")
@@ -370,6 +394,10 @@ class _Shard:
             raise ValueError("its index has another checksum")
         dtype = _DTYPES[header["values"]["dtype"]]
         lengths, counts = (np.frombuffer(raw[name], "<i8") for name in ("lengths", "counts"))
+        if not len(raw["keys"]) / KEY_BYTES == len(raw["checks"]) / _CHECK_BYTES == len(lengths) == len(counts):
+            raise ValueError("the parts of its index have different lengths")
+        if bool((counts < 0).any() or (counts > lengths).any() or (lengths > 8 * size).any()):
+            raise ValueError("a record has more scores than tokens")
         mask_bytes, value_bytes = -(-lengths // 8), counts * dtype.itemsize
         spans = {"masks": int(mask_bytes.sum()), "values": int(value_bytes.sum())}
         for name, expected in spans.items():
@@ -408,7 +436,27 @@ class _Shard:
                 os.utime(self.path)
 
 
+def _open(path: Path) -> Any:
+    """Open a regular file; a ValueError for a link, a pipe (whose writer it does not wait for) or anything else."""
+    try:
+        file = open(path, "rb", buffering=0, opener=_opener)  # noqa: SIM115 -- the caller closes it
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ValueError("it is no regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is no regular file")
+    return file
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))  # Windows has neither
+
+
 def _read(file: Any, start: int, size: int) -> bytes:
+    if start < 0 or size < 0:
+        raise ValueError(f"it names {size} bytes at {start}")
     file.seek(start)
     parts, missing = [], size
     while missing > 0:
@@ -533,6 +581,8 @@ class _Writer:
             for path, _, size in shards:
                 if total + len(data) <= self._max_bytes:
                     break
+                if not size:
+                    continue
                 path.unlink(missing_ok=True)
                 total -= size
             draft = self.folder / f"{name}.tmp"
