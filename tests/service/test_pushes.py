@@ -5,21 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from remote_models import model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torchrl_llm_kl.service import WeightVersionError, _weights
+from torchrl_llm_kl.service import ProtocolError, RemoteModel, ScoringService, WeightVersionError, _weights
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._weights import Pushes, WeightKeeper, chunks_of, tensors_of
+from torchrl_llm_kl.service._weights import MAX_VERSION, Pushes, WeightKeeper, chunks_of, tensors_of
+from torchrl_llm_kl.service._wire import Request, Settings
 from torchrl_llm_kl.service.client import _push
 from torchrl_llm_kl.service.client._push import ask_all, push_weights
+from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 ray = pytest.importorskip("ray")
@@ -116,6 +120,42 @@ def test_versions_are_never_given_twice() -> None:
     assert isinstance(late, WeightVersionError)
     assert str(late) == "version 2 of the weights was pushed after version 10: versions must increase."
     assert_equal(held(one), weights(2.0))
+
+
+def test_the_last_version_that_a_message_can_hold() -> None:
+    """A later one would be in every request of a client that has seen it, and no replica could read those."""
+    request = Request(np.array([1, 2]), np.array([2]), None, Settings(), newest=MAX_VERSION)
+    assert Request.unpack(request.pack()).newest == MAX_VERSION
+    with pytest.raises(ProtocolError, match="newest"):
+        Request.unpack(replace(request, newest=MAX_VERSION + 1).pack())
+    one = keeper()
+    assert commit(one, weights(1.0), MAX_VERSION) == MAX_VERSION
+    for version in (None, MAX_VERSION + 1):
+        refused = commit(one, weights(2.0), version)
+        assert isinstance(refused, WeightVersionError)
+        assert "must be from 0 to 9223372036854775807 (2^63 - 1), got 9223372036854775808" in str(refused)
+    with pytest.raises(WeightVersionError, match="got 9223372036854775808"):
+        one.next_version()
+    assert_equal(held(one), weights(1.0))
+
+
+@pytest.mark.parametrize("version", [2**70, 2**63, -1])
+def test_a_version_that_no_message_can_hold_is_refused_where_it_enters(version: int) -> None:
+    remote = RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": 1}))
+    with pytest.raises(WeightVersionError, match=rf"must be from 0 to .*, got {version}\."):
+        remote.version = version
+    service = object.__new__(ScoringService)
+    service.model = remote
+    with pytest.raises(WeightVersionError, match=rf"must be from 0 to .*, got {version}\."):
+        service.update_weights(weights(1.0), version)  # Ray is not asked: there is no cluster
+
+
+@pytest.mark.parametrize(("version", "message"), [(2**63, "must be from 0 to"), ("x", "was not written by a service")])
+def test_a_file_with_an_invalid_version_is_an_error(tmp_path: Path, version: Any, message: str) -> None:
+    commit(keeper(tmp_path), weights(1.0))
+    (file,) = tmp_path.iterdir()
+    save_file(weights(1.0), file, {"token": "t", "version": str(version), "model": "model"})
+    assert message in str(keeper(tmp_path).get("model")[2])
 
 
 @pytest.mark.parametrize(
@@ -585,6 +625,8 @@ def test_a_push_reaches_all_and_names_those_that_it_does_not(monkeypatch: pytest
         ({}, None, ValueError, "there are no weights"),
         ({"a": 1}, None, TypeError, "got int for 'a'"),
         (weights(2.0), 1, WeightVersionError, "version 1 of the weights was pushed after version 3"),
+        (weights(2.0), 2**63, WeightVersionError, r"from 0 to .*, got 9223372036854775808"),
+        (weights(2.0), -1, WeightVersionError, r"from 0 to .*, got -1"),
     ],
 )
 def test_a_push_that_fails_changes_nothing(
@@ -592,6 +634,8 @@ def test_a_push_that_fails_changes_nothing(
 ) -> None:
     service = Service(monkeypatch)
     service.push(weights(1.0), 3)
+    if version is not None:  # refused before anything is pushed
+        monkeypatch.setattr(service.keeper, "stage", None)
     with pytest.raises(error, match=message):
         service.push(given, version)
     assert service.keeper.get("model")[0] == service.newest == 3

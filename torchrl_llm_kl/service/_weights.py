@@ -26,6 +26,8 @@ from torchrl_llm_kl.service.control._spec import ServiceSpec, any_alive
 
 #: Bytes of an object that holds weights; a larger weight is an object of its own.
 CHUNK = 256 * 2**20
+#: The last version that a message can hold.
+MAX_VERSION = 2**63 - 1
 _LOOK = 15.0  # seconds between two checks of the keeper for replicas
 _ALONE = 120.0  # seconds without any replica until the keeper exits
 _ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
@@ -147,7 +149,7 @@ class WeightKeeper:
 
     def next_version(self, seen: int = 0) -> int:
         """A version that no other call gets, later than all pushed ones and than ``seen``."""
-        self._reserved = max(self._reserved, self._last(), seen) + 1
+        self._reserved = check_version(max(self._reserved, self._last(), seen) + 1)
         return self._reserved
 
     def stage(self, token: str, chunk: Chunk) -> None:
@@ -155,9 +157,13 @@ class WeightKeeper:
         self._staged.setdefault(token, Push(token)).add(chunk)
 
     def check(self, version: int | None) -> Exception | None:
-        """The error if ``version`` is earlier than the last one."""
+        """The error if ``version`` is earlier than the last one; for None, if there is none after it."""
         last = self._last()
-        if version is None or version >= last:
+        try:
+            version = check_version(last + 1 if version is None else version)
+        except WeightVersionError as error:
+            return error
+        if version >= last:
             return None
         return WeightVersionError(
             f"version {version} of the weights was pushed after version {last}: versions must increase."
@@ -331,7 +337,7 @@ class WeightFiles:
                     f"{path} holds weights of another model: {about['model']}, this is {self._source}. Choose another "
                     "weights_dir=, or remove the file."
                 )
-            yield about["token"], int(about["version"]), self._weights(path)
+            yield about["token"], check_version(int(about["version"])), self._weights(path)
 
     def _about(self, path: Path) -> dict[str, str]:
         from safetensors import SafetensorError, safe_open
@@ -343,7 +349,7 @@ class WeightFiles:
             raise WeightVersionError(
                 f"{path} cannot be read ({error}): remove it, and push the weights again."
             ) from error
-        if not {"token", "version", "model"} <= about.keys():
+        if not {"token", "version", "model"} <= about.keys() or not about["version"].isdecimal():
             raise WeightVersionError(f"{path} was not written by a service: remove it from weights_dir.")
         return about
 
@@ -483,10 +489,13 @@ class Pushes:
 
 
 def check_version(version: Any) -> int:
-    """``version`` as an int; a TypeError if it is not a whole number."""
+    """``version`` as an int; a TypeError if it is not a whole number, a WeightVersionError if no request can name it."""
     try:
-        if not isinstance(version, bool):
-            return operator.index(version)
+        found = None if isinstance(version, bool) else operator.index(version)
     except TypeError:
-        pass
-    raise TypeError(f"version must be a whole number, got {version!r}.")
+        found = None
+    if found is None:
+        raise TypeError(f"version must be a whole number, got {version!r}.")
+    if not 0 <= found <= MAX_VERSION:
+        raise WeightVersionError(f"version of the weights must be from 0 to {MAX_VERSION} (2^63 - 1), got {found}.")
+    return found
