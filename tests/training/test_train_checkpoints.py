@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torchrl_llm_kl.training import Checkpoints, CheckpointWarning
+from torchrl_llm_kl.training import Checkpoint, Checkpoints, CheckpointWarning
+from torchrl_llm_kl.training._checkpoints import _record_of
 
 
 def write(checkpoints: Checkpoints, step: int, *, best: int | None = None, text: str = "weights") -> None:
@@ -112,6 +115,107 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage, message: st
     write(checkpoints, 2)
     damage(tmp_path / "step-000002")
     with pytest.warns(CheckpointWarning, match=f"step-000002 is damaged .{message}"):
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_no_flipped_bit_of_a_record_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bit of the whole text: of a number, a name, the checksum, a bracket or a space."""
+    checkpoints = Checkpoints(tmp_path)
+    with checkpoints.writing(2, {"seconds": 1.5, "best": None, "name": "a run"}) as folder:
+        (folder / "state.pt").write_text("weights")
+    path = tmp_path / "step-000002"
+    data = (path / "checkpoint.json").read_bytes()
+    assert isinstance(checkpoints.read(path), Checkpoint)
+    believed = []
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        monkeypatch.setattr(Path, "read_bytes", lambda self, found=bytes(flipped): found)  # faster than to write it
+        if isinstance(checkpoints.read(path), Checkpoint):
+            believed.append(bit)
+    assert not believed, f"{len(believed)} of {8 * len(data)}"
+    monkeypatch.setattr(Path, "read_bytes", lambda self: data)
+    assert isinstance(checkpoints.read(path), Checkpoint)
+
+
+WHOLE: dict[str, Any] = {"step": 2, "numbers": {}, "files": {}}
+
+#: What may be in the place of a record, and what is said of it; those of `_record_of` have the right checksum.
+RECORDS = {
+    "empty": (b"", "Expecting value"),
+    "no text": (b"\xff\x00\xfe", "can't decode"),
+    "zeros": (bytes(400), "Expecting value"),
+    "deep lists": (b"[" * 100_000, "recursion"),
+    "deep objects": (b'{"step":' * 100_000, "recursion"),
+    "a list": (b"[1]", "no checksum"),
+    "a number": (b"3", "no checksum"),
+    "a long number": (b'{"step": ' + b"9" * 5000 + b"}", "limit"),
+    "an infinite step": (b'{"step": 1e999, "numbers": {}, "files": {}, "checksum": 1}', "another content"),
+    "an earlier version's": (json.dumps(WHOLE).encode(), "of an earlier version"),
+    "more after it": (_record_of(WHOLE) + b"\n", "another content"),
+    "a step of text": (_record_of({**WHOLE, "step": "2"}), "expected a step"),
+    "a fraction": (_record_of({**WHOLE, "step": 2.5}), "expected a step"),
+    "a negative step": (_record_of({**WHOLE, "step": -2}), "expected a step"),
+    "true": (_record_of({**WHOLE, "step": True}), "expected a step"),
+    "numbers in a list": (_record_of({**WHOLE, "numbers": [[1, 2]]}), "expected a step"),
+    "no files": (_record_of({"step": 2, "numbers": {}}), "expected a step"),
+    "files in a list": (_record_of({**WHOLE, "files": ["b.txt"]}), "expected a step"),
+    "a file without a checksum": (_record_of({**WHOLE, "files": {"b.txt": 5}}), "a size and a checksum"),
+    "a size of text": (_record_of({**WHOLE, "files": {"b.txt": ["5", 1]}}), "a size and a checksum"),
+    "a name of no file": (_record_of({**WHOLE, "files": {"\0": [5, 1]}}), "missing"),
+    "a long name": (_record_of({**WHOLE, "files": {"b" * 5000: [5, 1]}}), "too long"),
+}
+
+
+@pytest.mark.parametrize(("record", "message"), RECORDS.values(), ids=RECORDS)
+def test_whatever_is_wrong_the_one_before_is_taken(tmp_path: Path, record: bytes, message: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 1)
+    write(checkpoints, 2)
+    (tmp_path / "step-000002" / "checkpoint.json").write_bytes(record)
+    with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*taking the one before"):
+        found = checkpoints.latest()
+    assert found is not None
+    assert (found.step, found.numbers) == (1, {"at": 1})
+    with pytest.warns(CheckpointWarning, match="step-000002 is damaged"):
+        assert checkpoints.at(2) is None
+
+
+def folder_in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def pipe_in_its_place(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)  # to read it would block for ever
+
+
+def link_in_its_place(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "b.txt"])
+@pytest.mark.parametrize("replace", [folder_in_its_place, pipe_in_its_place, link_in_its_place])
+def test_what_is_no_file_is_not_opened(tmp_path: Path, replace: Callable[[Path], None], name: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 1)
+    write(checkpoints, 2)
+    replace(tmp_path / "step-000002" / name)
+    with pytest.warns(CheckpointWarning, match=f"step-000002 is damaged .{name}"):
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_file_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 1)
+    (tmp_path / "step-000002").write_text("no folder")
+    with pytest.warns(CheckpointWarning, match="step-000002 is damaged"):
         found = checkpoints.latest()
     assert found is not None
     assert found.step == 1

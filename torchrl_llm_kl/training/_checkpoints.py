@@ -41,8 +41,8 @@ class Checkpoints:
     """The checkpoints of a run: folders ``step-000040``, of which the last few and the best are kept.
 
     A checkpoint is written into a folder of another name, flushed to the disk, and renamed: a process that is killed at any
-    time leaves whole checkpoints only. Each has a record of the size and the checksum of its files, by which damage of another
-    kind is found.
+    time leaves whole checkpoints only. Each has a record of the size and the checksum of its files, and of its own checksum, by
+    which damage of another kind is found.
 
     Args:
         folder: of the run's checkpoints; created with the first one. What a killed process left half written is removed.
@@ -99,7 +99,7 @@ class Checkpoints:
             yield new
             files = {str(file.relative_to(new)): _flushed(file) for file in sorted(new.rglob("*")) if file.is_file()}
             record = new / RECORD
-            record.write_text(json.dumps({"step": step, "numbers": dict(numbers), "files": files}, indent=1) + "\n")
+            record.write_bytes(_record_of({"step": step, "numbers": dict(numbers), "files": files}))
             _flushed(record)
             for inner in (*(each for each in new.rglob("*") if each.is_dir()), new):
                 flush_folder(inner)
@@ -131,27 +131,38 @@ class Checkpoints:
         return None
 
     def at(self, step: int) -> Checkpoint | None:
-        """The checkpoint of a step, if it is there and whole."""
+        """The checkpoint of a step; None if it is not there or damaged.
+
+        Warns:
+            CheckpointWarning: if it is damaged, with what is wrong.
+        """
         path = self.folder / f"step-{step:06d}"
-        found = self.read(path) if path.is_dir() else "absent"
-        return found if isinstance(found, Checkpoint) else None
+        if not path.exists():
+            return None
+        found = self.read(path)
+        if isinstance(found, Checkpoint):
+            return found
+        warnings.warn(f"the checkpoint {path} is damaged ({found}).", CheckpointWarning, stacklevel=2)
+        return None
 
     @staticmethod
     def read(path: Path) -> Checkpoint | str:
         """The checkpoint in a folder, or what is wrong with it."""
         try:
-            record = json.loads((path / RECORD).read_text())
-            step, numbers, files = int(record["step"]), dict(record["numbers"]), dict(record["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            step, numbers, files = _read_record(path / RECORD)
+        except (OSError, ValueError, RecursionError) as error:
             return f"{RECORD}: {error}"
-        for name, (size, checksum) in files.items():
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != size:
-                return f"{name} has {file.stat().st_size} bytes of {size}"
-            if _checksum(file) != checksum:
-                return f"{name} has another content"
+        try:
+            for name, (size, checksum) in files.items():
+                file = path / name
+                if not file.is_file():
+                    return f"{name} is missing"
+                if file.stat().st_size != size:
+                    return f"{name} has {file.stat().st_size} bytes of {size}"
+                if _checksum(file) != checksum:
+                    return f"{name} has another content"
+        except OSError as error:
+            return f"{name}: {error}"
         return Checkpoint(path, step, numbers)
 
     def _remove(self, path: Path) -> None:
@@ -167,6 +178,42 @@ def _step_of(path: Path) -> int:
     found = _NAME.fullmatch(path.name)
     assert found is not None
     return int(found[1])
+
+
+def _record_of(values: Mapping[str, Any]) -> bytes:
+    """The bytes of a record, with the checksum of its values."""
+    sealed = {**values, "checksum": zlib.crc32(json.dumps(values).encode())}
+    return (json.dumps(sealed, indent=1) + "\n").encode()
+
+
+def _read_record(file: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, int]]]:
+    """Step, numbers and files of a record.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not what :func:`_record_of` wrote, to the last bit, or has other values.
+        RecursionError: if it is nested too deeply.
+    """
+    if not file.is_file():  # to open a pipe would block
+        raise ValueError("there is no such file" if not file.exists() else "it is no file")
+    data = file.read_bytes()
+    values = json.loads(data.decode())
+    if not isinstance(values, dict) or "checksum" not in values:
+        raise ValueError("it has no checksum: it is damaged, or of an earlier version")
+    del values["checksum"]
+    if data != _record_of(values):  # the values, their checksum or the text around them
+        raise ValueError("its checksum is of another content")
+    step, numbers, files = (values.get(name) for name in ("step", "numbers", "files"))
+    if not (_is_count(step) and isinstance(numbers, dict) and isinstance(files, dict)):
+        raise ValueError("expected a step, numbers and files")
+    for name, entry in files.items():
+        if not (isinstance(entry, list) and len(entry) == 2 and all(map(_is_count, entry))):
+            raise ValueError(f"the entry of {name}: expected a size and a checksum")
+    return step, numbers, files
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _checksum(file: Path) -> int:

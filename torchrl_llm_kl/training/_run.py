@@ -486,7 +486,7 @@ def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
         if checkpoints.paths():
             raise ConfigError(f"no checkpoint in {checkpoints.folder} is whole: begin anew with --fresh.")
         return None
-    if "config" not in found.numbers:
+    if not isinstance(found.numbers.get("config"), Mapping):
         raise ConfigError(f"{found.folder} is of another program: pass another run.out, or begin anew with --fresh.")
     different = differences(found.numbers["config"], config)
     if different:
