@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -16,6 +17,7 @@ from torchrl_llm_kl.training import (
     DataConfig,
     ModelConfig,
     RewardConfig,
+    RunConfig,
     TrainConfig,
     example_config,
     read_config,
@@ -130,6 +132,43 @@ def test_the_example_holds_every_setting_and_its_default(tmp_path: Path) -> None
         ("logging.loggers=[csv,csv]", "'csv' more than once"),
         ("reward.functions=[]", "reward.functions is []: expected module.py:function"),
         ("reward=null", "reward.functions is None: expected module.py:function"),
+        (f"run.steps={'9' * 400}", "run.steps is a whole number of 1329 bits: expected one of at most 64."),
+        (f"run.steps=-{'9' * 400}", "run.steps is a whole number of 1329 bits"),
+        (f"run.steps={'9' * 5000}", "99... has a value that cannot be read (Exceeds the limit"),
+        (f"optimizer.lr={'9' * 400}", "optimizer.lr is a whole number of 1329 bits"),
+        (f"optimizer.betas=[0.9, {'9' * 400}]", "optimizer.betas is a whole number of 1329 bits"),
+        (
+            f"reward.functions={{a: {{function: r.py:f, weight: {'9' * 400}}}}}",
+            "reward.functions.a.weight is a whole number",
+        ),
+        ("run.steps=inf", "run.steps is 'inf': expected a whole number."),
+        ("run.steps=1e400", "run.steps is inf: expected a whole number."),
+        ("optimizer.lr=1e400", "optimizer.lr is inf: expected a finite number."),
+        ("optimizer.lr=.nan", "optimizer.lr is nan: expected a finite number."),
+        ("optimizer.betas=[.nan, 0.9]", "optimizer.betas is nan: expected a finite number."),
+        ("algorithm.args.clip_high=.nan", "algorithm.args.clip_high is nan: expected a finite number."),
+        ("run.threads=100000000000", "run.threads is 1e+11: expected at most 4096."),
+        (
+            "run.steps=!!python/object/apply:os.system [ls]",
+            "'run.steps=!!python/object/apply:os.system [ls]' has a value that cannot be read (could not determine a "
+            "constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system' (line 1, column 1)): expected YAML",
+        ),
+        ("run.out=!!timestamp 2020-01-01", "(Value 'date' is not a supported primitive type): expected YAML"),
+        ("run.out=[", "'run.out=[' has a value that cannot be read (expected the node content"),
+        ("run.out=a\0b", "has a value that cannot be read (special characters are not allowed): expected YAML"),
+        ("run.out=*x", "(found undefined alias 'x'"),
+        ("run.out=${", "'run.out=${' has a value that cannot be read"),
+        ("algorithm.args={null: 2}", "'algorithm.args={null: 2}' has a value that cannot be read"),
+        ("algorithm.args=&a {x: *a}", "(it is nested too deeply, or contains itself): expected YAML"),
+        (f"algorithm.args.a={'[' * 400}{']' * 400}", "cannot be read (it is nested too deeply"),
+        (
+            f"algorithm.args.a={'[' * 30}{']' * 30}",
+            "algorithm.args.a is nested too deeply: expected at most 20 levels.",
+        ),
+        (f"algorithm.args.{'a.' * 90}b=1", "is nested too deeply: expected a key such as optimizer.lr."),
+        ("run.out=${run.out}", "run.out is '${run.out}': Recursive interpolation detected."),
+        ("lora.targets={a: b}", "lora.targets is {'a': 'b'}: expected a list, each text."),
+        (f"run.steps={'a' * 5000}", f"run.steps is '{'a' * 96}...: expected a whole number."),
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:
@@ -169,19 +208,51 @@ def test_what_is_missing_is_named() -> None:
         TrainConfig()
 
 
-def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+def test_numbers_that_no_setting_can_hold() -> None:
+    """Also where no YAML is read."""
+    sections = {"model": ModelConfig("m"), "data": DataConfig("p.jsonl"), "reward": RewardConfig("r.py:f")}
+    with pytest.raises(ConfigError, match=r"run\.steps is a whole number of 33220 bits: expected one of at most 64\."):
+        TrainConfig(run=RunConfig(steps=10**10_000), **sections)
+    with pytest.raises(ConfigError, match=r"algorithm\.args\.a is nan: expected a finite number\."):
+        read_config({**LEAST, "algorithm": {"args": {"a": [1.0, float("nan")]}}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [", r"is no YAML of sections .*: .*\(line 1, column 5\)\.$"),
+        (b"- a\n", "holds a list: expected sections"),
+        (b"3", "is no YAML of sections"),
+        (b"just text", "unknown key just text; there are model"),
+        (b"run: {steps: 3}\nrun: {steps: 4}", "is no YAML of sections .*duplicate key run"),
+        (b"run: {out: !!python/name:os.system }", "is no YAML of sections .*could not determine a constructor"),
+        (b"run: {steps: " + b"9" * 400 + b"}", r"^run\.steps is a whole number of 1329 bits"),
+        (b"run: {steps: " + b"9" * 5000 + b"}", "is no YAML of sections .*Exceeds the limit"),
+        (b"run: {out: " + b"[" * 400 + b"]" * 400 + b"}", "is no YAML of sections .*nested too deeply"),
+        (b"algorithm: {args: " + b"{a: " * 30 + b"1" + b"}" * 31, r"^algorithm\.args\.a.* is nested too deeply"),
+        (b"algorithm: {args: &a {x: *a}}", "is no YAML of sections .*contains itself"),
+        (b"\x80\x02}q\x00.", "is no YAML, nor text"),
+        (b"a\0b", "is no YAML of sections .*special characters"),
+        (b" " * (1 << 20) + b" ", "has 1,048,577 bytes, more than a configuration can have"),
+        (b"", r"model\.name is missing"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_config(file, ["model.dtype=auto"])
+    assert len(str(error.value)) < 400, "no excerpt of the file"
+
+
+def test_what_is_no_file_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no file"):
         read_config(tmp_path / "nothing.yaml")
     with pytest.raises(ConfigError, match="is a folder"):
         read_config(tmp_path)
-    for text, message in (
-        ("a: [", "is no YAML"),
-        ("- a\n", "expected sections"),
-        ("just text", "unknown key just text; there are model"),
-    ):
-        (tmp_path / "bad.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            read_config(tmp_path / "bad.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match=r"pipe\.yaml is no regular file"):
+        read_config(tmp_path / "pipe.yaml")
 
 
 def test_only_some_settings_may_change_on_resuming() -> None:

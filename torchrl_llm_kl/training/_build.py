@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -350,13 +351,17 @@ def load_reward(config: TrainConfig) -> Any:
     for name, part in functions.items():
         if isinstance(part, str):
             part = {"function": part}
-        if not isinstance(part, Mapping) or set(part) - {"function", "weight"} or "function" not in part:
+        if (
+            not isinstance(part, Mapping)
+            or set(part) - {"function", "weight"}
+            or not isinstance(part.get("function"), str)
+        ):
             raise ConfigError(
                 f"reward.functions.{name} is {part!r}: expected module.py:function, or {{function: ..., weight: ...}}."
             )
         weight = part.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-            raise ConfigError(f"reward.functions.{name}.weight is {weight!r}: expected a number.")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ConfigError(f"reward.functions.{name}.weight is {weight!r}: expected a finite number.")
         parts[str(name)] = (float(weight), load_function(part["function"], files))
     return parts
 

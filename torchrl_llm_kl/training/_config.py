@@ -8,12 +8,16 @@ import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from io import StringIO
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
+
+#: Levels of lists and named values in a setting, and bytes of a file, that are no mistake.
+_DEEPEST, _LONGEST = 20, 1 << 20
 
 
 class ConfigError(ValueError):
@@ -277,7 +281,9 @@ class RunConfig:
         high=2**63 - 1,  # as torch takes
     )
     out: str = setting("runs/train", "folder of all that the run writes", also=["output_dir"], may_change=True)
-    threads: int | None = setting(None, "of torch on a CPU; null: torch's default. The figures depend on it", low=1)
+    threads: int | None = setting(
+        None, "of torch on a CPU; null: torch's default. The figures depend on it", low=1, high=4096
+    )
 
 
 @dataclass
@@ -314,6 +320,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for key, value, at in _leaves(self):
+            _check_plain(key, value)
             _check_value(key, value, at.metadata)
             if key in _PATHS and value is not None:  # no shell expands what is in a file, or behind a `=`
                 setattr(getattr(self, key.split(".")[0]), key.split(".")[1], os.path.expanduser(value))
@@ -369,6 +376,8 @@ def read_config(source: str | Path | Mapping[str, Any] | None = None, overrides:
     layers = [_of_source(source), changes]
     for layer in layers:
         _check_keys(layer)
+        for name, value in layer.items():
+            _check_plain(name, value)
     for *path, name in (key.split(".") for key in emptied):
         held: Any = layers[0]
         for part in path:
@@ -381,7 +390,7 @@ def read_config(source: str | Path | Mapping[str, Any] | None = None, overrides:
         found = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         raise ConfigError(_missing(str(error.full_key))) from None
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError, RecursionError) as error:
         raise ConfigError(_wrong_type(error, layers)) from None
     assert isinstance(found, TrainConfig)
     return found
@@ -445,27 +454,49 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
-    import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     if source is None:
         return {}
+    given: Any = dict(source) if isinstance(source, Mapping) else _text_of(Path(source))
+    name = "the configuration" if isinstance(source, Mapping) else str(source)
     try:
-        if isinstance(source, Mapping):
-            found: Any = OmegaConf.to_container(OmegaConf.create(dict(source)))
-        else:
-            path = Path(source)
-            if path.is_dir():
-                raise ConfigError(f"{path} is a folder: pass the YAML file of the run.")
-            if not path.is_file():
-                raise FileNotFoundError(f"there is no file {path}: pass the YAML file of the run.")
-            found = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
+        found: Any = OmegaConf.to_container(
+            OmegaConf.load(StringIO(given)) if isinstance(given, str) else OmegaConf.create(given)
+        )
+    except Exception as error:  # of two parsers, which raise what they meet
+        raise ConfigError(f"{name} is no YAML of sections such as `model:` and `data:`: {_reason(error)}.") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{source} holds a {type(found).__name__}: expected sections such as `model:` and `data:`.")
+        raise ConfigError(f"{name} holds a {type(found).__name__}: expected sections such as `model:` and `data:`.")
     return _long_reward({str(key): value for key, value in found.items()})
+
+
+def _text_of(path: Path) -> str:
+    """The text of a configuration's file."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: pass the YAML file of the run.")
+    if not path.is_file():
+        if path.exists():
+            raise ConfigError(f"{path} is no regular file: pass the YAML file of the run.")
+        raise FileNotFoundError(f"there is no file {path}: pass the YAML file of the run.")
+    size = path.stat().st_size
+    if size > _LONGEST:
+        raise ConfigError(
+            f"{path} has {size:,} bytes, more than a configuration can have: pass the YAML file of the run."
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no YAML, nor text: {error}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """What a parser found, without its excerpt of the text."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or contains itself"
+    text = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).partition("\n")[0]
+    mark = getattr(error, "problem_mark", None)
+    return str(text).rstrip(".") + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else "")
 
 
 def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
@@ -477,17 +508,29 @@ def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"{text!r} is no change of a setting: write it as key=value, such as optimizer.lr=1e-5.")
+            raise ConfigError(
+                f"{_shown(text)} is no change of a setting: write it as key=value, such as optimizer.lr=1e-5."
+            )
+        key = key.strip()
+        if key.count(".") > _DEEPEST:
+            raise ConfigError(f"{_shown(text)} is nested too deeply: expected a key such as optimizer.lr.")
         if "[" in key:
             raise ConfigError(
-                f"{text!r} changes one item of a list: give the whole list, such as optimizer.betas=[0.9, 0.95]."
+                f"{_shown(text)} changes one item of a list: give the whole list, such as optimizer.betas=[0.9, 0.95]."
             )
-        parsed = cast(Any, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
-        key = "reward.functions" if key.strip() == "reward" and not isinstance(parsed, Mapping) else key.strip()
+        try:
+            parsed = cast(Any, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
+        except Exception as error:  # of two parsers, which raise what they meet
+            raise ConfigError(
+                f"{_shown(text)} has a value that cannot be read ({_reason(error)}): expected YAML, such as 1e-5, text, [a, b] "
+                "or {name: 1}; quotes go around a text with special characters."
+            ) from error
+        _check_plain(key, parsed)
+        key = "reward.functions" if key == "reward" and not isinstance(parsed, Mapping) else key
         try:
             OmegaConf.update(layer, key, parsed, merge=parsed != {}, force_add=True)
         except Exception as error:  # a key within a number
-            raise ConfigError(f"{text!r} contradicts an earlier change: {error}") from error
+            raise ConfigError(f"{_shown(text)} contradicts an earlier change: {_reason(error)}.") from error
         emptied += [key] if parsed == {} else []
     found: Any = OmegaConf.to_container(layer)
     return _long_reward(found), emptied
@@ -516,7 +559,7 @@ def _check_keys(layer: Mapping[str, Any]) -> None:
             ]
         elif values is not None or name != "lora":
             complaints.append(
-                f"{name} is {values!r}: expected a section with {', '.join(f.name for f in fields(_section(name)))}."
+                f"{name} is {_shown(values)}: expected a section with {', '.join(f.name for f in fields(_section(name)))}."
             )
     if complaints:
         raise ConfigError(" ".join(each if each[-1] in ".?" else f"{each}." for each in complaints))
@@ -546,15 +589,50 @@ def _missing(key: str) -> str:
     return f"{key} is missing: set it in the file, or pass {key}=... ({_field(key).metadata['meaning']})."
 
 
-def _wrong_type(error: Any, layers: Sequence[Mapping[str, Any]]) -> str:
-    key = str(getattr(error, "full_key", None) or "")
-    name = ".".join(key.split("[")[0].split(".")[:2])
-    try:
-        expected = _expected(get_type_hints(_section(name.split(".")[0]))[name.split(".")[1]])
-    except (KeyError, IndexError):
-        return f"{key}: {' '.join(str(error).split())}" if key else " ".join(str(error).split())
+def _wrong_type(error: Exception, layers: Sequence[Mapping[str, Any]]) -> str:
+    key = str(getattr(error, "full_key", None) or "").split("[")[0]
+    name = ".".join(key.split(".")[:2])
+    if not _is_setting(name):
+        return _without_key(error, layers)
     values = [value for layer in layers for at, value in _flat(layer) if at == name or at.startswith(f"{name}.")]
-    return f"{key} is {values[-1]!r}: expected {expected}." if values else f"{key}: expected {expected}."
+    expected = _expected(_type_of(name))
+    return f"{key} is {_shown(values[-1])}: expected {expected}." if values else f"{key}: expected {expected}."
+
+
+def _without_key(error: Exception, layers: Sequence[Mapping[str, Any]]) -> str:
+    """What an error is about that names no key: the setting that cannot be merged, or those that refer to others."""
+    settings = [
+        (f"{section}.{name}", value)
+        for layer in reversed(layers)
+        for section, values in layer.items()
+        if isinstance(values, Mapping)
+        for name, value in values.items()
+    ]
+    for key, value in settings:
+        if not _merges(key, value):
+            return f"{key} is {_shown(value)}: expected {_expected(_type_of(key))}."
+    refer = [f"{key} is {_shown(value)}" for key, value in settings if "${" in str(value)]
+    return ": ".join([*([", ".join(refer)] if refer else []), f"{_reason(error)}."])
+
+
+def _merges(key: str, value: Any) -> bool:
+    from omegaconf import OmegaConf
+
+    section, leaf = key.split(".")
+    try:
+        OmegaConf.merge(OmegaConf.structured(TrainConfig), {section: {leaf: value}})
+    except Exception:  # whatever it is
+        return False
+    return True
+
+
+def _is_setting(key: str) -> bool:
+    return any(key == f"{s.name}.{f.name}" for s in fields(TrainConfig) for f in fields(_section(s.name)))
+
+
+def _type_of(key: str) -> Any:
+    section, leaf = key.split(".")
+    return get_type_hints(_section(section))[leaf]
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -570,6 +648,28 @@ def _expected(kind: Any) -> str:
     return "names with values" if get_origin(kind) is dict else _KINDS.get(kind, "another value")
 
 
+def _shown(value: Any) -> str:
+    """A value in a message: its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _check_plain(key: str, value: Any, depth: int = 0) -> None:
+    """Raise for what no setting can hold, also within lists and named values: NaN, numbers of many digits, many levels."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"{key[:100]} is nested too deeply: expected at most {_DEEPEST} levels.")
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _check_plain(f"{key}.{name}", item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(key, item, depth + 1)
+    elif isinstance(value, int) and value.bit_length() > 64:
+        raise ConfigError(f"{key} is a whole number of {value.bit_length()} bits: expected one of at most 64.")
+    elif isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{key} is nan: expected a finite number.")
+
+
 def _check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
     """Raise for a value that is missing, not among the choices, or out of range."""
     if value == REQUIRED:
@@ -578,7 +678,7 @@ def _check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{key} is {value!r}: choose one of {', '.join(choices)}.{hint}")
+        raise ConfigError(f"{key} is {_shown(value)}: choose one of {', '.join(choices)}.{hint}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, above, high = (metadata[name] for name in ("low", "above", "high"))
         if not math.isfinite(value):
