@@ -8,28 +8,31 @@ import torch
 from torchrl_llm_kl import Ragged
 from torchrl_llm_kl.rollouts import zeros_of_first_tokens
 
-ROWS = [torch.arange(3), torch.arange(2)]
-MASK = torch.tensor([False, True, True, False, True])
+CASES = {
+    "torchrl's habit": ([0, -1], [True, False]),
+    "the first token is scored": ([-2, 0], [False, False]),
+    "nothing is known": ([0, 0], [False, False]),
+    "an answer of one token": ([0], [True]),
+    "a scored answer of one token": ([-1], [False]),
+    "no answer": ([], []),
+}
 
 
-@pytest.mark.parametrize(
-    ("log_prob", "expected"),
-    [
-        (
-            [0, 0, -1, 0, 0],
-            [False, True, False, False, True],
-        ),  # an answer of one token, beside one that shows the habit
-        (
-            [0, -2, -1, 0, 0],
-            [False, False, False, False, False],
-        ),  # the engine scores first tokens: 0 is a probability of 1
-        ([0, 0, 0, 0, 0], [False, False, False, False, False]),  # nothing is known
-        ([0, 0, -1, 0, -1], [False, True, False, False, False]),
-    ],
-)
-def test_first_tokens_that_were_never_computed(log_prob: list[int], expected: list[bool]) -> None:
-    found = zeros_of_first_tokens(torch.tensor(log_prob).float(), MASK, Ragged.from_list(ROWS))
-    assert found.tolist() == expected
+@pytest.mark.parametrize("name", CASES)
+def test_first_tokens_that_were_never_computed(name: str) -> None:
+    log_prob, expected = CASES[name]
+    tokens, mask = Ragged.from_list([torch.arange(1 + len(log_prob))]), torch.tensor([False, *[True] * len(log_prob)])
+    found = zeros_of_first_tokens(torch.tensor([0, *log_prob]).float(), mask, tokens)
+    assert found.tolist() == [False, *expected]
+
+
+def test_each_row_is_judged_alone() -> None:
+    """The parts of a batch have the tokens of the whole, whatever the other rows show."""
+    for rows in (list(CASES.values()), list(CASES.values())[::-1]):
+        tokens = Ragged.from_list([torch.arange(1 + len(row)) for row, _ in rows])
+        log_prob = torch.tensor([x for row, _ in rows for x in (0, *row)]).float()
+        found = zeros_of_first_tokens(log_prob, tokens.positions > 0, tokens)
+        assert found.tolist() == [x for _, expected in rows for x in (False, *expected)]
 
 
 def test_each_run_of_the_mask_has_a_first_token() -> None:

@@ -22,6 +22,8 @@ P = ParamSpec("P")
 _SHARED = ("old_log_prob", "ref_log_prob", "advantage", "expert_mask")
 #: Inputs of one value per token, beside ``log_prob`` and ``mask``.
 PER_TOKEN = (*_SHARED, "sampler_log_prob", "entropy", "selected", "kl", "teacher_divergence", "sharp_log_prob")
+#: Inputs that are NaN where the sampler computed no log-prob.
+OF_SAMPLER = ("old_log_prob", "sampler_log_prob")
 #: Inputs of several values per token, of one teacher or of each: the teacher's top k and all other tokens.
 PER_OUTCOME = ("outcomes", "teacher_outcomes")
 #: Inputs of one value per sequence.
@@ -37,9 +39,9 @@ _WITH_GRAPH = ("log_prob", "entropy", "kl", "teacher_divergence", "outcomes")
 class LossTerm:
     """One part of a loss, before summation over tokens.
 
-    A part with one value per sequence, or per pair of sequences, has ``T = 1``. The mask must not depend on log-probs, because
-    denominators are counted from it before any model has run: a token that is dropped for its value (clipped, too far from
-    the sampler) keeps its place in the mask and has the value 0.
+    A part with one value per sequence, or per pair of sequences, has ``T = 1``. The mask must not depend on values of
+    log-probs, because denominators are counted from it before any model has run: a token that is dropped for its value
+    (clipped, too far from the sampler) keeps its place in the mask and has the value 0.
 
     Args:
         name: reported as ``loss_<name>``.
@@ -104,6 +106,7 @@ class ObjectiveSpec:
         source: where the formula comes from.
         per_row: its inputs of one value per sequence, ``[*B]``.
         needs_if: inputs that some settings require -> (hyper-parameter or several, test of their values).
+        either: optional inputs of which it reads the first that is given.
         hyper: names of its own hyper-parameters.
         defaults: hyper-parameter -> default, for those that have one.
         once: the input that is computed once for a whole batch, if there is one.
@@ -117,6 +120,7 @@ class ObjectiveSpec:
     source: str = ""
     per_row: tuple[str, ...] = ()
     needs_if: Conditions = field(default_factory=dict)
+    either: tuple[str, ...] = ()
     hyper: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     once: Once | None = None
@@ -234,10 +238,10 @@ def objective(
 
 
 def term(
-    name: str, *, needs_if: Conditions | None = None, source: str
+    name: str, *, needs_if: Conditions | None = None, either: tuple[str, ...] = (), source: str
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered."""
-    spec = ObjectiveSpec(name, (), "token-mean", source=source, needs_if=needs_if or {})
+    spec = ObjectiveSpec(name, (), "token-mean", source=source, needs_if=needs_if or {}, either=either)
     return lambda function: cast("Callable[P, Terms]", _checked(spec, function))
 
 

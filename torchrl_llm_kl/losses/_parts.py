@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from typing_extensions import TypedDict, Unpack
 from torchrl_llm_kl._numerics import Scalar, check_choice
 from torchrl_llm_kl._registry import Hyperparameters
 from torchrl_llm_kl.estimators import check_placement
-from torchrl_llm_kl.losses._objective import INPUTS, PER_OUTCOME, spec_of
+from torchrl_llm_kl.losses._objective import INPUTS, OF_SAMPLER, PER_OUTCOME, spec_of
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
     importance_weights,
@@ -76,6 +76,20 @@ class Part(nn.Module):
         """
         spec = spec_of(self.function)
         return self._required if spec is None else spec.required(self.hyper)
+
+    def reads(self, given: Collection[str]) -> set[str]:
+        """The inputs that the function reads if it gets those of ``given``: also the optional log-probs of a sampler.
+
+        A function without an :class:`~torchrl_llm_kl.losses.ObjectiveSpec` may read each that it takes.
+        """
+        spec = spec_of(self.function)
+        either = OF_SAMPLER if spec is None else [name for name in spec.either if name in given][:1]
+        return {*self.needs, *(name for name in either if name in given and name in self.inputs)}
+
+    @property
+    def leaves_out_experts(self) -> bool:
+        """Whether the function reads nothing but ``log_prob`` at experts' tokens."""
+        return "expert_mask" in self.needs
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -309,6 +323,11 @@ class Correction(Part):
         >>> halved({"mask": torch.tensor([[True, False]])})[0]
         tensor([[0.5000, 0.0000]])
     """
+
+    @property
+    def leaves_out_experts(self) -> bool:
+        """Whether it corrects for the sampler: no policy sampled experts' tokens."""
+        return not {*OF_SAMPLER}.isdisjoint(self.reads(OF_SAMPLER))
 
 
 class ImportanceWeights(Correction):

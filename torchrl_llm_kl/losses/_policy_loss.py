@@ -22,6 +22,7 @@ from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._objective import (
+    OF_SAMPLER,
     PER_OUTCOME,
     PER_ROW,
     PER_TOKEN,
@@ -73,7 +74,7 @@ from torchrl_llm_kl.scoring import (
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
 _FROM_ACTOR = ("entropy", "kl", "sharp_log_prob", "teacher_divergence", "outcomes")
 _FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
-_LOG_PROBS = ("old_log_prob", "ref_log_prob", "sampler_log_prob")
+_LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
 _MASKS = ("expert_mask", "selected")
 # A teacher's probabilities add up to 1 within this; log-probs in float16 over k = 1024 to 0.005.
 _MASS_TOLERANCE = 0.02
@@ -451,11 +452,13 @@ class PolicyLoss(TokenLoss):
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         _, response, inputs = self._read(td)
         numbers = dict.fromkeys(("log_prob", *PER_TOKEN), torch.zeros_like(response.mask, dtype=torch.float32))
-        booleans = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *PER_ROW)}
+        if "sampler_log_prob" not in inputs:
+            del numbers["sampler_log_prob"]  # its place may be taken by old log-probs
+        data = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *OF_SAMPLER, *PER_ROW)}
         numbers |= dict.fromkeys(
             PER_OUTCOME, numbers["log_prob"].new_zeros(*response.mask.shape, len(self._teachers), 1)
         )
-        return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | booleans)[0]
+        return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | data)[0]
 
     def batch_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Store what the objective takes from a whole batch with each row: ``reference_point`` or ``match_id``, if it has one.
@@ -508,6 +511,7 @@ class PolicyLoss(TokenLoss):
         taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
+        places: dict[str, NestedKey] = {}
         for name in _FROM_DATA:
             key, found = getattr(self.tensor_keys, name), None
             if name == without:
@@ -528,12 +532,18 @@ class PolicyLoss(TokenLoss):
                 rows[name] = value
                 continue
             flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
-            if name == "sampler_log_prob":
-                flat[name] = self._reader.with_unscored(mask, flat[name], tokens, found)
-            if name == "old_log_prob" and name in needs:
-                mask = self._reader.without_unscored(mask, flat[name], tokens, found)
+            places[name] = found
         teachers = read_top_k(td, self._teachers, tokens, responses) if "teacher_outcomes" in needs else None
         flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in _MASKS if name in flat}
+        for name in [name for name in OF_SAMPLER if name in flat]:
+            value, key = flat[name], places[name]
+            unscored = self._reader.unscored(value, tokens, responses, key)
+            if "expert_mask" in flat:  # no policy sampled those tokens
+                unscored = unscored & ~flat["expert_mask"]
+            flat[name] = torch.where(unscored, math.nan, value)
+            if name == "old_log_prob" and any(name in part.reads(flat) for part in self._parts):
+                self._reader.warn_of_unscored(value, mask & unscored, tokens, key)
+                mask = mask & ~unscored
         response = ResponseTokens(tokens, mask)
         inputs = {name: response.gather(value) for name, value in flat.items()}
         if teachers is not None:
@@ -541,19 +551,20 @@ class PolicyLoss(TokenLoss):
         return td, response, {**inputs, **rows, "mask": response.mask}
 
     def _check_finite(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
-        """Reject NaN and infinite inputs of the objective or a term.
+        """Reject NaN and infinite inputs of a part; a NaN ``sampler_log_prob`` is one that was not computed.
 
-        Inputs of corrections are not checked: a sampler's NaN log-prob is one that it did not compute. At experts' tokens, a
-        part that separates experts from the policy reads only the current log-probs.
+        At experts' tokens, a part that separates experts from the policy reads only the current log-probs.
         """
-        parts, experts = [self.objective, *self.terms], inputs.get("expert_mask")
+        experts = inputs.get("expert_mask")
         named: dict[str, Tensor] = {}
         for name in ("log_prob", *PER_TOKEN):
-            readers = [part for part in parts if name == "log_prob" or name in part.needs]
+            readers = [part for part in self._parts if name == "log_prob" or name in part.reads(inputs)]
             if name not in inputs or name in _MASKS or not readers:
                 continue
-            unread = name != "log_prob" and all("expert_mask" in part.needs for part in readers)
+            unread = name != "log_prob" and all(part.leaves_out_experts for part in readers)
             value = inputs[name].masked_fill(experts, 0) if unread and experts is not None else inputs[name]
+            if name == "sampler_log_prob":
+                value = value.masked_fill(value.isnan(), 0)
             key = getattr(self.tensor_keys, name, None)
             named[name if key is None else f"{name} ({key!r})"] = value
         response.check_finite(named)
@@ -664,7 +675,7 @@ class PolicyLoss(TokenLoss):
         product = torch.ones_like(inputs["log_prob"]).detach()
         correction: Correction
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
-            if experts is None or not {"old_log_prob", "sampler_log_prob"} & set(correction.needs):
+            if experts is None or not correction.leaves_out_experts:
                 weights, seen = correction(inputs)
             else:  # no policy sampled the experts' tokens: there is nothing to correct
                 weights, seen = correction({**inputs, "mask": mask & ~experts})
@@ -692,11 +703,11 @@ def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     log_prob, old = clean["log_prob"], clean.get("old_log_prob")
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
     if old is not None:
-        metrics |= _ratio_metrics(log_prob, old, sampled & ~old.isnan())
+        metrics |= _ratio_metrics(log_prob, old, sampled & old.isfinite())
     sampler = clean.get("sampler_log_prob", old)
     if sampler is not None:
         # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative. NaN: not scored.
-        metrics["kl_to_sampler"] = _k3(sampler, log_prob, sampled & ~sampler.isnan())
+        metrics["kl_to_sampler"] = _k3(sampler, log_prob, sampled & sampler.isfinite())
     if "sampler_log_prob" in clean:
         metrics |= mismatch_metrics(log_prob if old is None else old, clean["sampler_log_prob"], sampled)
     if "ref_log_prob" in clean:

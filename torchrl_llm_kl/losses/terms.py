@@ -87,6 +87,7 @@ def kl_to_ref(
 @term(
     "kl_to_sampler",
     needs_if={"expert_mask": ("leave_out_experts", bool)},
+    either=("sampler_log_prob", "old_log_prob"),
     source="prime-rl has twice ``k2``, the squared log-ratio, in its loss",
 )
 def kl_to_sampler(
@@ -102,7 +103,8 @@ def kl_to_sampler(
 ) -> tuple[LossTerm, ...]:
     r"""KL penalty to the sampling policy, the term ``kl_to_sampler``: a soft trust region.
 
-    Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``; one of them is required. Unlike in :func:`kl_to_ref` the
+    Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``; one of them is required. Tokens where it is NaN (not
+    scored) are left out of the term. Unlike in :func:`kl_to_ref` the
     tokens come from the second of the two policies, so most estimators have their known value and gradient only while the
     two are close, ``"corrected_k3"`` wherever its ratio is not clamped. The gradient of ``"k2"`` is the log-ratio times that
     of ``log_prob``: always back to the sampler.
@@ -123,8 +125,8 @@ def kl_to_sampler(
         raise ValueError("kl_to_sampler needs log-probs of the sampler: pass sampler_log_prob= or old_log_prob=.")
     if estimator == "exact":
         raise ValueError("kl_to_sampler has no 'exact': the sampler's whole distributions are not kept. Use 'k2'.")
-    if leave_out_experts:
-        mask, log_prob, sampler = _without(expert_mask, mask, log_prob, sampler)
+    left_out = sampler.isnan() if expert_mask is None or not leave_out_experts else sampler.isnan() | expert_mask
+    mask, log_prob, sampler = _without(left_out, mask, log_prob, sampler)
     estimate = get_estimator(estimator) if isinstance(estimator, str) else estimator
     return (LossTerm("kl_to_sampler", estimate(log_prob, sampler, sampler), mask, weight=coeff),)
 
@@ -211,7 +213,7 @@ def entropy_bonus(
     return (LossTerm("entropy", -entropy, mask, weight=coeff),)
 
 
-def _without(expert_mask: Any, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """The mask without experts' tokens, and the tensors with 0 there, so that no NaN reaches a gradient."""
-    mask = mask & ~expert_mask
+def _without(left_out: Any, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """The mask without the tokens that are left out, and the tensors with 0 there, so that no NaN reaches a gradient."""
+    mask = mask & ~left_out
     return mask, *(None if tensor is None else clean(tensor, mask) for tensor in tensors)

@@ -6,7 +6,6 @@ template. Text and conversations are rendered only when the data holds no tokens
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -279,8 +278,9 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
 def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Tensor:
     """True at the first token of a masked-in run whose log-prob is exactly 0 because it was never computed; ``[N]``.
 
-    torchrl's wrappers store 0 there. It is taken for that where other tokens of its sequence have scores; and in a sequence
-    without any, such as an answer of one token, if all sequences with scores have it.
+    torchrl's wrappers store 0 there. It is taken for that where other tokens of its sequence have scores, and where it is the
+    only one. Each sequence is judged alone, so that the parts of a batch agree with the whole; a token that really had
+    probability 1 has no gradient anyway.
 
     Example:
         >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([7, 8])])
@@ -288,12 +288,14 @@ def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Ten
         >>> zeros_of_first_tokens(torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0]), mask, tokens).tolist()
         [False, True, False, False, True]
     """
+    scores, width = (tokens.like(x.long()).sum() for x in (mask & (log_prob != 0), mask))
+    return _first_of_runs(mask, tokens) & (log_prob == 0) & ((scores > 0) | (width == 1))[tokens.sequence_ids]
+
+
+def _first_of_runs(mask: Tensor, tokens: Ragged) -> Tensor:
+    """The first token of each masked-in run; ``[N]``."""
     before = torch.nn.functional.pad(mask[:-1], (1, 0)) if mask.numel() else mask
-    first = mask & (~before | (tokens.positions == 0))
-    scored = (tokens.like((mask & (log_prob != 0)).long()).sum() > 0)[tokens.sequence_ids]
-    known = first & scored
-    always = known.any() & ~(known & (log_prob != 0)).any()
-    return first & (log_prob == 0) & (scored | always)
+    return mask & (~before | (tokens.positions == 0))
 
 
 # ------------------------------------------------------------------ the trained tokens of a loss
@@ -346,42 +348,38 @@ class TokenReader:
         scope: Scope = "full" if self.strategy == "rlhf" else "turn"
         return locate(td, self.interface, assistant_only=self.strategy != "generic", scope=scope)
 
-    def without_unscored(self, mask: Tensor, old: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
-        """Drop tokens whose log-prob the sampler never computed; ``[N]``.
+    def unscored(self, log_prob: Tensor, tokens: Ragged, responses: Tensor | None, key: NestedKey) -> Tensor:
+        """Tokens whose log-prob under ``key`` the sampler never computed, each row judged alone; ``[N]``.
 
-        torchrl's wrappers store exactly 0 for the first generated token, at the root. The first token of a row is dropped if
-        its log-prob is exactly 0 and others are not; a token that really had probability 1 has no gradient anyway. SGLang's
-        wrapper stores 0 for the whole prompt, which ``"rlhf"`` and ``"generic"`` train on too.
+        NaN at the first token of a response; and, unless a transform wrote the entry (to judge by its key), exactly 0 there
+        (torchrl's wrappers; see :func:`zeros_of_first_tokens`) or in a whole prompt (SGLang's), which ``"rlhf"`` and
+        ``"generic"`` train on too.
         """
-        if _of_transform(key):
-            return mask
-        if self.strategy != "sft" and bool((unscored := mask & leading_zeros(old, tokens)).any()):
-            warnings.warn(
-                f"{key!r} holds exactly 0 for the first {int(unscored.sum())} tokens of prompts: the sampler returned no "
-                "scores of prompts. Those tokens are left out of the loss; RetrieveKL and RetrieveLogProb with scope='full' "
-                "score them.",
-                stacklevel=4,
-            )
-            mask = mask & ~unscored
-        unscored = zeros_of_first_tokens(old, mask, tokens)
-        if bool(unscored.any()):
-            warnings.warn(
-                f"{key!r} holds exactly 0 for the first generated token of {int(unscored.sum())} responses: torchrl's "
-                "wrappers never compute it. Those tokens are left out of the loss; RetrieveKL and RetrieveLogProb score "
-                "every token.",
-                stacklevel=4,
-            )
-        return mask & ~unscored
+        every = tokens.positions > 0 if responses is None else responses
+        unscored = _first_of_runs(every, tokens) & log_prob.isnan()
+        if isinstance(key, tuple) and key[0] == "next" and key[-1] != "response":
+            return unscored
+        if self.strategy != "sft":
+            prompts = leading_zeros(log_prob, tokens)
+            unscored, every = unscored | prompts, every & ~prompts
+        return unscored | zeros_of_first_tokens(log_prob, every, tokens)
 
-    def with_unscored(self, mask: Tensor, sampler: Tensor, tokens: Ragged, key: NestedKey) -> Tensor:
-        """Log-probs of the sampler with NaN where torchrl's wrappers store 0 for one that they never computed; ``[N]``."""
-        return (
-            sampler
-            if _of_transform(key)
-            else sampler.masked_fill(zeros_of_first_tokens(sampler, mask, tokens), math.nan)
-        )
-
-
-def _of_transform(key: NestedKey) -> bool:
-    """Whether an entry was written by a transform, which scores every token, to judge by its key."""
-    return isinstance(key, tuple) and key[0] == "next" and key[-1] != "response"
+    def warn_of_unscored(self, log_prob: Tensor, unscored: Tensor, tokens: Ragged, key: NestedKey) -> None:
+        """Say which trained tokens leave the loss because they are :meth:`unscored`."""
+        if not bool(unscored.any()):
+            return
+        prompts = unscored & leading_zeros(log_prob, tokens) if self.strategy != "sft" else torch.zeros_like(unscored)
+        found = {
+            "exactly 0 for the first {} tokens of prompts: the sampler returned no scores of prompts": prompts,
+            "exactly 0 for the first generated token of {} responses: torchrl's wrappers never compute it": (
+                unscored & ~prompts & (log_prob == 0)
+            ),
+            "NaN for the first generated token of {} responses: it was not scored": unscored & log_prob.isnan(),
+        }
+        for text, left_out in found.items():
+            if number := int(left_out.sum()):
+                warnings.warn(
+                    f"{key!r} holds {text.format(number)}. Those tokens are left out of the loss; RetrieveKL and "
+                    "RetrieveLogProb score every token, with scope='full' those of earlier turns too.",
+                    stacklevel=4,
+                )
