@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from test_learning_ppo import TabularCritic
 from toy_tasks import TabularPolicy, chain
 from toy_training import total
 
-from torchrl_llm_kl import RetrieveKL
+from torchrl_llm_kl import RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.algorithms import SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
 
 TASK = chain()
@@ -210,6 +210,131 @@ def test_missing_groups_are_noticed_before_models_run() -> None:
     with pytest.raises(KeyError, match="the group is missing: expected 'task'"):
         parts.prepare(rollouts())
     assert actor.calls == reference.calls == 0
+
+
+# ---------------------------------------------------------------------- log-probs of the policy that sampled
+
+
+def sampled(reward: str = "outcome") -> tuple[TensorDict, torch.Tensor]:
+    """Rollouts with log-probs that a buffer's transform scored when they were written, and those log-probs."""
+    batch = RetrieveLogProb(TASK.policy(), log_probs_full_key=("log_probs", "full"))(rollouts())
+    if reward == "tokens":
+        ends = batch["masks", "all_attention_mask"].sum(-1, keepdim=True) - 1
+        batch["next", "reward"] = torch.zeros(16, 3).scatter(1, ends, batch["next", "reward"]).unsqueeze(-1)
+    return batch, batch["next", "log_probs", "full"].clone()
+
+
+def moved() -> Counting:
+    """The policy after updates."""
+    actor = counting()
+    with torch.no_grad():
+        actor.table.mul_(0.3)
+    return actor
+
+
+def references() -> tuple[Counting, torch.Tensor]:
+    """A uniform reference, and its log-probs of the rollouts."""
+    reference = counting()
+    with torch.no_grad():
+        reference.table.zero_()
+    return reference, torch.where(sampled()[1] != 0, -torch.tensor(float(TASK.vocab)).log(), 0)
+
+
+@pytest.mark.parametrize("layout", ["padded", "lazy"])
+def test_stored_log_probs_stay_beside_a_reference(layout: str) -> None:
+    data, stored = sampled()
+    reference, of_reference = references()
+    actor = moved()
+    parts = make_algorithm("grpo", actor, reference=reference, group_key="query")
+    actor.calls = reference.calls = 0
+    batch = parts.prepare(data if layout == "padded" else lazy_stack(list(data.unbind(0))))
+    assert (actor.calls, reference.calls > 0) == (0, True)
+    assert torch.equal(batch["next", "log_probs", "full"], stored)
+    torch.testing.assert_close(batch["next", "ref_log_probs", "full"], of_reference)
+    torch.testing.assert_close(batch["next", "kl_penalty"], stored - of_reference)
+    out, plain = parts.loss(batch), make_algorithm("dapo", moved(), group_key="query", objective="ppo")
+    assert out["ESS"] < 0.99
+    torch.testing.assert_close(out["ESS"], plain.loss(plain.prepare(sampled()[0]))["ESS"])
+    actor.calls = reference.calls = 0
+    parts.prepare(batch)
+    assert actor.calls == reference.calls == 0
+
+
+def test_the_kl_in_the_reward_is_that_of_the_policy_that_sampled() -> None:
+    """Also with a token that the sampler did not score, whose KL is 0, and with rewards per token."""
+    reference, of_reference = references()
+    for reward in ("outcome", "tokens"):
+        data, stored = sampled(reward)
+        data["next", "log_probs", "full"][3, 1] = torch.nan
+        kl = stored - of_reference
+        kl[3, 1] = 0
+        settings = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.5}
+        parts = make_algorithm("grpo", moved(), reference=reference, group_key="query", **settings)
+        batch = parts.prepare(data)
+        expected = sampled("tokens")[0]["next", "reward"].squeeze(-1) - 0.5 * kl
+        for _ in range(2):
+            torch.testing.assert_close(batch["next", "reward"].squeeze(-1), expected)
+            torch.testing.assert_close(batch["next", "kl_charged"], 0.5 * kl)
+            assert torch.equal(batch["next", "log_probs", "full"].isnan().nonzero(), torch.tensor([[3, 1]]))
+            batch = parts.prepare(batch)
+
+
+@pytest.mark.parametrize("use_reference", [False, True])
+def test_stored_log_probs_stay_where_moments_are_scored(use_reference: bool) -> None:
+    """The advantage reads moments of the policy; the log-probs are those of the policy that sampled."""
+    data, stored = sampled()
+    reference, of_reference = references()
+    given = {"reference": reference} if use_reference else {}
+    parts = make_algorithm("optimal_token_baseline", moved(), use_reference=use_reference, group_key="query", **given)
+    batch = parts.prepare(data)
+    assert torch.equal(batch["next", "log_probs", "full"], stored)
+    of_now = RetrieveLogProb(moved(), log_probs_full_key=("log_probs", "full"), moments_key="moments")(rollouts())
+    torch.testing.assert_close(batch["next", "moments", "collision"], of_now["next", "moments", "collision"])
+    if use_reference:
+        torch.testing.assert_close(batch["next", "kl_penalty"], stored - of_reference)
+
+
+@pytest.mark.filterwarnings("ignore:KL estimator 'exact' in the reward")
+def test_an_exact_kl_is_of_the_models_and_leaves_stored_log_probs() -> None:
+    data, stored = sampled()
+    reference, _ = references()
+    settings = {"kl_loss": "none", "kl_reward": "exact", "kl_reward_coeff": 0.5, "reference": reference}
+    parts = make_algorithm("grpo", moved(), group_key="query", **settings)
+    expected = RetrieveKL(moved(), reference, estimator="exact", coeff=0.5)(rollouts())
+    for uncharged in (data, RetrieveKL(moved(), reference, add_to_reward=False)(rollouts())):
+        batch = parts.prepare(uncharged)
+        for key in ("kl_penalty", "reward"):
+            torch.testing.assert_close(batch["next", key], expected["next", key])
+    assert torch.equal(data["next", "log_probs", "full"], stored)
+
+
+# ---------------------------------------------------------------------- the KL in the reward, once
+
+
+def test_token_rewards_beside_a_kl_of_another_transform() -> None:
+    """They were taken for rewards that the KL was subtracted from."""
+    uniform = references()[0]
+    scored = RetrieveKL(TASK.policy(), uniform, add_to_reward=False)(sampled("tokens")[0])
+    settings = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.5, "reference": uniform}
+    parts = make_algorithm("grpo", TASK.policy(), group_key="query", **settings)
+    with pytest.raises(ValueError, match=r"kl_reward='k1': found one reward for each token and a KL.*kl_reward='none'"):
+        parts.prepare(scored.clone())
+    plain = scored["next", "reward"].squeeze(-1) - 0.5 * scored["next", "kl_penalty"]
+    del scored["next", "kl_penalty"]  # as the message says
+    torch.testing.assert_close(parts.prepare(scored)["next", "reward"].squeeze(-1), plain)
+
+
+def test_what_the_algorithms_own_transform_charged_is_not_charged_again() -> None:
+    """In the env, say; also where the log-probs are scored once more."""
+    uniform = references()[0]
+    settings = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.5, "reference": uniform}
+    parts = make_algorithm("grpo", TASK.policy(), group_key="query", **settings)
+    assert parts.kl_transform is not None
+    once = parts.kl_transform(rollouts())
+    reward = once["next", "reward"].clone()
+    torch.testing.assert_close(parts.prepare(once)["next", "reward"], reward)
+    rescored = once.exclude(("next", "log_probs"))
+    torch.testing.assert_close(parts.prepare(rescored)["next", "reward"], reward)
 
 
 # ---------------------------------------------------------------------- schemas

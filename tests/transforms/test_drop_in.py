@@ -28,11 +28,18 @@ ADDED = {
     | {"reference", "exact_kl_key", "entropy_key", "moments_key", "top_k", "top_k_key", "use_ray_service"}
     | {"context", "sampler_log_probs_key", "sampling", "kept_key", "routing_key", "record_routing"}
     | {"service_backend", "service_backend_options"},
-    "KLComputation": {"estimator", "old_log_probs_key", "reward_placement", "reward_key", "exact_kl_key"},
+    "KLComputation": {
+        "estimator",
+        "old_log_probs_key",
+        "reward_placement",
+        "reward_key",
+        "exact_kl_key",
+        "charged_key",
+    },
     "RetrieveKL": {"estimator", "old_log_probs_key", "reward_key", "reward_placement", "entropy_key"}
     | {"moments_key", "temperature", "scope", "adapters", "ref_adapters", "dtype", "memory", "deterministic"}
     | {"context", "gen_context", "sampler_log_probs_key", "sampling", "kept_key"}
-    | {"routing_key", "record_routing", "ref_routing_key", "service_backend", "service_backend_options"},
+    | {"routing_key", "record_routing", "ref_routing_key", "charged_key", "service_backend", "service_backend_options"},
     "KLRewardTransform": {"estimator", "temperature", "reward_placement", "scope", "dtype", "memory", "deterministic"}
     | {"sampling", "kept_key", "service_backend", "service_backend_options"},
 }

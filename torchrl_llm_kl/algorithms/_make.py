@@ -16,7 +16,7 @@ from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides
-from torchrl_llm_kl.algorithms._parts import AlgorithmParts, KeepBest
+from torchrl_llm_kl.algorithms._parts import CHARGED, AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
 from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
 from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
@@ -261,7 +261,9 @@ def _kl_transform(
                 f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
                 "teacher with RetrieveLogProb(teacher, top_k=...) and pass reference='data'."
             )
-        own = {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward} if charged else {}
+        own = (
+            {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward, "charged_key": CHARGED} if charged else {}
+        )
         if isinstance(reference, str):
             own["ref_adapters"] = ref_adapters
         return RetrieveKL(policy, reference, add_to_reward=charged, context=context, **scoring, **own, **of_sampler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, is_tensor_collection, lazy_stack, unravel_key
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
-from torchrl.envs import Transform
+from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages import Advantage
@@ -20,10 +20,12 @@ from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
 from torchrl_llm_kl.ragged import has_entry, own_leaves, read_column, read_ragged, write_ragged
-from torchrl_llm_kl.rollouts import find_key, per_sequence
+from torchrl_llm_kl.rollouts import find_key, per_sequence, per_token
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
 _LOSS_MASK = "loss_mask"
+#: Below "next": what an algorithm with a KL in the reward has subtracted from each token's reward.
+CHARGED = "kl_charged"
 # Stored with each row: marks of what an earlier `prepare` scored, and the counts of its batch.
 _PREPARED = "prepared"
 _VALUES_SCORED = (_PREPARED, "values")
@@ -89,10 +91,13 @@ class AlgorithmParts:
     def prepare(self, batch: TensorDictBase, *, count: bool = False) -> TensorDictBase:
         """Check a batch, score it, and write its advantages and batch inputs (``kto``, ``bco``, ``aot``).
 
-        Scores from the env or an earlier call are kept; advantages are computed from the current rewards. A KL that was
-        scored but not yet subtracted (the reward is one number per sequence) is subtracted. Each loss of the result or of any
-        of its rows is a mean over these rows: right for an optimiser step on each of :meth:`minibatches`. For gradients that
-        add up to that of the batch see :meth:`micro_batches`.
+        Scores from the env or an earlier call are kept; advantages are computed from the current rewards. Log-probs under
+        ``("next", "log_probs", "full")`` are taken for those of the policy that sampled, and the KL is that of them (an exact
+        KL that of the models as they are now). With ``kl_reward`` it is subtracted once: ``("next", "kl_charged")`` holds what
+        was taken off each token's reward.
+
+        Each loss of the result or of any of its rows is a mean over these rows: right for an optimiser step on each of
+        :meth:`minibatches`. For gradients that add up to that of the batch see :meth:`micro_batches`.
 
         Args:
             batch: the rollouts of one step, whole groups; changed in place where possible.
@@ -107,6 +112,7 @@ class AlgorithmParts:
 
         Raises:
             SchemaError: if an entry is missing or wrong.
+            ValueError: with ``kl_reward``, for token rewards beside a KL that another transform scored.
         """
         self.schema.check(batch)
         written = [part for part in (self.advantage, self.selection) if part is not None]
@@ -328,34 +334,89 @@ class AlgorithmParts:
         return (batch[part] for part in rows.split(shares))
 
     def _score(self, transform: RetrieveKL | RetrieveLogProb, batch: TensorDictBase) -> TensorDictBase:
-        """Score what neither the env nor an earlier call has scored."""
+        """Score what neither the env nor an earlier call has scored. Log-probs of the policy that sampled stay."""
+        of_policy = transform[0] if isinstance(transform, RetrieveKL) else transform
+        own, mark = _next(of_policy.log_probs_full_key), (_PREPARED, of_policy.log_probs_full_key[0])
+        found, missing = find_key(batch, own), self._missing(transform, batch)
         if isinstance(transform, RetrieveKL):
-            if find_key(batch, ("next", "kl_penalty")) is None:
-                return transform(batch)
-            # A penalised reward has one number per token.
-            reward = find_key(batch, ("next", "reward"))
-            penalised = reward is not None and per_sequence(batch, reward) is None
-            if not penalised and self._lacks_scores(transform, batch):
-                return transform(batch)
-            return batch if penalised or not transform[2].add_to_reward else transform[2](batch)
+            return self._compare(transform, batch, found, missing)
         # torchrl's wrappers store log-probs at the root, without those of first tokens; ours are marked.
-        key, mark = ("next", *transform.log_probs_full_key), (_PREPARED, transform.log_probs_full_key[0])
-        found = find_key(batch, key)
-        kept = found == key or (found is not None and _is_marked(batch, mark))
-        if not kept or self._lacks_scores(transform, batch):
+        if found is None or (found != own and not _is_marked(batch, mark)):
             batch = transform(batch)
+        elif missing:
+            batch = _with(batch, transform(batch.copy()), missing)
         _mark(batch, mark)
         return batch
 
-    def _lacks_scores(self, transform: Transform, batch: TensorDictBase) -> bool:
-        """Whether the advantage or the loss reads what the transform writes and the batch does not hold.
+    def _compare(
+        self, transform: RetrieveKL, batch: TensorDictBase, found: NestedKey | None, missing: set[NestedKey]
+    ) -> TensorDictBase:
+        """Policy, reference, their KL and the charged reward, as far as they are not there."""
+        gen, ref, kl = transform
+        compared = find_key(batch, ("next", "kl_penalty")) is not None
+        charges = transform.add_to_reward and find_key(batch, ("next", CHARGED)) is None
+        if charges and compared:
+            self._check_uncharged(batch)
+        recompute = charges if transform.add_to_reward else not compared
+        kept = found is not None and (compared or found == _next(gen.log_probs_full_key))
+        of_kl, of_ref = _written(kl), {_next(ref.log_probs_full_key)}
+        if not kept and recompute:
+            return transform(batch)
+        exact = recompute and kl.estimator == "exact"  # of the models as they are now, whichever sampled
+        if not kept:
+            missing = _written(transform) - of_kl
+        elif exact:
+            missing = missing | of_kl
+        elif recompute:
+            missing = missing | {key for key in of_ref if find_key(batch, key) is None}
+        if missing:
+            scorer = ref if missing <= of_ref and not transform.side_by_side else transform
+            batch = _with(batch, scorer(batch.copy()), missing)
+        if not recompute or exact:
+            return batch
+        located = gen.locate(batch)
+        places = [key for key in (found, *(find_key(batch, key) for key in of_ref)) if key is not None]
+        stored, of_reference = (per_token(batch, key, located.tokens, located.mask) for key in places)
+        unscored = self.loss._reader.unscored(stored, located.tokens, located.mask, places[0])
+        data = located.tokens.like(torch.where(located.mask & ~unscored, stored, of_reference))  # a KL of 0 elsewhere
+        return _with(batch, kl(write_ragged(batch.copy(), places[0], data.slots(), data.container)), of_kl)
 
-        An entropy or moments; a teacher's top k.
+    def _check_uncharged(self, batch: TensorDictBase) -> None:
+        """Reject token rewards beside a KL that another transform scored: it may be in them, or not."""
+        reward = find_key(batch, ("next", "reward"))
+        if reward is not None and per_sequence(batch, reward) is None:
+            raise ValueError(
+                f"kl_reward={self.algorithm.kl_reward!r}: found one reward for each token and a KL, ('next', 'kl_penalty'), "
+                "that another transform scored, which it may have subtracted. If it has, pass kl_reward='none'; if it has "
+                "not, remove ('next', 'kl_penalty') before prepare, or put kl_transform of this algorithm in its place."
+            )
+
+    def _missing(self, transform: Transform, batch: TensorDictBase) -> set[NestedKey]:
+        """What the advantage or the loss reads, the transform writes and the batch does not hold.
+
+        An entropy or moments; a teacher's top k; log-probs of the reference.
         """
-        read = [] if self.advantage is None else [key for key in self.advantage.in_keys if key[0] == "next"]
-        read += [unravel_key(("next", key)) for key in self.loss.in_keys if key in transform.out_keys]
-        written = {unravel_key(("next", key)) for key in transform.out_keys}
-        return any(key in written and find_key(batch, key) is None for key in read)
+        read = {key for part in (self.advantage, self.loss) if part is not None for key in part.in_keys}
+        wanted = _written(transform) & {name for key in read for name in (unravel_key(key), _next(key))}
+        return {key for key in wanted if find_key(batch, key) is None}
+
+
+def _next(key: NestedKey) -> NestedKey:
+    """A key below "next"."""
+    return unravel_key(("next", key))
+
+
+def _written(transform: Transform) -> set[NestedKey]:
+    """What a transform, or each part of one, writes."""
+    parts = transform if isinstance(transform, Compose) else [transform]
+    return {_next(key) for part in parts for key in part.out_keys}
+
+
+def _with(batch: TensorDictBase, scored: TensorDictBase, keys: Collection[NestedKey]) -> TensorDictBase:
+    """The batch with these entries of ``scored``, and nothing else changed."""
+    found = [key for key in (find_key(scored, key) for key in keys) if key is not None]
+    own_leaves(batch, *found)
+    return batch.update(scored.select(*found))
 
 
 def _is_marked(batch: TensorDictBase, key: NestedKey) -> bool:

@@ -57,6 +57,7 @@ class KLComputation(KLPenalty):
         reward_key: default ``"reward"``.
         exact_kl_key: where ``RetrieveLogProb(policy, reference=reference)`` wrote the exact KL. Only with
             ``estimator="exact"``, whose default is ``("exact_kl", "full")``.
+        charged_key: where to record what was subtracted from each token's reward, ``coeff * KL``. Default None: nowhere.
 
     Every argument is an attribute that may change at any time; keys and specs follow.
 
@@ -97,11 +98,12 @@ class KLComputation(KLPenalty):
         reward_placement: RewardPlacement = "last",
         reward_key: NestedKey = "reward",
         exact_kl_key: NestedKey | None = None,
+        charged_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
         self.gen_log_probs_full_key, self.ref_log_probs_full_key = gen_log_probs_full_key, ref_log_probs_full_key
         self.kl_key, self.reward_key, self.add_to_reward = kl_key, reward_key, add_to_reward
-        self.coeff = coeff
+        self.coeff, self.charged_key = coeff, charged_key
         self.padding_side: PaddingSide = padding_side  # type: ignore[assignment]  # checked on assignment
         self.reward_placement = reward_placement
         self.estimator = estimator
@@ -140,12 +142,14 @@ class KLComputation(KLPenalty):
         exact = self.exact_kl_key
         read = [self.gen_log_probs_full_key, self.ref_log_probs_full_key] if exact is None else [exact]
         reward = [self.reward_key] if self.add_to_reward else []
-        return [*read, *reward], [self.kl_key, *reward]
+        return [*read, *reward], [*self.token_entries, *reward]
 
     @property
     def token_entries(self) -> dict[NestedKey, tuple[int, ...]]:
-        """The KL."""
-        return {self.kl_key: ()}
+        """The KL, and the record of what was charged."""
+        return dict.fromkeys(
+            [self.kl_key, *([self.charged_key] if self.charged_key and self.add_to_reward else [])], ()
+        )
 
     # ------------------------------------------------------------------ computation
 
@@ -177,7 +181,11 @@ class KLComputation(KLPenalty):
         """The entries to write for a KL; see :meth:`KLPenalty.penalised`."""
         if not self.add_to_reward:
             return {self.kl_key: kl}
-        return {self.kl_key: kl, self.reward_key: self.penalised(next_td, kl, mask, self.coeff)}
+        coeff: Any = self.coeff
+        outputs = {self.kl_key: kl, self.reward_key: self.penalised(next_td, kl, mask, coeff)}
+        if self.charged_key is not None:
+            outputs[self.charged_key] = kl.like(coeff().to(kl.values.device) * kl.values)
+        return outputs
 
     def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:
         """Log-probs at sampling time, in the layout of ``gen``; None without a key."""

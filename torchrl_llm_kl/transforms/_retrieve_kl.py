@@ -47,6 +47,7 @@ _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
         name: ((_KL, name),)
         for name in [
             "add_to_reward",
+            "charged_key",
             "coeff",
             "estimator",
             "kl_key",
@@ -96,7 +97,8 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         routing_key, record_routing: of the policy; see :class:`RetrieveLogProb`. Default ``"routed_experts"``: what a sampler
             recorded there is replayed.
         ref_routing_key: the entry with the experts that the reference uses. Default None: it routes by itself.
-        kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key: see :class:`KLComputation`.
+        kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key, charged_key: see
+            :class:`KLComputation`.
         assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side: of both models; see
             :class:`RetrieveLogProb`.
         adapters, dtype, memory, deterministic, scope, temperature: likewise.
@@ -171,6 +173,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         routing_key: NestedKey | None = "routed_experts",
         record_routing: bool = False,
         ref_routing_key: NestedKey | None = None,
+        charged_key: NestedKey | None = None,
     ) -> None:
         temperature = as_sampling(temperature, sampling).temperature
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
@@ -241,6 +244,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 reward_placement=reward_placement,
                 old_log_probs_key=old_log_probs_key,
                 reward_key=reward_key,
+                charged_key=charged_key,
             ),
         )
         self._ref_adapters_are_own = base or ref_adapters is not None
@@ -283,23 +287,30 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         """Warn about a later transform that writes the reward; see :meth:`KLPenalty.check_order`."""
         self[_KL].check_order()
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the reference is scored together with the policy: for an exact KL, or over what the policy keeps."""
+        return self.estimator == "exact" or self._over_kept
+
+    @property
+    def _over_kept(self) -> bool:
+        return self.sampling is not None and self.sampling.truncates and self.sampling.reference == "kept"
+
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
         gen, ref, kl = self.transforms
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
-        sampling = gen.sampling
-        side_by_side = sampling is not None and sampling.truncates and sampling.reference == "kept"
         kept, routing = gen.kept(td, next_td, located), gen.routing(td, next_td, located)
         ref_routing = ref.routing(td, next_td, located)
-        if kl.estimator == "exact" or side_by_side:
+        if self.side_by_side:
             _check_one_context(gen.context, ref.context, kl.estimator)
         if kl.estimator == "exact":
             scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept, routing, ref_routing)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
-            if side_by_side:
+            if self._over_kept:
                 scores, ref_log_prob = _over_kept(gen, ref, gen.in_context(td, located), kept, routing, ref_routing)
             else:
                 finish = ref.begin(ref.in_context(td, located), None, ref_routing)  # a remote one runs meanwhile
