@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from ragged_cases import DTYPES, FEATURES, KINDS, cases, elements, jagged, make, plain
 from torch.testing import assert_close
 
-from torchrl_llm_kl.ragged import Dense, Ragged, Rows, same_rows, segment_sum
+from torchrl_llm_kl.ragged import Dense, Jagged, Ragged, Rows, same_rows, segment_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 quick = settings(max_examples=150, deadline=None)
@@ -230,6 +230,16 @@ def test_strided_that_is_not_contiguous():
     assert x.lengths.tolist() == [3, 2]
     assert plain(x.to_list()) == [a.transpose(1, 2).tolist(), b.transpose(1, 2).tolist()]
     assert plain(x.restore()) == [a.transpose(1, 2).tolist(), b.transpose(1, 2).tolist()]
+
+
+def test_tokens_on_another_device_than_their_jagged_source():
+    """As a scorer lays them out: on the CPU, in the container of ids that are on an accelerator."""
+    source = Jagged(torch.tensor([0, 2, 5]).to("meta"), None)
+    tokens = Ragged(torch.arange(5), torch.tensor([2, 3]), source)
+    assert tokens.offsets.tolist() == [0, 2, 5]
+    assert tokens.positions.tolist() == [0, 1, 0, 1, 2]
+    own = Ragged.from_nested(jagged(torch.ones(5), [0, 2, 5]))
+    assert own.offsets is own.container.offsets  # where both are on one device torch can combine jagged tensors
 
 
 def test_jagged_feature_views():

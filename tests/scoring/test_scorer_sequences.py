@@ -94,6 +94,22 @@ def test_every_form_of_the_mask(scorer, want, ids, attention, mask):
     assert ((got.entropy.values > 0) == FLAT).all()
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_mask(scorer, want, layout):
+    """With ids of every form."""
+    rows, marks = ([torch.tensor(row) for row in x if len(row) > 0] for x in (ROWS, MASK_ROWS))
+    mask = torch.nested.as_nested_tensor(marks, layout=layout)
+    for ids in (rows, Ragged.from_list(rows), torch.nested.as_nested_tensor(rows, layout=layout)):
+        got = scorer.score(ids, mask)
+        assert_close(got.values, torch.where(FLAT, want, 0), rtol=0, atol=1e-5)
+    some = [0, 2, 3]
+    got = scorer.score(LEFT[some], mask, attention_mask=LEFT_REAL[some])
+    assert_close(got.values, torch.where(FLAT, want, 0), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"one bool for each token, rows of \[4, 1, 3\], got rows of \[4, 1\]"):
+        scorer.score(rows, torch.nested.as_nested_tensor(marks[:2], layout=layout))
+
+
 def test_gradients_of_padded_ids(model, scorer):
     model.zero_grad()
     scorer.score(LEFT, attention_mask=LEFT_REAL, grad=True).values.sum().backward()

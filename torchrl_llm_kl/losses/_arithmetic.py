@@ -178,10 +178,13 @@ def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
 
 
 def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) -> Tensor:
-    """``value.clamp(low, high)``, where one bound may be a number and the other a tensor."""
+    """``value.clamp(low, high)``, where each bound may be a number or a 0-dim tensor, also of the CPU.
+
+    ``Tensor.clamp`` takes no tensor of the CPU for a value on another device; these two do, as arithmetic does.
+    """
     if low is not None:
-        value = value.clamp(min=low)
-    return value if high is None else value.clamp(max=high)
+        value = value.clamp_min(low)
+    return value if high is None else value.clamp_max(high)
 
 
 def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]:

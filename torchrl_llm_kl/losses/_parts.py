@@ -66,7 +66,13 @@ class Part(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor]) -> Any:
         """Call the function with those of ``inputs`` that it accepts."""
         taken = {name: inputs[name] for name in self.inputs if inputs.get(name) is not None}
-        return self.function(**taken, **self.hyper)
+        # Kernels of every device take a number of the CPU as it is; one of another device must come to the inputs.
+        device = next((x.device for x in taken.values()), None)
+        hyper = {
+            name: x.to(device) if isinstance(x, Tensor) and x.device.type != "cpu" else x
+            for name, x in self.hyper.items()
+        }
+        return self.function(**taken, **hyper)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -176,7 +176,8 @@ class Ragged:
     def offsets(self) -> Tensor:
         """Start of each sequence, then ``N``; ``[S + 1]``."""
         source = self.container
-        if isinstance(source, Jagged) and source.lengths is None and self.keep is None:
+        whole = isinstance(source, Jagged) and source.lengths is None and self.keep is None
+        if whole and source.offsets.device == self.lengths.device:
             # The same object, so that torch can combine jagged tensors over it with the source.
             return self._cached("offsets", source.offsets.long)
         return self._cached("offsets", lambda: _from_zero(self.lengths.cumsum(0)))

@@ -36,6 +36,8 @@ def read_sequences(
         >>> tokens.to_list(), mask
         ([tensor([3, 4, 5]), tensor([6, 7])], tensor([True, True, True, True, True]))
     """
+    if isinstance(mask, Tensor) and mask.is_nested:
+        mask = mask.unbind()
     if isinstance(sequences, Tensor) and not sequences.is_nested:
         return _read_padded(sequences, mask, attention_mask)
     if attention_mask is not None:

@@ -212,8 +212,9 @@ class LogProbScorer(Sampled):
         Args:
             sequences: token ids of an integer dtype: a :class:`~torchrl_llm_kl.Ragged` (``values [N]``), a list of rows
                 (lists or tensors), a nested tensor, or a padded tensor ``[*B, T]`` with ``attention_mask``. Rows may be empty.
-            mask: True at tokens to score; ``[N]`` bool, in the order of the tokens without padding; also a list of rows, or
-                ``[*B, T]`` for padded token ids. None scores every token but the first of each sequence, which has no prefix.
+            mask: True at tokens to score; ``[N]`` bool, in the order of the tokens without padding; also a list of rows, a
+                nested tensor, or ``[*B, T]`` for padded token ids. None scores every token but the first of each sequence,
+                which has no prefix.
 
         Keyword Args:
             attention_mask: 1 or True at tokens, 0 or False at padding, which may be on either side; ``[*B, T]``. Required by,
