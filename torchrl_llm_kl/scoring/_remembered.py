@@ -168,7 +168,7 @@ class RememberedScorer(SampledAlone):
         return found
 
     @property
-    def sampling(self) -> Sampling:  # type: ignore[override]
+    def sampling(self) -> Sampling:
         """How the scored tokens were sampled; it may be set."""
         assert self._sampling is not None
         return self._sampling

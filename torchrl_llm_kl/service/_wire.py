@@ -67,7 +67,11 @@ class Settings:
 
     def with_sampling(self, sampling: Sampling) -> Settings:
         """These settings, for tokens sampled so."""
-        kept = {"keep_top_k": sampling.top_k, "keep_top_p": sampling.top_p, "keep_min_p": sampling.min_p}
+        kept: dict[str, Any] = {
+            "keep_top_k": sampling.top_k,
+            "keep_top_p": sampling.top_p,
+            "keep_min_p": sampling.min_p,
+        }
         return replace(self, temperature=sampling.temperature, **kept)
 
     @property

@@ -208,7 +208,7 @@ class RemoteScorer(SampledAlone):
         self.__dict__.update(model=model, settings=settings.checked())
 
     @property
-    def sampling(self) -> Sampling:  # type: ignore[override]
+    def sampling(self) -> Sampling:
         """How the scored tokens were sampled; it may be set."""
         return self.settings.sampling
 
