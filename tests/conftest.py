@@ -10,8 +10,8 @@ import torch
 
 from distributed.pool import RankPool
 
-# The models of the tests are tiny: threads only wait for each other.
-torch.set_num_threads(1)
+# The models of the tests are tiny: threads only wait for each other, unless they are asked for.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 TESTS = Path(__file__).parent

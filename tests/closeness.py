@@ -1,0 +1,75 @@
+"""Comparisons of floats that hold on every processor: the bound comes from the operation, not from one machine.
+
+Processors add in different orders, fuse products with sums and compute ``exp`` with different polynomials. Two right
+results of one formula therefore differ, by an amount that follows from the dtype, the values and the formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Roundings per value: a few elementwise steps on each side.
+STEPS = 4
+
+
+def assert_near(
+    actual: Any,
+    expected: Any,
+    *,
+    terms: int = 1,
+    size: float | None = None,
+    exponent: float = 0.0,
+    dtype: torch.dtype | None = None,
+    msg: str = "",
+) -> None:
+    """Assert that two results differ by rounding alone.
+
+    Each value must fulfil ``|actual - expected| <= 4 * eps(dtype) * sqrt(terms) * (1 + |exponent|) * size``. Integers and
+    booleans must be equal, infinities and shapes too: nothing broadcasts. NaN equals nothing.
+
+    Args:
+        actual: a number, a tensor (padded or nested), or a list, tuple or mapping of them. A list of numbers is one tensor.
+        expected: the same structure.
+        terms: summands of the longest sum on the way, times the number of such sums in a row.
+        size: largest magnitude of what was rounded on the way, such as the logits under a log-prob; at least
+            ``|expected|``. Default: the largest ``|expected|`` of the tensor; 0 compares each value by its own magnitude.
+        exponent: of a result of ``exp``, the largest exponent ``x``: a relative error of ``eps`` in ``x`` is an absolute one
+            of ``eps * x``, and so a relative one of ``eps * x`` in ``exp(x)``.
+        dtype: precision of the computation, if it is not that of the tensors: a float32 result that became a Python
+            number, or a float32 result and its float64 truth. Tensors of two dtypes are an error without it. Python numbers
+            alone are float64.
+        msg: what is compared, for the error.
+    """
+    options: dict[str, Any] = {"terms": terms, "size": size, "exponent": exponent, "dtype": dtype}
+    if isinstance(expected, Tensor) and expected.is_nested:
+        actual, expected = list(actual.unbind()), list(expected.unbind())
+    if isinstance(expected, (list, tuple)) and not all(isinstance(value, (int, float)) for value in expected):
+        actual, expected = dict(enumerate(actual)), dict(enumerate(expected))
+    if isinstance(expected, Mapping):
+        assert actual.keys() == expected.keys(), f"{msg} has {list(actual)}, not {list(expected)}."
+        for key, value in expected.items():
+            assert_near(actual[key], value, **options, msg=f"{msg}[{key!r}]")
+        return
+
+    dtypes = [value.dtype for value in (actual, expected) if isinstance(value, Tensor)]
+    assert dtype is not None or len(set(dtypes)) < 2, f"{msg} has dtype {dtypes[0]}, not {dtypes[1]}."
+    kind = dtype or (dtypes[0] if dtypes else torch.float64)
+    found, want = (torch.as_tensor(value, dtype=torch.float64, device="cpu").detach() for value in (actual, expected))
+    assert found.shape == want.shape, f"{msg} has shape {tuple(found.shape)}, not {tuple(want.shape)}."
+    magnitude = want.abs().nan_to_num(nan=0.0, posinf=0.0)
+    largest = float(magnitude.max()) if size is None and want.numel() else size or 0.0
+    eps = torch.finfo(kind).eps if kind.is_floating_point else 0.0
+    bound = STEPS * eps * math.sqrt(terms) * (1 + abs(exponent)) * magnitude.clamp(min=largest)
+    error = torch.where(found == want, 0.0, (found - want).abs()).nan_to_num(nan=torch.inf)
+    if (error > bound).any():
+        i = int((error - bound).argmax())
+        values = tuple(values.flatten()[i].item() for values in (found, want, error, bound))
+        raise AssertionError(
+            f"{msg} {int((error > bound).sum())} of {want.numel()} values differ by more than rounding. The worst, number {i}: "
+            "{!r}, not {!r}; difference {:.2g}, bound {:.2g}.".format(*values)
+        )
