@@ -35,7 +35,7 @@ def assert_near(
     Args:
         actual: a number, a tensor (padded or nested), or a list, tuple or mapping of them. A list of numbers is one tensor.
         expected: the same structure.
-        terms: summands of the longest sum on the way, times the number of such sums in a row.
+        terms: summands of the longest sum on the way.
         size: largest magnitude of what was rounded on the way, such as the logits under a log-prob; at least
             ``|expected|``. Default: the largest ``|expected|`` of the tensor; 0 compares each value by its own magnitude.
         exponent: of a result of ``exp``, the largest exponent ``x``: a relative error of ``eps`` in ``x`` is an absolute one

@@ -10,6 +10,7 @@ from policy_batches import LENGTHS, PROMPT, batch, gradients
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl.losses import ValueLoss, value_error
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import TokenCritic
@@ -125,7 +126,7 @@ def test_retrieve_value_and_value_loss(layout: str) -> None:
     assert_close(out["loss_critic"], error, **CLOSE)  # nothing has moved: nothing is clipped
     got, want = gradients(out["loss_critic"], critic), gradients(error, critic)
     for name in want:
-        assert_close(got[name], want[name], **CLOSE)
+        assert_near(got[name], want[name], terms=64, size=8)
     assert out["value_clip_fraction"] == 0
 
 

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl.losses import (
     Correction,
     EntropyBonus,
@@ -309,7 +310,7 @@ def test_corrections_leave_experts_alone(model: nn.Module, correction: Correctio
         assert_close(gradient, same[name])
     other = PolicyLoss(model, "mix", corrections=[correction])(mixed(-1.0, -1.0))
     for name, value in other.items():
-        assert_close(out[name], value)  # every metric of a policy is of its own tokens
+        assert_near(out[name], value, terms=64, exponent=9)  # every metric of a policy is of its own tokens
 
 
 def test_the_metrics_do_not_need_old_log_probs_of_every_token(model: nn.Module) -> None:
