@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-numeric test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,14 @@ study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an ho
 
 test: $(READY)  ## Run the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+
+# What is about numbers, without processes, compilation and runs that learn: two minutes.
+NUMERIC := tests/estimators tests/head tests/losses tests/advantages tests/algorithms tests/ragged tests/rollouts tests/scoring tests/transforms
+NOT_NUMERIC := *_compile.py *_learning_*.py *_ranks.py *_out_of_memory.py
+CPU ?= default
+test-numeric: $(READY)  ## Run the tests of numbers with the instructions of an older processor (CPU=avx2; default: none)
+	ATEN_CPU_CAPABILITY=$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" \
+		$(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

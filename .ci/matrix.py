@@ -6,8 +6,9 @@ Each column is a set of releases in a virtual environment of its own, under ``.m
 - ``newest``: what pip chooses within the bounds;
 - ``beyond``: what pip chooses without upper bounds: what the next release of a dependency breaks (``make nightly``).
 
-In each, the package is installed and the core of the tests runs. ``docs/versions.md`` holds the table, with dates; failures
-are in ``.matrix/COLUMN.log``. The tests never import the packages of another column: only this file and pip know of both.
+In each, the package is installed and the core of the tests runs; then ``make test-numeric``'s tests once for each of
+:data:`PROCESSORS`. ``docs/versions.md`` holds the table, with dates; failures are in ``.matrix/COLUMN.log``. The tests never
+import the packages of another column: only this file and pip know of both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 import venv
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +45,21 @@ CORE = (
     "tests/service/test_service.py",
     "tests/service/test_service_transforms.py",
 )
+
+#: Instructions of older processors, as PyTorch and MKL let one choose them on a newer one.
+PROCESSORS = {
+    "default": {"ATEN_CPU_CAPABILITY": "default"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+
+
+def numeric() -> list[str]:
+    """Pytest's arguments for the tests of numbers: those of ``make test-numeric``."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    folders, ignored = (
+        re.search(rf"^{name} := (.+)$", makefile, re.M)[1].split() for name in ("NUMERIC", "NOT_NUMERIC")
+    )
+    return [*folders, *(f"--ignore-glob={pattern}" for pattern in ignored)]
 
 
 # ------------------------------------------------------------------ what to install
@@ -110,15 +127,19 @@ def versions(python: Path) -> dict[str, str]:
 # ------------------------------------------------------------------ what it says
 
 
-def test(column: str, python: Path, folder: Path, tests: list[str], workers: int) -> dict[str, Any]:
-    """Run the tests; returns counts, seconds and the names of what failed."""
-    report, log = folder.with_suffix(".xml"), folder.with_suffix(".log")
+def test(
+    column: str, python: Path, folder: Path, tests: list[str], workers: int, processor: Mapping[str, str]
+) -> dict[str, Any]:
+    """Run the tests with the environment of a processor; returns counts, seconds and the names of what failed."""
+    report, log = (
+        folder.with_name("-".join([folder.name, *processor.values()]) + suffix) for suffix in (".xml", ".log")
+    )
     report.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", "-p", "no:cacheprovider"]
     command += ["-m", "not slow and not gpu", f"--junit-xml={report}", *tests]
     start = time.perf_counter()
     with log.open("w") as file:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", **processor}
         subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, check=False)
     if not report.exists():
         raise SystemExit(f"{column}: the tests did not run, see {log}:\n{log.read_text()[-2000:]}")
@@ -134,6 +155,11 @@ def test(column: str, python: Path, folder: Path, tests: list[str], workers: int
     }
 
 
+def outcome(result: dict[str, Any] | None) -> str:
+    """A cell: the tests of numbers on one processor."""
+    return f"{result['passed']:,} passed, {len(result['failed'])} failed" if result else "not run yet"
+
+
 def page(record: dict[str, Any]) -> str:
     """The table of ``docs/versions.md``."""
     lines = [
@@ -145,6 +171,9 @@ def page(record: dict[str, Any]) -> str:
     rows.append(("tests passed", lambda column: f"{column['passed']:,}"))
     rows.append(("failed", lambda column: str(len(column["failed"]))))
     rows.append(("skipped", lambda column: str(column["skipped"])))
+    for name, processor in PROCESSORS.items():
+        title = "with " + ", ".join(f"`{key}={value}`" for key, value in processor.items())
+        rows.append((title, lambda column, name=name: outcome(column.get("processors", {}).get(name))))
     lines += [f"| {name} | " + " | ".join(value(column) for column in record.values()) + " |" for name, value in rows]
     return "\n".join(lines)
 
@@ -172,12 +201,17 @@ def main(
         python = install(column, folder, pin or [], torch_index)
         found = versions(python)
         console.print(f"{column}: testing with " + ", ".join(f"{name} {version}" for name, version in found.items()))
-        result = test(column, python, folder, list(tests or CORE), workers)
-        record[column] = {"date": datetime.date.today().isoformat(), "versions": found, **result}
+        result = test(column, python, folder, list(tests or CORE), workers, {})
+        numbers = list(tests or numeric())
+        on = {name: test(column, python, folder, numbers, workers, each) for name, each in PROCESSORS.items()}
+        today = datetime.date.today().isoformat()
+        record[column] = {"date": today, "versions": found, **result, "processors": on}
         table = Table(title=column, show_header=False, title_justify="left")
         for name in ("passed", "skipped", "seconds"):
             table.add_row(name, f"{result[name]:,}")
         table.add_row("failed", "\n".join(result["failed"][:40]) or "0")
+        for name, each in on.items():
+            table.add_row(name, "\n".join([outcome(each), *each["failed"][:40]]))
         console.print(table)
     record = {column: record[column] for column in COLUMNS if column in record}
     if write:
@@ -185,7 +219,7 @@ def main(
         text = PAGE.read_text(encoding="utf-8")
         before, after = text.split("<!-- table -->")[0], text.split("<!-- end -->")[1]
         PAGE.write_text(f"{before}<!-- table -->\n{page(record)}\n<!-- end -->{after}", encoding="utf-8")
-    if any(record[column]["failed"] for column in chosen):
+    if any(each["failed"] for column in chosen for each in (record[column], *record[column]["processors"].values())):
         sys.exit(1)
 
 

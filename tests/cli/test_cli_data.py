@@ -8,6 +8,9 @@ import pytest
 import torch
 from cli_files import CHATS, Cli, read_jsonl, write_jsonl
 
+from closeness import assert_near
+from toy_models import FORWARD
+
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -58,4 +61,5 @@ def test_token_ids_need_no_tokenizer(cli: Cli, tmp_path: Path, checkpoints: Path
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "model").double()
     with torch.no_grad():
         log_probs = model(torch.tensor([[5, 6, 7, 8]])).logits[0].log_softmax(-1)
-    assert read_jsonl(out)[0]["log_prob"] == pytest.approx(float(log_probs[1, 7] + log_probs[2, 8]), abs=1e-5)
+    expected = float(log_probs[1, 7] + log_probs[2, 8])
+    assert_near(read_jsonl(out)[0]["log_prob"], expected, **FORWARD, dtype=torch.float32)

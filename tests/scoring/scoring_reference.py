@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer
-from toy_models import VOCAB_SIZE
+from toy_models import FORWARD, VOCAB_SIZE
 
 
 def random_sequences(*lengths: int, seed: int = 0, vocab: int = VOCAB_SIZE) -> Ragged:
@@ -40,15 +40,13 @@ def plain_log_probs(
     return flat if mask is None else torch.where(mask, flat, 0.0)
 
 
-def assert_scores(
-    scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], *, atol: float = 1e-5, rtol: float = 0, **options: bool
-) -> None:
+def assert_scores(scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], **options: bool) -> None:
     """The log-probs of each row equal those of the plain model, one row at a time."""
     found = scorer.score(Ragged.from_list(rows), **options).to_list()
     for row, log_probs in zip(rows, found, strict=True):
         with torch.no_grad():
             want = plain_log_probs(model, Ragged.from_list([row]))
-        assert_close(log_probs, want, atol=atol, rtol=rtol)
+        assert_near(log_probs, want, **FORWARD)
 
 
 def ids(length: int, seed: int) -> Tensor:

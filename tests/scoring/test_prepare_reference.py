@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged, ReferenceUpdater, prepare_reference
-from toy_models import tiny_model
+from toy_models import FORWARD, tiny_model
 from toy_rollouts import plain_log_probs
 
 ROWS = [torch.tensor(row) for row in ([5, 9, 11, 2, 40, 3], [5, 9, 11, 2, 7, 8, 1], [60, 2])]
@@ -54,7 +55,7 @@ def test_an_offloaded_reference_scores_the_same_with_two_layers_resident(family:
     found = scorer.score(Ragged.from_list(ROWS), remember=True)
     assert scorer.path == "head"
     for row, ours in zip(ROWS, found.to_list(), strict=True):
-        assert_close(ours, plain_log_probs(policy, row), atol=1e-5, rtol=0)
+        assert_near(ours, plain_log_probs(policy, row), **FORWARD)
     assert sorted(slots) == [0, 1, 2, 3, 4]
     assert set(counts) == {0}, "layers other than the one that runs hold their own weights"
     assert len(set().union(*slots.values())) == 2, "all layers share two places"
@@ -81,7 +82,7 @@ def test_changed_weights_and_errors_leave_nothing_stale() -> None:
             parameter.mul_(1.1)
     ReferenceUpdater(scorer, policy, reset_every=1).step()
     for row, ours in zip(ROWS, scorer.score(rows, remember=True).to_list(), strict=True):
-        assert_close(ours, plain_log_probs(policy, row), atol=1e-5, rtol=0)
+        assert_near(ours, plain_log_probs(policy, row), **FORWARD)
 
 
 def test_bfloat16_beside_a_float32_policy() -> None:
@@ -120,7 +121,7 @@ def test_int8_is_the_nearest_of_255_steps_of_each_row(offload: str | None) -> No
     assert scores.kl is not None
     assert scores.ref_log_prob is not None
     for row, ours in zip(ROWS, scores.ref_log_prob.to_list(), strict=True):
-        assert_close(ours, plain_log_probs(rounded, row), atol=1e-4, rtol=0)
+        assert_near(ours, plain_log_probs(rounded, row), **FORWARD)
     assert 0 < scores.kl.values.max() < 0.2
     own, eighth = (
         sum(w.numel() * w.element_size() for w in layers_of(m)[0].mlp.parameters()) for m in (policy, reference)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from scoring_reference import assert_scores, body_tokens, ids
 from torch import Tensor, nn
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import VOCAB_SIZE, tiny_model
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import plain_log_probs
 
 SIZES: dict[str, Any] = {
@@ -35,7 +35,7 @@ def group(length: int = 40) -> list[Tensor]:
 
 def assert_exact(model: nn.Module, **options: Any) -> LogProbScorer:
     scorer = LogProbScorer(model, **options)
-    assert_scores(scorer, model, group(), atol=2e-5, rtol=1e-5)
+    assert_scores(scorer, model, group())
     return scorer
 
 
@@ -129,7 +129,7 @@ def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
     for mask in (batch.positions > 0, (batch.positions > 0) & (batch.positions < 9)):
         found = scorer.score(batch, mask).to_list()
         for row, log_probs, asked in zip(rows, found, batch.like(mask).to_list(), strict=True):
-            assert_close(log_probs, torch.where(asked, plain_log_probs(model, row), 0.0), atol=2e-5, rtol=1e-5)
+            assert_near(log_probs, torch.where(asked, plain_log_probs(model, row), 0.0), **FORWARD)
 
 
 def test_layerdrop_is_scored_without_packs() -> None:

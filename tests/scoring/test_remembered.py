@@ -16,10 +16,10 @@ import torch
 from scoring_reference import plain_log_probs, random_mask, random_sequences
 from test_scorer_wrapper import FakeBackend, engine
 from torch import nn
-from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrl.modules.llm import TransformersWrapper
 
+from closeness import assert_near
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
@@ -34,7 +34,7 @@ from torchrl_llm_kl.scoring import (
     prepare_reference,
 )
 from torchrl_llm_kl.scoring._store import _encode, _Record
-from toy_models import tiny_model
+from toy_models import FORWARD, tiny_model
 from toy_tokenizer import build_tokenizer
 
 SEQUENCES = random_sequences(9, 1, 12, 0, 5)
@@ -63,7 +63,7 @@ def test_the_second_epoch_makes_no_forward(tmp_path: Path) -> None:
     calls, reference = forwards(model), RememberedModel(model, tmp_path)
     scorer, mask = reference.make_scorer(temperature=0.7), random_mask(SEQUENCES)
     first = scorer.score(SEQUENCES, mask)
-    assert_close(first.values, plain_log_probs(model, SEQUENCES, mask, temperature=0.7).detach(), rtol=0, atol=1e-5)
+    assert_near(first.values, plain_log_probs(model, SEQUENCES, mask, temperature=0.7).detach(), **FORWARD)
     assert torch.equal(first.values, LogProbScorer(model, temperature=0.7).score(SEQUENCES, mask).values)
     done = len(calls)
 
@@ -104,7 +104,7 @@ def test_only_what_is_missing_is_forwarded(tmp_path: Path) -> None:
     first = scorer.score(SEQUENCES, some).values
     both = scorer.score(SEQUENCES, every).values
     assert torch.equal(both[some], first[some])
-    assert_close(both, plain_log_probs(model, SEQUENCES).detach(), rtol=0, atol=1e-5)
+    assert_near(both, plain_log_probs(model, SEQUENCES).detach(), **FORWARD)
 
     lengths: list[int] = []
     model.model.register_forward_pre_hook(
@@ -371,7 +371,7 @@ def test_another_backend_needs_a_stated_fingerprint(tmp_path: Path) -> None:
         RememberedModel(wrapper, tmp_path)
     scorer = RememberedModel(wrapper, tmp_path, fingerprint="step 100").make_scorer()
     first = scorer.score(SEQUENCES)
-    assert_close(first.values, plain_log_probs(module, SEQUENCES).detach(), rtol=0, atol=1e-5)
+    assert_near(first.values, plain_log_probs(module, SEQUENCES).detach(), **FORWARD)
     sent = len(backend.requests)
     assert torch.equal(scorer.score(SEQUENCES).values, first.values)
     assert len(backend.requests) == sent
@@ -499,11 +499,11 @@ def test_a_push_during_a_call_stores_nothing_wrong(tmp_path: Path, when: str) ->
     setattr(service, when, True)
     during = scorer.evaluate(SEQUENCES)
     assert during.version == (1 if when == "push_before_reply" else 0)
-    assert_close(during.log_prob.values, want[during.version], rtol=0, atol=1e-5)
+    assert_near(during.log_prob.values, want[during.version], **FORWARD)
     service.push_before_reply = service.push_after_reply = False
     for version in (1, 0, 1):
         service.version = version
-        assert_close(scorer.score(SEQUENCES).values, want[version], rtol=0, atol=1e-5)
+        assert_near(scorer.score(SEQUENCES).values, want[version], **FORWARD)
     sent = service.requests
     scorer.score(SEQUENCES)
     assert service.requests == sent
@@ -513,7 +513,7 @@ def test_the_request_is_sent_before_the_reply_is_awaited(tmp_path: Path) -> None
     service = Service()
     finish = RememberedModel(service, tmp_path).make_scorer().begin(SEQUENCES)
     assert service.requests == 1
-    assert_close(finish().log_prob.values, LogProbScorer(service.models[0]).score(SEQUENCES).values, rtol=0, atol=1e-5)
+    assert_near(finish().log_prob.values, LogProbScorer(service.models[0]).score(SEQUENCES).values, **FORWARD)
 
 
 # ------------------------------------------------------------------ the fingerprint

@@ -17,11 +17,12 @@ from test_scorer_wrapper import FakeBackend, engine
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import RememberedModel, Scores
 from torchrl_llm_kl.scoring._model import text_config
 from torchrl_llm_kl.scoring._routing import Routers, flat_record, tell_apart
-from toy_models import EXPERT_FAMILIES, VOCAB_SIZE, tiny_model
+from toy_models import EXPERT_FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
 # Layers with a router, of three.
 LAYERS = {"mixtral": [0, 1, 2], "qwen3_moe": [0, 1], "gpt_oss": [0, 1, 2], "deepseek_v3": [1, 2]}
@@ -152,7 +153,7 @@ def test_packs_of_a_mixture_are_exact(family: str) -> None:
     model = tiny_model(family)
     scorer = LogProbScorer(model, tokens_per_batch=23)
     assert scorer.shares_prefixes
-    assert_scores(scorer, model, ROWS, atol=3e-5)
+    assert_scores(scorer, model, ROWS)
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded", "full"])
@@ -211,7 +212,7 @@ def test_flips_are_corrected(family: str, kind: str) -> None:
     unforced = scorer.score(SOME_TOKENS).values
     assert float((unforced - want[0].detach()).abs().max()) > 0.1
     for a, b in zip(flat(found), want, strict=True):
-        assert_close(a.double(), b, atol=1e-6, rtol=1e-6)
+        assert_near(a.double(), b, dtype=torch.float32)
     assert_same(gradients(model, *flat(found)), gradients(model, *want), 1e-5)
 
 
@@ -225,7 +226,7 @@ def test_random_experts_in_each_sequence(family: str, kind: str) -> None:
     found = scorer.evaluate(SOME_TOKENS, routing=records, entropy=True, grad=True)
     want = by_hand(family, model, SOME, records)
     for a, b in zip(flat(found), want, strict=True):
-        assert_close(a.double(), b, atol=1e-6, rtol=1e-6)
+        assert_near(a.double(), b, dtype=torch.float32)
     assert_same(gradients(model, *flat(found)), gradients(model, *want), 1e-5)
 
 
@@ -267,7 +268,7 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
         assert bool((chosen[:-1] >= 0).all())
         chosen[-1] = torch.tensor([0, 1])  # not forwarded: any will do
     want, _ = by_hand("mixtral", model, rows, used)
-    assert_close(found.log_prob.values.double(), want, atol=1e-6, rtol=1e-6)
+    assert_near(found.log_prob.values.double(), want, dtype=torch.float32)
     # The routers' own choices are those of a model with the recorded ones forced alone.
     for place in (0, 1, 2):
         free = torch.cat([record[:, place, 0] < 0 for record in records])
@@ -408,9 +409,9 @@ def test_the_references_own_routing() -> None:
         options = {} if given is None else {"ref_routing": given}
         found = scorer.evaluate(TOKENS, routing=records, reference=ref_scorer, **options)
         assert found.ref_log_prob is not None
-        assert_close(found.log_prob.values, scorer.score(TOKENS, routing=records).values, atol=1e-6, rtol=1e-6)
+        assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, dtype=torch.float32)
         want = ref_scorer.score(TOKENS, routing=given).values
-        assert_close(found.ref_log_prob.values, want, atol=1e-6, rtol=1e-6)
+        assert_near(found.ref_log_prob.values, want, dtype=torch.float32)
     same = scorer.evaluate(TOKENS, routing=records, reference=LogProbScorer(model), ref_routing=records)
     assert same.kl is not None
     assert_close(same.kl.values, torch.zeros_like(same.kl.values), atol=1e-6, rtol=0)
@@ -432,8 +433,8 @@ def test_adapters_and_the_base_as_reference() -> None:
     records = random_experts(ROWS, 3)
     found = scorer.evaluate(TOKENS, routing=records, reference=base)
     assert found.ref_log_prob is not None
-    assert_close(found.ref_log_prob.values, own, atol=1e-5, rtol=0)
-    assert_close(found.log_prob.values, scorer.score(TOKENS, routing=records).values, atol=1e-5, rtol=0)
+    assert_near(found.ref_log_prob.values, own, **FORWARD)
+    assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, **FORWARD)
     assert float((found.log_prob.values - first.log_prob.values).abs().max()) > 0.1
 
 
@@ -444,7 +445,7 @@ def test_the_cache_of_prefixes_is_left_alone() -> None:
     own = scorer.score(TOKENS, remember=True).values
     want = LogProbScorer(model).score(TOKENS, routing=records).values
     assert torch.equal(scorer.score(TOKENS, routing=records, remember=True).values, want)
-    assert_close(scorer.score(TOKENS, remember=True).values, own, atol=1e-5, rtol=0)
+    assert_near(scorer.score(TOKENS, remember=True).values, own, **FORWARD)
     assert scorer.memory.tokens_recalled > 0
 
 

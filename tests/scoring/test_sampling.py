@@ -14,6 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
@@ -26,7 +27,7 @@ from torchrl_llm_kl.scoring import (
     warn_of_mismatch,
 )
 from torchrl_llm_kl.scoring._sampling import mismatch_of, sampler_of
-from toy_models import VOCAB_SIZE, tiny_model
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
 SAMPLINGS = [
     Sampling(0.7, top_k=5),
@@ -128,7 +129,7 @@ def test_values_and_gradients(sampling, kind):
     found = scorer.evaluate(tokens, mask, entropy=True, grad=True)
     want = expected(model, rows, sampling).reshape(4, 8, 2)[:, 2:].reshape(-1, 2)
     got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
-    assert_close(got, want.to(got.dtype), atol=1e-6, rtol=1e-6)
+    assert_near(got, want.to(got.dtype), dtype=torch.float32)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=want.dtype)
     parameters = list(model.parameters())
     of_want = torch.autograd.grad((weights * want).sum(), parameters, allow_unused=True)
@@ -155,7 +156,7 @@ def test_exact_kl(reference, kind):
     with torch.no_grad():
         want = expected(model, rows, sampling, ref)
     got = of_scores(found, "log_prob", "entropy", "kl", "ref_log_prob")
-    assert_close(got.double(), want, atol=1e-6, rtol=1e-6)
+    assert_near(got.double(), want, dtype=torch.float32)
     assert float(got[:, 2].min()) >= -1e-9
 
 
@@ -170,7 +171,7 @@ def test_kl_of_a_model_with_itself(reference, at_zero):
         logits = plain_logits(model, row).detach()
         masses.append((logits.softmax(-1) * keep_of(logits, sampling, row[1:])).sum(-1))
     want = torch.zeros(32) if at_zero else -torch.cat(masses).log()
-    assert_close(of_scores(found, "kl")[:, 0], want, atol=1e-5, rtol=1e-5)
+    assert_near(of_scores(found, "kl")[:, 0], want, **FORWARD)
 
 
 def test_mean_ratio():
@@ -183,10 +184,10 @@ def test_mean_ratio():
     last = torch.tensor([False] * 6 + [True]).repeat(len(rows))
     drawn = logits[0].masked_fill(~keep, -math.inf).softmax(-1)[keep]
     ratio = LogProbScorer(model, sampling=sampling).score(Ragged.from_list(rows), last).values[last].exp() / drawn
-    assert float((drawn * ratio).sum()) == pytest.approx(1.0, abs=1e-5)
+    assert_near((drawn * ratio).sum(), 1.0, **FORWARD)
     whole = LogProbScorer(model).score(Ragged.from_list(rows), last).values[last].exp() / drawn
     mass = float(logits[0].softmax(-1)[keep].sum())
-    assert float((drawn * whole).sum()) == pytest.approx(mass, abs=1e-5)
+    assert_near((drawn * whole).sum(), mass, **FORWARD)
     assert 0.8 <= mass < 0.99
 
 
@@ -216,8 +217,8 @@ def test_cache_and_store_know_the_sampler(tmp_path):
     scorer, memory = LogProbScorer(model), RememberedModel(model, tmp_path)
     for sampling in [*wanted, *wanted]:
         scorer.sampling = sampling
-        assert_close(scorer.score(rows, remember=True).values, wanted[sampling])
-        assert_close(memory.make_scorer(sampling=sampling).score(rows).values, wanted[sampling])
+        assert_near(scorer.score(rows, remember=True).values, wanted[sampling], **FORWARD)
+        assert_near(memory.make_scorer(sampling=sampling).score(rows).values, wanted[sampling], **FORWARD)
     assert memory.store.tokens_recalled == 3 * 29
 
 
@@ -230,7 +231,7 @@ def test_a_token_that_the_sampler_would_not_draw():
     ):
         found = scorer.score(Ragged.from_list(rows)).values[1:]
     with torch.no_grad():
-        assert_close(found.double(), expected(model, rows, sampling)[:, 0], atol=1e-6, rtol=1e-6)
+        assert_near(found.double(), expected(model, rows, sampling)[:, 0], dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scorer.score(Ragged.from_list(rows))
@@ -265,7 +266,7 @@ def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
         for grad in (False, True):
             found = scorer.evaluate(tokens, mask, return_kept=True, grad=grad)
             kept = found.kept
-            assert_close(found.log_prob.values, scorer.score(tokens, mask).values, atol=1e-6, rtol=1e-6)
+            assert_near(found.log_prob.values, scorer.score(tokens, mask).values, dtype=torch.float32)
     assert kept.offsets.shape == (len(tokens.values) + 1,)
     assert not kept.offsets.diff()[~mask].any()
     at = 0
@@ -279,7 +280,7 @@ def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
             at += 1
     again = scorer.evaluate(tokens, mask, kept=kept, return_kept=True)
     assert again.kept is kept
-    assert_close(again.log_prob.values, found.log_prob.values, atol=1e-6, rtol=1e-6)
+    assert_near(again.log_prob.values, found.log_prob.values, dtype=torch.float32)
 
 
 def test_nothing_is_returned_where_nothing_is_left_out():
@@ -314,7 +315,7 @@ def test_replay(kind):
         want.append(torch.cat([both.new_zeros(1, 2), both]))
     want = torch.cat(want)[mask]
     got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
-    assert_close(got, want.to(got.dtype), atol=1e-6, rtol=1e-6)
+    assert_near(got, want.to(got.dtype), dtype=torch.float32)
     if kind == "cached":
         return
     parameters = list(model.parameters())

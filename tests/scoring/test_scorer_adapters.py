@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.scoring import ScorerSlot
-from toy_models import tiny_model
+from toy_models import FORWARD, tiny_model
 from toy_rollouts import plain_log_probs
 
 peft = pytest.importorskip("peft")
@@ -35,8 +36,8 @@ def test_adapters_off_is_the_base_model(native: bool) -> None:
     sequences = Ragged.from_list([IDS, IDS[:3]])
     with_lora, without = LogProbScorer(model), LogProbScorer(model, adapters=False)
     assert without.path == "head"
-    assert_close(without.score(sequences).values[:6], plain_log_probs(base, IDS), atol=1e-5, rtol=0)
-    assert_close(with_lora.score(sequences).values[:6], plain_log_probs(model, IDS), atol=1e-5, rtol=0)
+    assert_near(without.score(sequences).values[:6], plain_log_probs(base, IDS), **FORWARD)
+    assert_near(with_lora.score(sequences).values[:6], plain_log_probs(model, IDS), **FORWARD)
     assert (with_lora.score(sequences).values - without.score(sequences).values).abs().max() > 0.05
 
 
@@ -115,7 +116,7 @@ def test_a_named_adapter_is_scored_alone_and_the_state_restored(native: bool, st
         with pytest.raises(ZeroDivisionError):
             scorer.score(Ragged.from_list([IDS]))
         handle.remove()
-    assert_close(scorer.score(Ragged.from_list([IDS])).values, want, atol=1e-5, rtol=0)
+    assert_near(scorer.score(Ragged.from_list([IDS])).values, want, **FORWARD)
     assert_close(plain_log_probs(model, IDS), before, atol=0, rtol=0)
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
 
@@ -132,8 +133,8 @@ def test_whole_layers_of_a_named_adapter() -> None:
     alone.set_adapter("ref")
     before, want = plain_log_probs(model, IDS), plain_log_probs(alone, IDS)
     scorers = [LogProbScorer(model, adapters=name) for name in ("ref", "default")]
-    assert_close(scorers[0].score(Ragged.from_list([IDS])).values, want, atol=1e-5, rtol=0)
-    assert_close(scorers[1].score(Ragged.from_list([IDS])).values, before, atol=1e-5, rtol=0)
+    assert_near(scorers[0].score(Ragged.from_list([IDS])).values, want, **FORWARD)
+    assert_near(scorers[1].score(Ragged.from_list([IDS])).values, before, **FORWARD)
     assert_close(plain_log_probs(model, IDS), before, atol=0, rtol=0)
 
 
@@ -157,13 +158,13 @@ def test_the_exact_kl_and_the_cache_of_a_named_adapter() -> None:
     scores = policy.evaluate(Ragged.from_list([IDS]), reference=reference, remember=True)
     with torch.no_grad():
         p, q = (m(IDS[None]).logits[0, :-1].double().log_softmax(-1) for m in (model, alone))
-        assert_close(scores.kl.values[1:].double(), (p.exp() * (p - q)).sum(-1), atol=1e-5, rtol=0)
+        assert_near(scores.kl.values[1:].double(), (p.exp() * (p - q)).sum(-1), **FORWARD, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if ".ref." in name:
                 parameter.mul_(0.5)
         alone.load_state_dict(model.state_dict())
     found = reference.score(Ragged.from_list([IDS]), remember=True).values
-    assert_close(found, plain_log_probs(alone, IDS), atol=1e-5, rtol=0)
+    assert_near(found, plain_log_probs(alone, IDS), **FORWARD)
 
 
 def test_a_policy_against_its_own_named_adapter() -> None:
@@ -174,8 +175,8 @@ def test_a_policy_against_its_own_named_adapter() -> None:
     data["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=[1])
     transform = RetrieveKL(model, "base", ref_adapters="ref")
     found = transform(data.clone())
-    assert_close(found["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], atol=1e-5, rtol=0)
-    assert_close(found["next", "log_probs", "full"][0, 2:], plain_log_probs(model, IDS)[2:], atol=1e-5, rtol=0)
+    assert_near(found["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], **FORWARD)
+    assert_near(found["next", "log_probs", "full"][0, 2:], plain_log_probs(model, IDS)[2:], **FORWARD)
     transform.adapters = False
     assert [part.adapters for part in transform.transforms[:2]] == [False, "ref"]
     with pytest.raises(ValueError, match="ref_adapters=True is the policy itself"):
@@ -186,7 +187,7 @@ def test_a_policy_against_its_own_named_adapter() -> None:
         )
         assert parts.kl_transform is not None
         found = parts.kl_transform(data.clone())
-        assert_close(found["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], atol=1e-5, rtol=0)
+        assert_near(found["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], **FORWARD)
 
 
 def test_adapters_of_a_model_in_another_process() -> None:

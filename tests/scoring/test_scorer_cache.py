@@ -14,8 +14,9 @@ from scoring_reference import body_tokens, ids
 from torch import Tensor
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import FAMILIES, tiny_model
+from toy_models import FAMILIES, FORWARD, tiny_model
 from toy_rollouts import plain_log_probs
 
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, float32: the tiny Llama's
@@ -34,7 +35,7 @@ def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Te
     for row, log_probs, wanted in zip(rows, found.to_list(), asked.to_list(), strict=True):
         # Packs of a few tokens sum in another order than whole sequences.
         expected = torch.where(wanted, plain_log_probs(model, row), 0.0).to(log_probs.dtype)
-        assert_close(log_probs, expected, atol=1e-5, rtol=3e-6)
+        assert_near(log_probs, expected, **FORWARD)
     assert scorer.memory.num_bytes <= scorer.memory.limit
     held = [t for s in scorer.memory._by_use for pair in s.keys_values for t in pair]
     assert scorer.memory.num_bytes == sum(t.numel() * t.element_size() for t in held)
@@ -261,12 +262,12 @@ def test_another_adapter_clears_the_cache_and_another_temperature_has_other_log_
     assert_exact(scorer, model, [second])
     base = LogProbScorer(model, adapters=False)
     found = base.score(Ragged.from_list([first]), remember=True).values
-    assert_close(found, plain_log_probs(tiny_model("llama"), first), atol=1e-5, rtol=0)
+    assert_near(found, plain_log_probs(tiny_model("llama"), first), **FORWARD)
     assert_exact(scorer, model, [first])
     scorer.temperature = 0.5
     found = scorer.score(Ragged.from_list([first]), remember=True).values
     want = LogProbScorer(model, temperature=0.5).score(Ragged.from_list([first])).values
-    assert_close(found, want, atol=1e-5, rtol=0)
+    assert_near(found, want, **FORWARD)
 
 
 def test_forget_clears_the_cache() -> None:
@@ -324,10 +325,10 @@ def test_other_settings_of_the_surroundings_clear_the_cache() -> None:
         narrow = scorer.score(rows, remember=True).values
     wide = scorer.score(rows, remember=True).values
     assert not torch.equal(narrow, wide)
-    assert_close(wide, scorer.score(rows).values, atol=1e-6, rtol=0)
+    assert_near(wide, scorer.score(rows).values, **FORWARD)
     for layer in model.modules():
         if hasattr(layer, "set_scale"):
             layer.set_scale("default", 5.0)
     scaled = scorer.score(rows, remember=True).values
     assert (scaled - wide).abs().max() > 1e-3
-    assert_close(scaled, scorer.score(rows).values, atol=1e-6, rtol=0)
+    assert_near(scaled, scorer.score(rows).values, **FORWARD)

@@ -15,8 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import FAMILIES, tiny_model
+from toy_models import BACKWARD, FAMILIES, tiny_model
 from toy_rollouts import plain_log_probs
 
 ROWS = conversation()
@@ -126,7 +127,7 @@ def assert_gradients(got: list[Tensor | None], want: list[Tensor | None]) -> Non
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
-            assert_close(a, b, atol=2e-4, rtol=2e-4)
+            assert_near(a, b, **BACKWARD)
 
 
 @pytest.mark.parametrize("tokens_per_batch", [9, 8192])  # keys from earlier packs, and one pack

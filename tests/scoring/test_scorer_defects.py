@@ -8,13 +8,11 @@ import pytest
 import torch
 from scoring_reference import plain_log_probs, random_mask, random_sequences
 from torch import nn
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer
-from toy_models import tiny_model
-
-EXACT = {"rtol": 0.0, "atol": 1e-5}
+from toy_models import FORWARD, tiny_model
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
@@ -35,7 +33,7 @@ def test_defect_02_first_tokens_are_never_scored_from_the_sequence_before():
     got = scorer.score(sequences)
     assert [row[0].item() for row in got.to_list()] == [0.0, 0.0, 0.0]
     alone = [scorer.score(Ragged.from_list([row])).values for row in sequences.to_list()]
-    assert_close(got.values, torch.cat(alone), **EXACT)
+    assert_near(got.values, torch.cat(alone), **FORWARD)
 
 
 class Spy(nn.Module):
@@ -67,7 +65,7 @@ def test_defect_03_position_ids_are_integers():
 def test_defect_03_models_with_learned_positions(family):
     model, sequences = tiny_model(family), random_sequences(12, 3, 7)
     with torch.no_grad():
-        assert_close(LogProbScorer(model).score(sequences).values, plain_log_probs(model, sequences), **EXACT)
+        assert_near(LogProbScorer(model).score(sequences).values, plain_log_probs(model, sequences), **FORWARD)
 
 
 def test_defect_04_mask_and_positions_go_by_keyword_and_count_from_the_first_real_token():
@@ -89,7 +87,7 @@ def test_defect_04_left_padded_data_is_scored_from_position_zero(family):
     got = LogProbScorer(model).score(padded).restore()
     with torch.no_grad():
         want = sequences.like(plain_log_probs(model, sequences)).to_padded(side="left")
-    assert_close(got, want, **EXACT)
+    assert_near(got, want, **FORWARD)
 
 
 def test_defect_32_the_first_generated_token_has_a_log_prob():
@@ -99,7 +97,7 @@ def test_defect_32_the_first_generated_token_has_a_log_prob():
     got = LogProbScorer(model).score(sequences, mask).values
     assert got[3] < 0
     with torch.no_grad():
-        assert_close(got, plain_log_probs(model, sequences, mask), **EXACT)
+        assert_near(got, plain_log_probs(model, sequences, mask), **FORWARD)
 
 
 def test_defect_33_temperature_divides_the_logits():
@@ -111,7 +109,7 @@ def test_defect_33_temperature_divides_the_logits():
         with torch.no_grad():
             logits = model(input_ids=sequences.values[None]).logits[0, :-1] / 2.5
         want = torch.distributions.Categorical(logits=logits).log_prob(sequences.values[1:])
-        assert_close(got[1:], want, **EXACT)
+        assert_near(got[1:], want, **FORWARD)
 
 
 def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():
@@ -122,7 +120,7 @@ def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():
     free = tiny_model()
     free.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert_close(got.values, plain_log_probs(free, sequences), **EXACT)
+        assert_near(got.values, plain_log_probs(free, sequences), **FORWARD)
     assert all((row[1:] < 0).all() for row in got.to_list())
 
 

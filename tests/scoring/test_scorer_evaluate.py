@@ -13,10 +13,9 @@ from scoring_reference import body_tokens, conversation
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import FAMILIES, VOCAB_SIZE, tiny_model
-
-CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 1e-5}
+from toy_models import BACKWARD, FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
 
 def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
@@ -39,10 +38,10 @@ def assert_exact(
     ids = (7 * torch.arange(len(batch.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
     options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": ids}
     got = scorer.evaluate(batch, mask, reference=reference, direction=direction, **options)
-    assert_close(got.log_prob.values, scorer.score(batch, mask).values, atol=1e-6, rtol=1e-6)
-    assert_close(got.ref_log_prob.values, reference.score(batch, mask).values, atol=1e-6, rtol=1e-6)
+    assert_near(got.log_prob.values, scorer.score(batch, mask).values, **FORWARD)
+    assert_near(got.ref_log_prob.values, reference.score(batch, mask).values, **FORWARD)
     alone = scorer.evaluate(batch, mask, top_ids=ids)  # in the sweep of the log-probs
-    assert_close(alone.outcomes.values, got.outcomes.values, atol=2e-6, rtol=1e-6)
+    assert_near(alone.outcomes.values, got.outcomes.values, **FORWARD)
     all_ids, columns = batch.like(ids).to_list(), (column.to_list() for column in got[:-1])  # all but the routing
     columns = zip(rows, batch.like(mask).to_list(), all_ids, *columns, strict=True)
     for (
@@ -65,17 +64,17 @@ def assert_exact(
         asked = asked[1:]
         assert (exact[0], entropy[0], log_prob[0], tail[0]) == (0, 0, 0, 0)
         want = kl(p, q) if direction == "reverse" else kl(q, p)
-        assert_close(exact[1:], torch.where(asked, want, 0.0), **CLOSE)
-        assert_close(entropy[1:], torch.where(asked, -(p.exp() * p).sum(-1), 0.0), **CLOSE)
+        assert_near(exact[1:], torch.where(asked, want, 0.0), **FORWARD)
+        assert_near(entropy[1:], torch.where(asked, -(p.exp() * p).sum(-1), 0.0), **FORWARD)
         best, indices = p.topk(3)
-        assert_close(top_log_prob[1:][asked], best[asked], **CLOSE)
+        assert_near(top_log_prob[1:][asked], best[asked], **FORWARD)
         assert torch.equal(top[1:][asked], indices[asked])
-        assert_close(tail[1:][asked].exp(), 1 - best.exp().sum(-1)[asked], **CLOSE)
+        assert_near(tail[1:][asked].exp(), 1 - best.exp().sum(-1)[asked], **FORWARD)
         assert not top[1:][~asked].any()
         assert not out[1:][~asked].any()
         of_ids = p.gather(-1, listed[1:])
-        assert_close(out[1:, :-1][asked], of_ids[asked], **CLOSE)
-        assert_close(out[1:, -1][asked].exp(), 1 - of_ids.exp().sum(-1)[asked], **CLOSE)
+        assert_near(out[1:, :-1][asked], of_ids[asked], **FORWARD)
+        assert_near(out[1:, -1][asked].exp(), 1 - of_ids.exp().sum(-1)[asked], **FORWARD)
         total = p.exp().double()
         log_p, h = total.log(), -(total * total.log()).sum(-1, keepdim=True)
         for found, moment in ((collision, total**2), (discriminator, total**2 * (h + log_p))):
@@ -146,7 +145,7 @@ def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
     got = policy.evaluate(batch, reference=base)
     for row, exact in zip(conversation(), got.kl.to_list(), strict=True):
         with torch.no_grad():
-            assert_close(exact[1:], kl(plain(model, row), plain(before, row)), **CLOSE)
+            assert_near(exact[1:], kl(plain(model, row), plain(before, row)), **FORWARD)
     assert float(got.kl.values.max()) > 0.01
 
 
@@ -176,7 +175,7 @@ def test_gradients_reach_the_policy_alone(tokens_per_batch: int) -> None:
         chosen = p.gather(-1, row[1:, None]).sum()
         want = want + kl(p, plain(ref, row).detach()).sum() - 0.3 * (p.exp() * p).sum() - 0.2 * chosen
     for a, b in zip(found, torch.autograd.grad(want, parameters), strict=False):
-        assert_close(a, b, atol=2e-4, rtol=2e-4)
+        assert_near(a, b, **BACKWARD)
 
 
 def test_conversations_that_go_on_use_both_caches() -> None:
@@ -191,7 +190,7 @@ def test_conversations_that_go_on_use_both_caches() -> None:
 
     def turn() -> None:
         got = scorer.evaluate(batch, new, reference=reference, entropy=True, remember=True)
-        assert_close(got.kl.values[22:], want[21:], **CLOSE)
+        assert_near(got.kl.values[22:], want[21:], **FORWARD)
 
     assert body_tokens(ref, turn) == 29 - 19
     scorer.forget()  # one cache is empty: both models use only the hits that both caches have

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import VOCAB_SIZE, tiny_model
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import plain_log_probs
 
 
@@ -39,7 +39,7 @@ def test_the_budget_is_halved_until_it_fits_and_stays(share: bool, grad: bool) -
     assert scorer.tokens_per_batch == 32
     plain = tiny_model("qwen2")
     for row, log_probs in zip(rows, found.to_list(), strict=True):
-        assert_close(log_probs.detach(), plain_log_probs(plain, row), atol=1e-5, rtol=0)
+        assert_near(log_probs.detach(), plain_log_probs(plain, row), **FORWARD)
 
 
 def test_a_sequence_that_does_not_fit_at_once_is_cut() -> None:
@@ -47,7 +47,7 @@ def test_a_sequence_that_does_not_fit_at_once_is_cut() -> None:
     row = torch.arange(50)
     with pytest.warns(UserWarning, match="out of memory"):
         found = scorer.score(Ragged.from_list([row])).values
-    assert_close(found, plain_log_probs(tiny_model("qwen2"), row), atol=1e-5, rtol=0)
+    assert_near(found, plain_log_probs(tiny_model("qwen2"), row), **FORWARD)
     assert scorer.tokens_per_batch == 32
 
 

@@ -13,8 +13,9 @@ from scoring_reference import assert_scores, plain_log_probs, random_mask, rando
 from torch import nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl.scoring import LogProbScorer
-from toy_models import VOCAB_SIZE, tiny_model
+from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
 
 
 def scaling_its_logits(factor: float) -> nn.Module:
@@ -62,13 +63,13 @@ def test_a_wrong_head_path_is_detected():
         warnings.simplefilter("error")
         got = scorer.score(sequences, mask, grad=True).values
     want = plain_log_probs(model, sequences, mask, temperature=0.9)
-    assert_close(got, want, rtol=0, atol=1e-5)
+    assert_near(got, want, **FORWARD)
 
     parameters = list(model.parameters())
     for a, b in zip(
         torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(want.sum(), parameters), strict=True
     ):
-        assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert_near(a, b, **BACKWARD)
 
 
 def test_probe_false_trusts_the_head():
@@ -99,7 +100,7 @@ def test_any_module_that_returns_logits(form):
     with torch.no_grad():
         want = plain_log_probs(model, sequences)
     model.form = form
-    assert_close(scorer.score(sequences).values, want, rtol=0, atol=1e-5)
+    assert_near(scorer.score(sequences).values, want, **FORWARD)
 
 
 def test_a_transformers_model_that_returns_tuples():
@@ -212,7 +213,7 @@ def test_weights_on_the_meta_device_are_probed_at_the_first_score():
         model.get_buffer(name).copy_(buffer)
     sequences = random_sequences(9, 4)
     with torch.no_grad():
-        assert_close(scorer.score(sequences).values, plain_log_probs(real, sequences), rtol=0, atol=1e-5)
+        assert_near(scorer.score(sequences).values, plain_log_probs(real, sequences), **FORWARD)
     assert scorer.path == "head"
 
 

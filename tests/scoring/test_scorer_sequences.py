@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scoring_reference import plain_log_probs
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer
-from toy_models import tiny_model
+from toy_models import BACKWARD, FORWARD, tiny_model
 
 ROWS = [[3, 5, 7, 9], [], [5], [3, 5, 8]]
 PAD = 5  # also a token
@@ -51,7 +51,7 @@ FORMS = {
 def test_every_form(scorer, want, form):
     ids, attention = FORMS[form]
     got = scorer.score(ids, attention_mask=attention)
-    assert_close(got.values, want, rtol=0, atol=1e-5)
+    assert_near(got.values, want, **FORWARD)
     assert got.lengths.tolist() == [4, 0, 1, 3]
     if attention is None:
         assert [row.shape for row in got.restore()] == [torch.Size([len(row)]) for row in ROWS]
@@ -59,13 +59,13 @@ def test_every_form(scorer, want, form):
         restored, real = got.restore(), attention.bool()
         assert restored.shape == ids.shape
         assert bool((restored[~real] == 0).all())
-        assert_close(restored[real], want, rtol=0, atol=1e-5)
+        assert_near(restored[real], want, **FORWARD)
 
 
 def test_a_nested_tensor(scorer, want):
     rows = [torch.tensor(row) for row in ROWS if len(row) > 1]
     got = scorer.score(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
-    assert_close(got.values, want[[0, 1, 2, 3, 5, 6, 7]], rtol=0, atol=1e-5)
+    assert_near(got.values, want[[0, 1, 2, 3, 5, 6, 7]], **FORWARD)
     assert got.restore().is_nested
 
 
@@ -90,7 +90,7 @@ LEFT_MASK = torch.zeros(4, 4, dtype=torch.bool).index_put(
 )
 def test_every_form_of_the_mask(scorer, want, ids, attention, mask):
     got = scorer.evaluate(ids, mask, attention_mask=attention, entropy=True)
-    assert_close(got.log_prob.values, torch.where(FLAT, want, 0), rtol=0, atol=1e-5)
+    assert_near(got.log_prob.values, torch.where(FLAT, want, 0), **FORWARD)
     assert ((got.entropy.values > 0) == FLAT).all()
 
 
@@ -116,7 +116,7 @@ def test_gradients_of_padded_ids(model, scorer):
     got = model.lm_head.weight.grad.clone()
     model.zero_grad()
     plain_log_probs(model, Ragged.from_list([torch.tensor(row, dtype=torch.long) for row in ROWS])).sum().backward()
-    assert_close(got, model.lm_head.weight.grad, rtol=0, atol=1e-4)
+    assert_near(got, model.lm_head.weight.grad, **BACKWARD)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scoring_reference import assert_scores, body_tokens, conversation, ids
 from torch import Tensor
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import FAMILIES, VOCAB_SIZE, tiny_model
+from toy_models import BACKWARD, FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import plain_log_probs
 
 
@@ -46,7 +46,7 @@ def test_mask_and_temperature_hold() -> None:
         with torch.no_grad():
             logits = model(input_ids=row[None]).logits[0].float() / 0.7
         want = torch.cat([torch.zeros(1), logits.log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0]])
-        assert_close(log_probs, torch.where(asked, want, 0.0), atol=1e-5, rtol=0)
+        assert_near(log_probs, torch.where(asked, want, 0.0), **FORWARD)
 
 
 @settings(max_examples=15, deadline=None)
@@ -77,7 +77,7 @@ def test_gradients_flow_through_what_is_shared(family: str, tokens_per_batch: in
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         if b is not None:
-            assert_close(a, b, atol=3e-5, rtol=1e-4)  # norms and rotations are float32 even here
+            assert_near(a, b, **BACKWARD, dtype=torch.float32)  # norms and rotations are float32 even here
 
 
 def _plain_with_grad(model: Any, row: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def test_a_body_with_its_own_mask_is_padded() -> None:
     assert not scorer.shares_prefixes
     rows = conversation()
     for row, log_probs in zip(rows, scorer.score(Ragged.from_list(rows)).to_list(), strict=True):
-        assert_close(log_probs, plain_log_probs(tiny_model("llama"), row), atol=1e-5, rtol=0)
+        assert_near(log_probs, plain_log_probs(tiny_model("llama"), row), **FORWARD)
 
 
 def test_a_layer_with_a_state_along_the_row_is_detected() -> None:

@@ -11,13 +11,13 @@ import torch
 from scoring_reference import plain_log_probs, random_mask, random_sequences
 from tensordict import TensorDict, lazy_stack
 from torch import nn
-from torch.testing import assert_close
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
+from closeness import assert_near
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer, Sampling
-from toy_models import tiny_model
+from toy_models import FORWARD, tiny_model
 
 
 class FakeBackend(LLMWrapperBase):
@@ -86,7 +86,7 @@ def test_transformers_wrapper_is_scored_through_its_weights(generate, input_mode
     sequences = random_sequences(9, 1, 4)
     with torch.no_grad():
         want = plain_log_probs(model, sequences, temperature=0.7)
-    assert_close(scorer.score(sequences).values, want, rtol=0, atol=1e-5)
+    assert_near(scorer.score(sequences).values, want, **FORWARD)
 
 
 @pytest.mark.parametrize("tokens_per_batch", [1, 20, 8192])
@@ -105,7 +105,7 @@ def test_another_backend_is_scored_through_its_own_forward(tokens_per_batch, key
     got = scorer.score(sequences, mask)
     assert got.values.dtype == torch.float32
     assert not got.values.requires_grad
-    assert_close(got.values, plain_log_probs(module, sequences, mask).detach(), rtol=0, atol=1e-5)
+    assert_near(got.values, plain_log_probs(module, sequences, mask).detach(), **FORWARD)
     assert sum(map(len, backend.requests)) == 2
 
 
@@ -123,7 +123,7 @@ def test_defect_34_tokens_equal_to_the_backends_padding_are_scored():
     module = tiny_model()
     sequences = Ragged.from_list([torch.tensor([3, 5, 7, 5]), torch.tensor([5, 5])])
     got = LogProbScorer(FakeBackend(engine(module), padding_value=5, **SETTINGS)).score(sequences)
-    assert_close(got.values, plain_log_probs(module, sequences).detach(), rtol=0, atol=1e-5)
+    assert_near(got.values, plain_log_probs(module, sequences).detach(), **FORWARD)
 
 
 def test_a_temperature_must_be_set_in_the_backend():
@@ -221,7 +221,7 @@ def test_a_remote_wrapper_is_used_as_it_is():
     sequences = random_sequences(6, 3)
     scorer = LogProbScorer(Remote(local))
     assert scorer.path == "wrapper"
-    assert_close(scorer.score(sequences).values, plain_log_probs(module, sequences).detach(), rtol=0, atol=1e-5)
+    assert_near(scorer.score(sequences).values, plain_log_probs(module, sequences).detach(), **FORWARD)
 
 
 # ------------------------------------------------------------------ zeros that torchrl fills in
@@ -253,7 +253,7 @@ def test_scores_of_a_cached_prefix_are_no_zeros(length):
     scorer = LogProbScorer(FakeBackend(filled(tiny_model(), 4), **SETTINGS))
     with torch.no_grad():
         want = plain_log_probs(tiny_model(), sequences)
-    assert_close(scorer.score(sequences).values, want, rtol=0, atol=1e-5)
+    assert_near(scorer.score(sequences).values, want, **FORWARD)
     end = (length - 1) // 4 * 4
     message = (
         rf"FakeBackend returned log-probs of exactly 0 up to sequence 0, position {end}, .*enable_prefix_caching=False"
@@ -262,7 +262,7 @@ def test_scores_of_a_cached_prefix_are_no_zeros(length):
         scorer.score(sequences)
     mask = torch.arange(length + 2) == length - 1
     if end < length - 1:  # the zeros are those of tokens that are not scored
-        assert_close(scorer.score(sequences, mask).values, torch.where(mask, want, 0), rtol=0, atol=1e-5)
+        assert_near(scorer.score(sequences, mask).values, torch.where(mask, want, 0), **FORWARD)
 
 
 @pytest.mark.parametrize("prompt", [2, 5])
@@ -283,7 +283,7 @@ def test_an_engine_without_scores_of_prompts(prompt):
     mask = torch.arange(9) >= prompt
     with torch.no_grad():
         want = plain_log_probs(module, sequences, mask)
-    assert_close(scorer.score(sequences, mask).values, want, rtol=0, atol=1e-5)
+    assert_near(scorer.score(sequences, mask).values, want, **FORWARD)
     assert len(backend.requests) == 3
 
 
