@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.scoring import TokenCritic
@@ -169,7 +170,7 @@ def test_wrappers_are_scored_whether_they_generate_or_not(generate: bool) -> Non
     actor, reference = tiny_model(seed=0), tiny_model(seed=1)
     expected = gradient(outcome(actor, reference=reference), actor)
     for given in (reference, wrap(reference)):
-        torch.testing.assert_close(gradient(outcome(wrap(actor), reference=given), actor), expected)
+        assert_near(gradient(outcome(wrap(actor), reference=given), actor), expected, terms=64 * 64, size=1)
 
 
 def test_values_are_of_the_tokens_that_the_losses_count() -> None:

@@ -10,6 +10,7 @@ from head_reference import INF, OPTIONS, H, N, Sizes, V, at, entropy_of, from_lo
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl.head import linear_log_prob, linear_outcomes, linear_top_k
 
 ORDER = torch.Generator().manual_seed(3)
@@ -88,7 +89,7 @@ def test_the_top_k_of_the_same_head(chunk):
     hidden, weight, bias = make_head(dtype=torch.float32)
     top = linear_top_k(hidden, weight, 6, bias=bias, chunk=chunk, **OPTIONS)
     out = linear_outcomes(hidden, weight, make_targets(), top.indices, bias=bias, chunk=chunk, **OPTIONS).outcomes
-    assert_close(out, torch.cat([top.log_probs, top.tail_log_prob.unsqueeze(-1)], -1), atol=2e-6, rtol=0)
+    assert_near(out, torch.cat([top.log_probs, top.tail_log_prob.unsqueeze(-1)], -1), terms=H, size=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -100,9 +101,9 @@ def test_a_tail_whose_probability_underflows(dtype, chunk):
     hidden = torch.ones(1, 1, dtype=dtype)
     out = linear_outcomes(hidden, logits.T, torch.tensor([0]), torch.tensor([[0]]), chunk=chunk).outcomes
     others = low + torch.log(torch.tensor(4 / 3, dtype=torch.float64))
-    assert_close(out[0, 1].double(), others, atol=2e-5 if dtype == torch.float32 else 1e-12, rtol=0)
+    assert_near(out[0, 1].double(), others, dtype=dtype)
     (gradient,) = torch.autograd.grad(out[0, 1], logits)
-    assert_close(gradient, torch.tensor([[-1.0, 0.75, 0.25]], dtype=dtype), atol=1e-5, rtol=0)
+    assert_near(gradient, torch.tensor([[-1.0, 0.75, 0.25]], dtype=dtype), exponent=200)
 
 
 @pytest.mark.parametrize("chunk", [(2, 3), None])
@@ -143,7 +144,7 @@ def test_half_precision():
     ids = make_ids(5)
     out = linear_outcomes(hidden, weight, make_targets(), ids, chunk=(3, 17)).outcomes
     assert out.dtype == torch.float32
-    assert_close(out, plain_outcomes(plain(hidden, weight), ids), atol=1e-5, rtol=0)
+    assert_near(out, plain_outcomes(plain(hidden, weight), ids), size=8)
 
 
 def test_no_positions():

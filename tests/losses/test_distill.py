@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, make_algorithm
 from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossTerm, distill, get_objective
-from toy_models import BACKWARD, VOCAB_SIZE, tiny_model
+from toy_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the top k below")
 V = VOCAB_SIZE
@@ -133,7 +133,7 @@ def test_what_the_transform_wrote(layout: str, beta: float) -> None:
     out = PolicyLoss(student, "distill", beta=beta)(td)
     assert_near(out["loss_objective"], exact["loss_objective"], terms=V)
     found = gradients(out["loss_objective"], student)
-    assert_near(found, gradients(exact["loss_objective"], student), **BACKWARD)
+    assert_near(found, gradients(exact["loss_objective"], student), terms=64 * 64, size=1)
     few = PolicyLoss(student, "distill", beta=beta)(RetrieveLogProb(teacher, top_k=3)(data(layout)))
     other = PolicyLoss(student, "distill", beta=beta)(RetrieveLogProb(teacher, top_k=3)(data("padded")))
     assert_near(few["loss_objective"], other["loss_objective"], terms=V)
@@ -171,7 +171,7 @@ def test_other_routes_of_the_engine(route: str) -> None:
     expected = PolicyLoss(student, "distill", **options)(td)["loss_objective"]
     found = PolicyLoss(actor, "distill", **options, deterministic=route == "deterministic")(td)["loss_objective"]
     assert_near(found, expected, terms=V)
-    assert_near(gradients(found, student), gradients(expected, student), **BACKWARD)
+    assert_near(gradients(found, student), gradients(expected, student), terms=64 * 64, size=1)
 
 
 def test_no_tensor_over_the_vocabulary() -> None:

@@ -35,7 +35,7 @@ def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Te
     for row, log_probs, wanted in zip(rows, found.to_list(), asked.to_list(), strict=True):
         # Packs of a few tokens sum in another order than whole sequences.
         expected = torch.where(wanted, plain_log_probs(model, row), 0.0).to(log_probs.dtype)
-        assert_near(log_probs, expected, **FORWARD)
+        assert_near(log_probs, expected, **FORWARD, dtype=torch.float32)
     assert scorer.memory.num_bytes <= scorer.memory.limit
     held = [t for s in scorer.memory._by_use for pair in s.keys_values for t in pair]
     assert scorer.memory.num_bytes == sum(t.numel() * t.element_size() for t in held)

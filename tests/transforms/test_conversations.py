@@ -9,9 +9,10 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
+from toy_models import FORWARD
 from toy_rollouts import collect, make_env, make_model, make_policy, response_log_probs, steps
 
 
@@ -46,7 +47,7 @@ def test_a_turn_costs_its_new_tokens(tokenizer: Any, policy_model: Any, name: st
         rollout = env.rollout(4, policy)
         costs[bool(memory)] = list(counter.calls)
         for step in steps(rollout):
-            assert_close(step["next", "log_probs", "full"], response_log_probs(ref, step), atol=1e-5, rtol=0)
+            assert_near(step["next", "log_probs", "full"], response_log_probs(ref, step), **FORWARD)
     with_memory, without = costs[False], costs[True]  # memory=0 is the one without
     assert len(with_memory) == len(without) == 4
     assert with_memory[0] == without[0]
@@ -78,7 +79,7 @@ def test_the_legacy_transform_too(tokenizer: Any, policy_model: Any) -> None:
     calls = list(counter.calls)
     assert len(calls) == 3
     for step in steps(rollout):
-        assert_close(step["next", "ref_log_probs"][..., 0], response_log_probs(ref, step), atol=1e-5, rtol=0)
+        assert_near(step["next", "ref_log_probs"][..., 0], response_log_probs(ref, step), **FORWARD)
     total = sum(int(step["masks", "all_attention_mask"].sum()) for step in rollout[:, 2].unbind(0))
     assert calls[2] < 0.6 * total
 
@@ -94,7 +95,7 @@ def test_a_policy_trained_between_two_turns_is_scored_as_it_is(tokenizer: Any) -
     for _ in range(2):
         stepped = env.step(policy(td))
         for step in stepped.unbind(0):
-            assert_close(step["next", "log_probs", "full"], response_log_probs(model, step), atol=1e-5, rtol=0)
+            assert_near(step["next", "log_probs", "full"], response_log_probs(model, step), **FORWARD)
         seen.append(stepped)
         for parameter in model.parameters():
             parameter.data.mul_(1.05)

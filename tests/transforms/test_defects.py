@@ -14,8 +14,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
+from closeness import assert_near
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-from toy_models import tiny_model
+from toy_models import FORWARD, tiny_model
 from toy_rollouts import (
     collect,
     flat,
@@ -62,7 +63,7 @@ def test_defect_05_from_collector_starts(tokenizer: Any, ref: Any, policy: Any, 
     (batch,) = list(collector)
     collector.shutdown()
     for step in steps(batch):
-        assert_close(step["next", "ref_log_probs", "full"], response_log_probs(ref_model, step), atol=2e-5, rtol=0)
+        assert_near(step["next", "ref_log_probs", "full"], response_log_probs(ref_model, step), **FORWARD)
 
 
 def test_defect_06_sits_in_an_env_and_declares_its_log_probs(tokenizer: Any, ref: Any, policy: Any) -> None:
@@ -95,7 +96,7 @@ def test_defect_07e_results_are_detached_and_num_samples_works(
     result = RetrieveKL(gen, ref)(data)
     for step in steps(result):
         want = response_log_probs(policy_model, step) - response_log_probs(ref.model, step)
-        assert_close(step["kl_penalty"], want, atol=2e-5, rtol=0)
+        assert_near(step["kl_penalty"], want, **FORWARD)
         assert not step["kl_penalty"].requires_grad
 
 
@@ -109,7 +110,7 @@ def test_defect_08_the_sampled_tokens_are_scored(tokenizer: Any, ref_model: Any,
             tokenizer=tokenizer, chat_template=CHATML, tokenize=True, return_dict=True, add_generation_prompt=False
         )
         assert rendered["input_ids"].shape != step["tokens", "full"].shape
-        assert_close(step["next", "ref_log_probs", "full"], response_log_probs(ref_model, step), atol=2e-5, rtol=0)
+        assert_near(step["next", "ref_log_probs", "full"], response_log_probs(ref_model, step), **FORWARD)
 
 
 def test_defect_09_the_policy_is_never_changed(tokenizer: Any, ref: Any, policy_model: Any) -> None:
@@ -156,10 +157,10 @@ def test_defect_14_kl_reward_transform_without_an_env(
         ids, prompt = step["tokens", "full"], len(step["tokens", "prompt"])
         kl = plain_log_probs(gen.model, ids) - plain_log_probs(ref.model, ids)
         kl[: prompt if assistant_only else 1] = 0
-        assert_close(step["next", "kl_penalty"][:, 0], kl, atol=2e-5, rtol=0)
+        assert_near(step["next", "kl_penalty"][:, 0], kl, **FORWARD)
         want = -0.5 * kl
         want[-1] += 0.0 if reward is None else 1.0
-        assert_close(step["next", "reward"][:, 0], want, atol=2e-5, rtol=0)
+        assert_near(step["next", "reward"][:, 0], want, **FORWARD)
 
 
 def test_defect_14_ragged_masks_and_rewards(tokenizer: Any, gen: Any, ref: Any, policy: Any) -> None:
@@ -172,8 +173,8 @@ def test_defect_14_ragged_masks_and_rewards(tokenizer: Any, gen: Any, ref: Any, 
     for step in steps(KLRewardTransform(ref)(data)):
         kl = (response_log_probs(gen.model, step) - response_log_probs(ref.model, step)).unsqueeze(-1)
         kl[:-2] = 0
-        assert_close(step["next", "kl_penalty"], kl, atol=2e-5, rtol=0)
-        assert_close(step["next", "reward"], torch.arange(float(len(kl))).unsqueeze(-1) - kl, atol=2e-5, rtol=0)
+        assert_near(step["next", "kl_penalty"], kl, **FORWARD)
+        assert_near(step["next", "reward"], torch.arange(float(len(kl))).unsqueeze(-1) - kl, **FORWARD)
 
 
 def test_defect_15_an_error_loses_nothing(tokenizer: Any, ref: Any, policy: Any) -> None:
@@ -194,7 +195,7 @@ def test_defect_25_26_replay_buffer(tokenizer: Any, gen: Any, ref: Any, policy: 
     on_sample.extend(data)
     for step in (*steps(on_extend[:]), *steps(on_sample.sample())):
         want = response_log_probs(gen.model, step) - response_log_probs(ref.model, step)
-        assert_close(step["next", "kl_penalty"], want, atol=2e-5, rtol=0)
+        assert_near(step["next", "kl_penalty"], want, **FORWARD)
         assert not step["next", "kl_penalty"].requires_grad
 
 
@@ -203,7 +204,7 @@ def test_defect_27_a_batch_of_two_dimensions(tokenizer: Any, gen: Any, ref: Any,
     assert data.shape == (2, 3)
     for step in steps(RetrieveKL(gen, ref)(data)):
         want = response_log_probs(gen.model, step) - response_log_probs(ref.model, step)
-        assert_close(step["next", "kl_penalty"], want, atol=2e-5, rtol=0)
+        assert_near(step["next", "kl_penalty"], want, **FORWARD)
 
 
 def test_defect_28_no_batch_and_the_layout_of_the_input() -> None:
@@ -264,14 +265,14 @@ class TestDefect30EveryArgumentHasAnEffect:
         want = self.score(ref_model, tokenizer, data.copy())
         moved = data.rename_key_("history", "chat")
         found = self.score(ref_model, tokenizer, moved, history_key="chat")
-        assert_close(found, want)
+        assert_near(found, want, **FORWARD)
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_padding_side(self, side: str, tokenizer: Any, ref_model: Any) -> None:
         nested = self.score(ref_model, tokenizer, history_data())
         found = self.score(ref_model, tokenizer, history_data(), padded=True, padding_side=side)
         short, width = len(nested[0]), found.shape[1]
-        assert_close(found[0, -short:] if side == "left" else found[0, :short], nested[0], atol=1e-5, rtol=0)
+        assert_near(found[0, -short:] if side == "left" else found[0, :short], nested[0], **FORWARD)
         assert (found[0, : width - short] if side == "left" else found[0, short:]).abs().sum() == 0
 
 
@@ -301,7 +302,7 @@ def test_defect_31_a_lora_policy_is_its_own_reference(tokenizer: Any) -> None:
     for step in steps(batch):
         want = response_log_probs(model, step) - response_log_probs(before, step)
         assert want.abs().max() > 0.05
-        assert_close(step["next", "kl_penalty"], want, atol=2e-5, rtol=0)
+        assert_near(step["next", "kl_penalty"], want, **FORWARD)
 
 
 def test_defect_32_the_first_generated_token_has_a_log_prob(tokenizer: Any, gen: Any, policy: Any) -> None:
@@ -320,7 +321,7 @@ def test_defect_32_a_stored_zero_is_not_charged(tokenizer: Any, ref: Any, policy
         kl = step["next", "kl_penalty"][:, 0]
         want = step["log_probs", "response"] - response_log_probs(ref.model, step)[prompt:]
         assert kl[prompt] == 0
-        assert_close(kl[prompt + 1 :], want[1:], atol=2e-5, rtol=0)
+        assert_near(kl[prompt + 1 :], want[1:], **FORWARD)
 
 
 def test_defect_34_a_padding_token_that_ends_turns_is_scored(tokenizer: Any, ref_model: Any) -> None:
@@ -336,7 +337,7 @@ def test_defect_34_a_padding_token_that_ends_turns_is_scored(tokenizer: Any, ref
     want = torch.zeros(2, 5)
     want[0, 3:] = plain_log_probs(ref_model, tokens[0, 1:])[2:]
     want[1, 3] = plain_log_probs(ref_model, tokens[1, :4])[3]
-    assert_close(found, want, atol=2e-5, rtol=0)
+    assert_near(found, want, **FORWARD)
 
 
 def test_defect_known_dense_reward_with_nested_kl() -> None:
@@ -360,4 +361,4 @@ def test_rows_of_a_lazy_stack_of_lazy_stacks(tokenizer: Any, gen: Any, ref: Any,
     assert data.shape == (2, 2, 2)
     for step in steps(RetrieveKL(gen, ref)(data)):
         want = response_log_probs(gen.model, step) - response_log_probs(ref.model, step)
-        assert_close(step["next", "kl_penalty"], want, atol=2e-5, rtol=0)
+        assert_near(step["next", "kl_penalty"], want, **FORWARD)

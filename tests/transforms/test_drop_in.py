@@ -18,7 +18,9 @@ from torchrl.envs.llm.transforms import kl as torchrl_kl
 from torchrl.modules.llm.policies import ChatHistory
 
 import torchrl_llm_kl as ours
+from closeness import assert_near
 from torchrl_llm_kl.estimators import FixedKLCoefficient
+from toy_models import FORWARD
 from toy_rollouts import make_model, make_scoring_wrapper
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -474,7 +476,7 @@ def test_log_probs_of_a_padded_history_agree(marked: Histories, assistant_only: 
     for row, length in zip(real, lengths, strict=True):
         row[len(row) - length + 1 :] = True
     assert theirs.shape == here.shape == real.shape
-    assert_close(here[real], theirs[real], atol=1e-5, rtol=1e-5)
+    assert_near(here[real], theirs[real], **FORWARD)
     assert (here[~real] == 0).all()
     assert int((here != 0).sum()) == (5 + 6 + 3 if assistant_only else int(real.sum()))
 
@@ -495,7 +497,7 @@ def test_kl_of_a_history_agrees(marked: Histories, pad_output: bool) -> None:
     for their_rows, our_rows in zip(*found, strict=True):
         for their, our in zip(their_rows, our_rows, strict=True):
             assert int((our != 0).sum()) in (5, 9)
-            assert_close(our, their[len(their) - len(our) :], atol=1e-5, rtol=1e-5)
+            assert_near(our, their[len(their) - len(our) :], **FORWARD)
 
 
 def test_defect_12_end_of_turn_is_counted_where_the_template_leaves_it_out() -> None:
@@ -509,7 +511,7 @@ def test_defect_12_end_of_turn_is_counted_where_the_template_leaves_it_out() -> 
     more = (here != 0) & (theirs == 0)
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in lab.ids()], batch_first=True, padding_side="left")
     assert ids[more].tolist() == [lab.tokenizer.convert_tokens_to_ids("<|im_end|>")] * 3
-    assert_close(here[~more], theirs[~more], atol=1e-5, rtol=1e-5)
+    assert_near(here[~more], theirs[~more], **FORWARD)
 
 
 def test_defect_10_a_template_without_marks_is_kept() -> None:
@@ -518,4 +520,4 @@ def test_defect_10_a_template_without_marks_is_kept() -> None:
     marked = Histories(MARKED)
     here = ours.RetrieveLogProb(lab.wrapper("ref_log_probs"))(lab.data())["ref_log_probs", "full"]
     theirs = torchrl_kl.RetrieveLogProb(marked.wrapper("ref_log_probs"), tokenizer=marked.tokenizer)(marked.data())
-    assert_close(here, theirs["ref_log_probs", "full"].detach(), atol=1e-5, rtol=1e-5)
+    assert_near(here, theirs["ref_log_probs", "full"].detach(), **FORWARD)

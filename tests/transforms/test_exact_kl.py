@@ -8,13 +8,12 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from closeness import assert_near
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from toy_models import BACKWARD, FORWARD
 from toy_rollouts import OUTCOMES, collect, flat, make_model, make_policy, make_scoring_wrapper, steps
-
-CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 1e-5}
 
 
 def exact(model: Any, ref: Any, step: TensorDictBase) -> Tensor:
@@ -37,9 +36,9 @@ def assert_exact(data: TensorDictBase, model: Any, ref: Any, coeff: float) -> No
     for i, step in enumerate(steps(data)):
         want = exact(model, ref, step)
         kl, reward = step["next", "kl_penalty"], step["next", "reward"]
-        assert_close(kl, want, **CLOSE)
+        assert_near(kl, want, **FORWARD)
         assert float(want.sum()) > 0.1
-        assert_close(reward.sum(), OUTCOMES[i] - coeff * want.sum(), **CLOSE)
+        assert_near(reward.sum(), OUTCOMES[i] - coeff * want.sum(), **FORWARD)
 
 
 @pytest.mark.parametrize("place", ["env", "direct", "on sample"])
@@ -104,7 +103,7 @@ def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(policy: Any, r
         response = int(step["masks", "all_attention_mask"][len(step["tokens", "prompt"]) :].sum())
         want = want + kl[-response:].sum()
     for a, b in zip(got, torch.autograd.grad(want, parameters), strict=True):
-        assert_close(a, b, atol=2e-4, rtol=2e-4)
+        assert_near(a, b, **BACKWARD)
 
 
 def test_the_legacy_transform_runs_no_policy(ref_model: Any) -> None:

@@ -9,7 +9,9 @@ import torch
 from tensordict import TensorDictBase
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
+from toy_models import FORWARD
 from toy_rollouts import OUTCOMES, collect, make_policy, make_scoring_wrapper, response_log_probs, steps
 
 
@@ -85,8 +87,8 @@ def test_padded_and_nested_agree(tokenizer: Any, policy_model: Any, ref_model: A
     for a, b in zip(steps(padded), steps(nested), strict=True):
         real = a["masks", "all_attention_mask"]
         assert_close(a["tokens", "full"][real], b["tokens", "full"])
-        assert_close(a["next", "kl_penalty"][real], b["next", "kl_penalty"], atol=1e-5, rtol=0)
-        assert_close(a["next", "reward"][real], b["next", "reward"], atol=1e-5, rtol=0)
+        assert_near(a["next", "kl_penalty"][real], b["next", "kl_penalty"], **FORWARD)
+        assert_near(a["next", "reward"][real], b["next", "reward"], **FORWARD)
 
 
 def test_the_policy_and_the_arguments_are_untouched(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
@@ -135,7 +137,7 @@ def test_temperature_holds_for_both_models(
             with torch.no_grad():
                 log_probs = (model(input_ids=ids[None]).logits[0].float() / temperature).log_softmax(-1)
             want = log_probs[:-1].gather(-1, ids[1:, None])[prompt - 1 :, 0]
-            assert_close(step["next", key, "full"][attention][prompt:], want, atol=2e-5, rtol=0)
+            assert_near(step["next", key, "full"][attention][prompt:], want, **FORWARD)
 
 
 def test_a_transform_survives_a_state_dict_and_a_copy(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
@@ -151,7 +153,7 @@ def test_a_transform_survives_a_state_dict_and_a_copy(tokenizer: Any, policy_mod
     again(data)
     for step, value in zip(steps(data), want, strict=True):
         assert_close(step["next", "ref_log_probs", "full"], value)
-        assert_close(value, response_log_probs(ref_model, step), atol=2e-5, rtol=0)
+        assert_near(value, response_log_probs(ref_model, step), **FORWARD)
 
 
 def test_coefficient_is_a_buffer_of_the_legacy_class(tokenizer: Any, ref_model: Any) -> None:

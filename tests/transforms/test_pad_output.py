@@ -8,9 +8,9 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
-from torch.testing import assert_close
 from torchrl.envs.llm.transforms import kl as torchrl_kl
 
+from closeness import assert_near
 from torchrl_llm_kl import (
     Advantage,
     KLComputation,
@@ -24,6 +24,7 @@ from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.service import RemoteModel
 from torchrl_llm_kl.service.control._spec import ServiceSpec
+from toy_models import FORWARD
 from toy_rollouts import make_scoring_wrapper, plain_log_probs
 
 LENGTHS, WIDTH, PROMPTS = (9, 35), 35, (4, 6)
@@ -88,7 +89,7 @@ def test_all_tokens_as_torchrl_lays_them_out(wrapped: Any, pad_output: bool, ref
     assert widths == ([WIDTH, WIDTH] if pad_output else [9, 35])
     for got, ids, width in zip(rows_of(ours, key), sequences(), widths, strict=True):
         assert len(got) == width
-        assert_close(got[-len(ids) :], plain_log_probs(ref_model, ids), rtol=0, atol=1e-5)
+        assert_near(got[-len(ids) :], plain_log_probs(ref_model, ids), **FORWARD)
 
 
 def expected(policy: nn.Module, ref: nn.Module) -> list[dict[Any, Tensor]]:
@@ -110,7 +111,7 @@ def check(td: TensorDictBase, want: list[dict[Any, Tensor]], side: str | None, k
             if side is not None:
                 zeros = value.new_zeros(WIDTH - len(value), *value.shape[1:])
                 value = torch.cat([zeros, value] if side == "left" else [value, zeros])
-            assert_close(got, value, rtol=0, atol=2e-5, msg=str(key))
+            assert_near(got, value, **FORWARD, msg=str(key))
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -169,7 +170,7 @@ def test_any_number_of_batch_dimensions(
     rows = [out] if batch == () else [out[i, 0] for i in range(2)]
     for row, values in zip(rows, want, strict=False):
         for key in KEYS:
-            assert_close(row[key], values[key], rtol=0, atol=2e-5, msg=str(key))
+            assert_near(row[key], values[key], **FORWARD, msg=str(key))
 
 
 # ------------------------------------------------------------------ readers
@@ -186,7 +187,7 @@ def test_losses_and_advantages_read_rows_without_padding(wrapped: Any, policy_mo
         found.append((td["advantage"], tokens, loss["loss_objective"], loss["loss_kl_to_ref"], loss["kl_to_sampler"]))
     assert found[0][0].abs().min() > 0.1
     assert found[0][3] > 0.01
-    assert_close(found[1], found[0])
+    assert_near(found[1], found[0], **FORWARD)
 
 
 def test_the_parts_one_by_one(wrapped: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
@@ -201,9 +202,9 @@ def test_the_parts_one_by_one(wrapped: Any, policy_model: nn.Module, ref_model: 
     kl[30:] = 0
     want_reward = -0.5 * kl
     want_reward[29] -= 1
-    assert_close(reward, want_reward, rtol=0, atol=2e-5)
+    assert_near(reward, want_reward, **FORWARD)
     again = KLComputation(coeff=0.5)(td)  # a reward per token, in rows without padding
-    assert_close(rows_of(again, ("next", "reward"))[1].squeeze(-1), want_reward - 0.5 * kl, rtol=0, atol=4e-5)
+    assert_near(rows_of(again, ("next", "reward"))[1].squeeze(-1), want_reward - 0.5 * kl, **FORWARD)
 
 
 def test_an_algorithm_keeps_the_layout_of_the_batch(

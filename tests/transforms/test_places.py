@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Transform
 
+from closeness import assert_near
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from toy_models import FORWARD
 from toy_rollouts import (
     OUTCOMES,
     collect,
@@ -94,7 +95,7 @@ class Lab:
             found = step[key]
             assert found.dtype == torch.float32
             assert not found.requires_grad
-            assert_close(found, want[key], atol=2e-5, rtol=0, msg=lambda m, key=key: f"{name} {key}: {m}")
+            assert_near(found, want[key], **FORWARD, msg=f"{name} {key}")
             assert (found.reshape(len(gen), -1)[~response] == 0).all()
 
 

@@ -13,8 +13,10 @@ from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
+from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RememberedModel, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.losses import KLToReference
+from toy_models import FORWARD
 from toy_rollouts import collect, flat, make_policy, make_scoring_wrapper, steps
 
 ENTRIES = [("next", "ref_log_probs", "full"), ("next", "kl_penalty"), ("next", "reward")]
@@ -48,7 +50,7 @@ def test_the_second_epoch_over_a_replay_buffer_makes_no_forward(
         for step in steps(buffer.sample()):
             expected = want[str(step["tokens", "full"].tolist())]
             for key in ENTRIES:
-                torch.testing.assert_close(step[key], expected[key], rtol=0, atol=1e-5)
+                assert_near(step[key], expected[key], **FORWARD)
 
     epoch()
     assert reference.store.tokens_recalled == 0

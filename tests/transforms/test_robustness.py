@@ -14,8 +14,9 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
+from closeness import assert_near
 from torchrl_llm_kl import KLComputation, LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb
-from toy_models import tiny_model
+from toy_models import FORWARD, tiny_model
 from toy_rollouts import (
     collect,
     flat,
@@ -33,7 +34,7 @@ GROUP = [torch.cat([torch.arange(30), torch.tensor(tail)]) for tail in ([40, 41,
 
 def check_group(scorer: LogProbScorer, model: Any) -> None:
     for row, found in zip(GROUP, scorer.score(Ragged.from_list(GROUP)).to_list(), strict=True):
-        assert_close(found, plain_log_probs(model, row), atol=1e-5, rtol=0)
+        assert_near(found, plain_log_probs(model, row), **FORWARD)
 
 
 def test_a_policy_in_training_with_gradient_checkpointing() -> None:
@@ -46,7 +47,7 @@ def test_a_policy_in_training_with_gradient_checkpointing() -> None:
     assert model.training
     model.eval()
     for row, log_probs in zip(GROUP, found, strict=True):
-        assert_close(log_probs, plain_log_probs(model, row), atol=1e-5, rtol=0)
+        assert_near(log_probs, plain_log_probs(model, row), **FORWARD)
 
 
 def test_kl_with_itself_is_zero_in_training_mode_with_dropout(tokenizer: Any) -> None:
@@ -95,7 +96,7 @@ def test_a_second_collector_brings_its_own_policy(tokenizer: Any, ref_model: Any
         policy = make_policy(model, tokenizer, pad_output=False)
         collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
         for step in steps(next(iter(collector))):
-            assert_close(step["next", "log_probs", "full"], response_log_probs(model, step), atol=2e-5, rtol=0)
+            assert_near(step["next", "log_probs", "full"], response_log_probs(model, step), **FORWARD)
 
 
 def test_changes_after_construction_count(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
@@ -104,7 +105,7 @@ def test_changes_after_construction_count(tokenizer: Any, policy_model: Any, ref
     transform = RetrieveLogProb(wrapper)
     wrapper.model = policy_model
     for step in steps(transform(data)):
-        assert_close(step["next", "log_probs", "full"], response_log_probs(policy_model, step), atol=2e-5, rtol=0)
+        assert_near(step["next", "log_probs", "full"], response_log_probs(policy_model, step), **FORWARD)
     cold = transform(data.copy())[0, 0]["next", "log_probs", "full"].clone()
     transform.temperature = 3.0
     assert (transform(data)[0, 0]["next", "log_probs", "full"] - cold).abs().max() > 0.1
@@ -162,7 +163,7 @@ def test_a_prompt_without_padding_beside_a_padded_sequence(repetitive: bool, ref
     data["masks", "all_attention_mask"] = torch.arange(15)[None] >= 6
     found = RetrieveLogProb(ref_model)(data)["log_probs", "full"][0]
     assert (found != 0).tolist() == [False] * 9 + [True] * 6
-    assert_close(found[9:], plain_log_probs(ref_model, real)[3:], atol=1e-5, rtol=0)
+    assert_near(found[9:], plain_log_probs(ref_model, real)[3:], **FORWARD)
 
 
 @pytest.mark.parametrize("reshape", [lambda td: td.unsqueeze(0), lambda td: td.unsqueeze(-1), lambda td: td[:, None]])
@@ -174,7 +175,7 @@ def test_batches_of_any_shape(reshape: Any, tokenizer: Any, policy_model: Any, r
     assert result.shape == data.shape
     for step in steps(result):
         want = response_log_probs(policy_model, step) - response_log_probs(ref_model, step)
-        assert_close(step["next", "kl_penalty"], want, atol=2e-5, rtol=0)
+        assert_near(step["next", "kl_penalty"], want, **FORWARD)
 
 
 def test_a_locked_stack_is_not_written(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
@@ -217,7 +218,7 @@ def test_prompt_tuning_takes_the_full_forward() -> None:
     with torch.no_grad():
         logits = tuned(input_ids=row[None]).logits[0, -len(row) :].log_softmax(-1)
     want = logits[:-1].gather(-1, row[1:, None])[:, 0]
-    assert_close(scorer.score(Ragged.from_list([row])).values[1:], want, atol=1e-5, rtol=0)
+    assert_near(scorer.score(Ragged.from_list([row])).values[1:], want, **FORWARD)
 
 
 def test_longrope_never_mixes_lengths_on_both_sides_of_its_switch() -> None:
@@ -226,7 +227,7 @@ def test_longrope_never_mixes_lengths_on_both_sides_of_its_switch() -> None:
     model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=64, head_dim=8)
     rows = [torch.arange(10), torch.arange(40), torch.cat([torch.arange(30), torch.tensor([3, 5])])]
     for row, found in zip(rows, LogProbScorer(model).score(Ragged.from_list(rows)).to_list(), strict=True):
-        assert_close(found, plain_log_probs(model, row), atol=1e-5, rtol=0)
+        assert_near(found, plain_log_probs(model, row), **FORWARD)
 
 
 def test_the_chain_places_the_outcome_where_retrieve_kl_does(
@@ -248,5 +249,5 @@ def test_the_chain_places_the_outcome_where_retrieve_kl_does(
         chain = transform(chain)
     both = zip(steps(RetrieveKL(gen, ref)(data)), steps(chain), last, (1.0, -0.5), strict=True)
     for one, other, at, outcome in both:
-        assert_close(other["next", "reward"], one["next", "reward"])
+        assert_near(other["next", "reward"], one["next", "reward"], **FORWARD)
         assert_close(one["next", "reward"][at, 0], outcome - one["next", "kl_penalty"][at])

@@ -13,10 +13,11 @@ from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import check_env_specs
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing
-from toy_models import tiny_model
+from toy_models import FORWARD, tiny_model
 from toy_rollouts import flat, make_env, make_model, make_policy, make_scoring_wrapper, steps
 
 # Two left-padded prompts, and answers of several lengths that are padded on the right.
@@ -106,7 +107,7 @@ def test_a_record_is_replayed(layout: str, model: nn.Module) -> None:
     record = random_record()
     td = make_data(layout, routed_experts=record.to(torch.int16))
     found = RetrieveLogProb(model, routing_key=KEY)(td)
-    assert_close(scored(found), replayed(model, record).values[MASK], atol=1e-6, rtol=0)
+    assert_near(scored(found), replayed(model, record).values[MASK], **FORWARD)
     own = RetrieveLogProb(model)(make_data(layout))
     assert float((scored(own) - scored(found)).abs().max()) > 0.1
     without = RetrieveLogProb(model, routing_key=KEY)(make_data(layout))  # nothing was recorded
@@ -127,7 +128,7 @@ def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Mo
     before = [torch.as_tensor(part).clone() for part in parts]
     again = RetrieveLogProb(later, routing_key=KEY, record_routing=True)(td)
     expected = LogProbScorer(later).score(tokens, MASK, routing=want)
-    assert_close(scored(again), expected.values[MASK], atol=1e-6, rtol=0)
+    assert_near(scored(again), expected.values[MASK], **FORWARD)
     parts = [again[KEY][i][REAL[i]] if layout == "padded" else again[i][KEY] for i in range(3)]
     assert all(torch.equal(torch.as_tensor(a), b) for a, b in zip(parts, before, strict=True))
 
@@ -143,7 +144,7 @@ def test_a_replay_buffer(model: nn.Module, later: nn.Module) -> None:
     want = RetrieveLogProb(later, routing_key=KEY)(data.clone())
     expected = {tuple(row["tokens", "full"].tolist()): row["log_probs", "full"] for row in want.unbind(0)}
     for row in sample.unbind(0):
-        assert_close(row["later", "full"], expected[tuple(row["tokens", "full"].tolist())], atol=1e-5, rtol=0)
+        assert_near(row["later", "full"], expected[tuple(row["tokens", "full"].tolist())], **FORWARD)
 
 
 @pytest.mark.parametrize("padded_env", [True, False])
@@ -168,7 +169,7 @@ def test_in_an_env(tokenizer: Any, padded_env: bool) -> None:
     found = RetrieveLogProb(policy_model, routing_key=KEY)(flat(td))
     for row, step in zip(found.unbind(0), steps(td), strict=True):
         want = step["next", "log_probs", "full"]
-        assert_close(row["next", "log_probs", "full"], want, atol=1e-5, rtol=0)
+        assert_near(row["next", "log_probs", "full"], want, **FORWARD)
 
 
 @pytest.mark.filterwarnings("ignore:sequence .*the full text does not start with its prompt")
@@ -187,15 +188,15 @@ def test_kl(estimator: str, model: nn.Module, later: nn.Module) -> None:
     record, other = random_record(), random_record().flip(-2)
     td = make_data("padded", routed_experts=record, of_reference=other)
     found = RetrieveKL(later, model, estimator=estimator)(td.clone())
-    assert_close(scored(found), replayed(later, record).values[MASK], atol=1e-5, rtol=0)
+    assert_near(scored(found), replayed(later, record).values[MASK], **FORWARD)
     own = LogProbScorer(model).score(TOKENS, MASK).values[MASK]
-    assert_close(scored(found, "ref_log_probs", "full"), own, atol=1e-5, rtol=0)
+    assert_near(scored(found, "ref_log_probs", "full"), own, **FORWARD)
     found = RetrieveKL(later, model, estimator=estimator, ref_routing_key="of_reference")(td.clone())
-    assert_close(scored(found, "ref_log_probs", "full"), replayed(model, other).values[MASK], atol=1e-5, rtol=0)
+    assert_near(scored(found, "ref_log_probs", "full"), replayed(model, other).values[MASK], **FORWARD)
     same = RetrieveKL(later, later, estimator=estimator, ref_routing_key=KEY)(td.clone())
     assert float(same["kl_penalty"].abs().max()) < 1e-6
     off = RetrieveKL(later, model, estimator=estimator, routing_key=None)(td.clone())
-    assert_close(scored(off), LogProbScorer(later).score(TOKENS, MASK).values[MASK], atol=1e-5, rtol=0)
+    assert_near(scored(off), LogProbScorer(later).score(TOKENS, MASK).values[MASK], **FORWARD)
     recorded = RetrieveKL(later, model, estimator=estimator, record_routing=True)(make_data("padded"))
     assert recorded[KEY].shape == (3, 7, 3, 2)
     assert recorded[KEY].dtype == torch.int8
@@ -272,7 +273,7 @@ def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None
     """The first ratio is 1; log-probs and gradients of a later policy are those of the recorded experts."""
     td = RetrieveLogProb(model, routing_key=KEY, record_routing=True)(make_data(layout))
     out = PolicyLoss(model, "ppo")(td)
-    assert_close(torch.stack([out["ratio_min"], out["ratio_max"]]), torch.ones(2), atol=1e-5, rtol=0)
+    assert_near(torch.stack([out["ratio_min"], out["ratio_max"]]), torch.ones(2), **FORWARD)
     loss = PolicyLoss(later, "gpg")
     out = loss(td)
     record = LogProbScorer(model).evaluate(TOKENS, MASK, record_routing=True).routing
@@ -304,7 +305,7 @@ def test_half_the_temperature_is_replayed_too(later: nn.Module) -> None:
     loss = PolicyLoss(later, "dpo", weighting="aligned")
     found = loss._score(response, {"mask": response.mask}, routing=record)["sharp_log_prob"]
     want = LogProbScorer(later, temperature=0.5).score(TOKENS, MASK, routing=record)
-    assert_close(found, response.gather(want.values), atol=1e-5, rtol=0)
+    assert_near(found, response.gather(want.values), **FORWARD)
 
 
 def test_a_loss_with_another_key(model: nn.Module) -> None:
@@ -326,14 +327,12 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
         td = make_data("padded", routed_experts=record)
         td["next"] = TensorDict(reward=torch.tensor([[1.0], [0.0], [0.5]]), batch_size=[3])
         batch = parts.prepare(td)
-        assert_close(
-            scored(batch, "next", "log_probs", "full"), replayed(later, record).values[MASK], atol=1e-5, rtol=0
-        )
+        assert_near(scored(batch, "next", "log_probs", "full"), replayed(later, record).values[MASK], **FORWARD)
         out = parts.loss(batch)
-        assert_close(torch.stack([out["ratio_min"], out["ratio_max"]]), torch.ones(2), atol=1e-5, rtol=0)
+        assert_near(torch.stack([out["ratio_min"], out["ratio_max"]]), torch.ones(2), **FORWARD)
         if kl != "none":
             own = LogProbScorer(model).score(TOKENS, MASK).values[MASK]
-            assert_close(scored(batch, "next", "ref_log_probs", "full"), own, atol=1e-5, rtol=0)
+            assert_near(scored(batch, "next", "ref_log_probs", "full"), own, **FORWARD)
 
 
 # ------------------------------------------------------------------ refused

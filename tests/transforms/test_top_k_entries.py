@@ -13,8 +13,9 @@ from torch.testing import assert_close
 from torchrl.envs import check_env_specs
 from torchrl.modules.llm.policies.common import LogProbs
 
+from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, RetrieveLogProb
-from toy_models import VOCAB_SIZE, tiny_model
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import make_env, make_policy, make_scoring_wrapper, steps
 
 K = 5
@@ -95,7 +96,7 @@ def test_specs_and_layouts(mode: str, tokenizer: Any, policy_model: Any, ref_mod
         for key, values in zip(
             (IDS, LOG_PROBS, REST), (expected.top_indices, expected.top_log_probs, expected.tail_log_prob), strict=True
         ):
-            assert_close(step["next"][key][real], values.values, atol=2e-5, rtol=0)
+            assert_near(step["next"][key][real], values.values, **FORWARD)
             assert not step["next"][key][~scored].any()
 
 
