@@ -11,11 +11,12 @@ import pytest
 import torch
 from pooled_envs import child_env, scoring_models
 from tensordict import TensorDictBase
-from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 from torchrl.modules.llm import TransformersWrapper
 
+from closeness import assert_near
+from toy_models import FORWARD
 from toy_rollouts import QUERIES, make_model, make_policy, make_tokenizer, steps
 
 CHILDREN = 3
@@ -67,7 +68,7 @@ def check(batches: list[TensorDictBase], turns: int) -> None:
             assert torch.equal(row["tokens", "full"], expected["tokens", "full"])
             for key in KEYS:
                 assert torch.count_nonzero(expected[key]) > 1
-                assert_close(row[key], expected[key], atol=1e-5, rtol=0)
+                assert_near(row[key], expected[key], **FORWARD)
         seen.add(query)
     assert seen == set(QUERIES[:CHILDREN])
 

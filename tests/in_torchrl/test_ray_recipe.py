@@ -24,9 +24,11 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.trainers.algorithms import GRPOTrainer
 
+from closeness import assert_near
 from torchrl_llm_kl import Advantage, PolicyLoss, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.tasks import whole_groups
+from toy_models import FORWARD
 from toy_rollouts import flat, steps
 
 ray = pytest.importorskip("ray")
@@ -102,7 +104,7 @@ def test_replay_buffer_on_extend_and_on_sample() -> None:
             for tokens, row in sample.items():
                 for key in (*KEYS, ("next", "again", "full")):
                     assert torch.count_nonzero(expected[tokens][key])
-                    assert_close(row[key], expected[tokens][key], atol=1e-6, rtol=0)
+                    assert_near(row[key], expected[tokens][key], **FORWARD)
 
 
 @contextmanager

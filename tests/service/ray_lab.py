@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
-from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import EnvBase, Transform
 from torchrl.modules.llm import TransformersWrapper
 
+from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
 from toy_rollouts import leaves, make_env, make_model, make_policy, make_scoring_wrapper, make_tokenizer, steps
@@ -96,7 +96,7 @@ def start_together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
-    """Every entry of every step is equal, numbers to 1e-6."""
+    """Every entry of every step is equal, numbers up to rounding."""
     assert found.shape == expected.shape
     for one, other in zip(steps(found), steps(expected), strict=True):
         got, want = leaves(one), leaves(other)
@@ -105,7 +105,7 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
             if isinstance(value, Tensor):
                 assert got[key].dtype == value.dtype
                 assert not got[key].requires_grad
-                assert_close(got[key], value, atol=1e-6, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+                assert_near(got[key], value, size=16, dtype=torch.float32, msg=str(key))
             else:
                 assert got[key] == value, key
 

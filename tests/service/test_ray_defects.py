@@ -32,8 +32,8 @@ from ray_lab import (
 from remote_models import broken
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import FixedKLCoefficient, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.service import (
     RayKLRewardTransform,
@@ -224,7 +224,7 @@ def test_defect_20_all_creators_get_the_same_actor(race: Race) -> None:
     assert len({replica for _, replica, _ in creators}) == 1
     expected = rows_of(RetrieveLogProb(REF())(data()), ("next", "ref_log_probs", "full"))
     for _, _, found in creators:
-        assert_close(found, expected, atol=1e-6, rtol=0)
+        assert_near(found, expected, size=16, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import (
     KLRewardTransform,
     LogProbScorer,
@@ -308,11 +309,10 @@ def test_a_reward_transform_with_a_record(loop: Loopback) -> None:
         full = data()["tokens", "full"]
         log_p = (reference(input_ids=full).logits[:, 3:-1] / 0.8).log_softmax(-1)
         by_all = log_p.gather(-1, full[:, 4:, None]).squeeze(-1)
-        if sampling is WHOLE:
-            assert_close(found["next", "ref_log_probs"][:, 4:, 0].double(), by_all, atol=1e-6, rtol=0)
-        else:
+        if sampling is not WHOLE:
             exact, _ = by_hand(reference, list(full), record_of(list(full)), 0.8)
-            assert_close(found["next", "ref_log_probs"][:, 4:, 0].double(), exact.view(3, 10)[:, 4:], atol=1e-6, rtol=0)
+            by_all = exact.view(3, 10)[:, 4:]
+        assert_near(found["next", "ref_log_probs"][:, 4:, 0].double(), by_all, size=16, dtype=torch.float32)
     with pytest.raises(KeyError, match="compares over the tokens that the sampler kept: expected them below 'kept'"):
         KLRewardTransform(there, sampling=KEPT)(data(recorded=False))
     assert_equal(
@@ -367,10 +367,10 @@ def test_callers_with_records_and_without_share_the_replicas(service: ScoringSer
         options: dict[str, Any] = {"kept": kept, "entropy": seed % 5 == 0}
         found = clone(service.model).make_scorer(sampling=sampling).evaluate(rows, **options)
         want = LogProbScorer(local, sampling=sampling).evaluate(rows, **options)
-        assert_close(found.log_prob.values, want.log_prob.values, atol=1e-6, rtol=0, check_dtype=False)
+        assert_near(found.log_prob.values, want.log_prob.values, size=16, dtype=torch.float32)
         if want.entropy is not None:
             assert found.entropy is not None
-            assert_close(found.entropy.values, want.entropy.values, atol=1e-6, rtol=0, check_dtype=False)
+            assert_near(found.entropy.values, want.entropy.values, size=16, dtype=torch.float32)
         assert not math.isclose(float(want.log_prob.values.sum()), 0.0)
 
     before = [stats["requests"] for stats in service.stats()]

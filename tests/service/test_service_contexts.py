@@ -8,8 +8,8 @@ import pytest
 import torch
 from remote_models import model
 from tensordict import TensorDict
-from torch.testing import assert_close
 
+from closeness import assert_near
 from torchrl_llm_kl import RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.service import RayRetrieveLogProb, ScoringService
 
@@ -36,16 +36,16 @@ def by_hand() -> torch.Tensor:
 
 def test_sequences_built_by_hand(served: Any) -> None:
     found = RetrieveLogProb(served, context="hint")(data())["next", "log_probs", "full"]
-    assert_close(found[:, 2:], by_hand(), atol=1e-6, rtol=0)
+    assert_near(found[:, 2:], by_hand(), size=16, dtype=torch.float32)
     assert not found[:, :2].any()
     both = RetrieveKL(model(1), served, context="hint")(data())["next"]
-    assert_close(both["ref_log_probs", "full"], found, atol=1e-6, rtol=0)
+    assert_near(both["ref_log_probs", "full"], found, size=16, dtype=torch.float32)
     top = RetrieveLogProb(served, context="hint", top_k=3)(data())["next", "top_k"]
     local = RetrieveLogProb(model(), context="hint", top_k=3)(data())["next", "top_k"]
     assert torch.equal(top["ids"], local["ids"])
-    assert_close(top["log_probs"], local["log_probs"].float(), atol=1e-6, rtol=0)  # float32 for any model
+    assert_near(top["log_probs"], local["log_probs"].float(), size=16, dtype=torch.float32)  # float32 for any model
 
 
 def test_the_ray_variant_takes_a_context(served: Any) -> None:
     transform = RayRetrieveLogProb(served, context="hint")
-    assert_close(transform(data())["next", "log_probs", "full"][:, 2:], by_hand(), atol=1e-6, rtol=0)
+    assert_near(transform(data())["next", "log_probs", "full"][:, 2:], by_hand(), size=16, dtype=torch.float32)
