@@ -140,7 +140,7 @@ def test_a_kl_that_is_not_reduced():
         adaptive().update(torch.zeros(3), 10)
 
 
-@pytest.mark.parametrize("coeff", [1, 0.5, -0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
+@pytest.mark.parametrize("coeff", [1, 0.5, 0, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
 def test_as_coefficient_of_numbers(coeff):
     module = as_coefficient(coeff)
     assert isinstance(module, FixedKLCoefficient)
@@ -162,7 +162,14 @@ def test_as_coefficient_of_a_module():
         (nn.Linear(1, 1), TypeError, r"Linear has no method update"),
         (torch.zeros(2), ValueError, r"one element, got shape \(2,\)"),
         (nn.Parameter(torch.tensor(0.1)), ValueError, "requires grad"),
-        (math.nan, ValueError, "must be finite, got nan"),
+        (math.nan, ValueError, "must be a finite number of at least 0, got nan"),
+        (math.inf, ValueError, "must be a finite number of at least 0, got inf"),
+        (-1, ValueError, r"at least 0, got -1: .* Pass FixedKLCoefficient\(-1\) if that is meant"),
+        (
+            torch.tensor([-0.5]),
+            ValueError,
+            r"at least 0, got -0.5: .* Pass FixedKLCoefficient\(-0.5\) if that is meant",
+        ),
     ],
 )
 def test_as_coefficient_of_invalid_input(coeff, error, message):

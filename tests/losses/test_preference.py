@@ -134,6 +134,7 @@ def test_the_policys_own_answers_weigh_one_on_average() -> None:
         ("discopop", {"tau": 0.0}, "tau must be greater than 0, got 0.0"),
         ("exo_pair", {"label_smoothing": 0.0}, "label_smoothing must be greater than 0 .*, got 0.0"),
         ("exo_pair", {"label_smoothing": 0.6}, "label_smoothing must be .* at most 0.5, got 0.6"),
+        ("cpo", {"nll_coeff": -0.1}, "nll_coeff must be at least 0, got -0.1"),
         ("simpo", {"margin": -0.1}, "margin must be at least 0, got -0.1"),
         ("cpo", {"nll_aggregation": "mean"}, "unknown aggregation 'mean'"),
         ("orpo", {"nll_aggregation": "mean"}, "unknown aggregation 'mean'"),

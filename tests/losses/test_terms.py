@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.estimators import k3
-from torchrl_llm_kl.losses import LossTerm, available_objectives
+from torchrl_llm_kl.estimators import FixedKLCoefficient, k3
+from torchrl_llm_kl.losses import (
+    DivergenceToTeacher,
+    EntropyBonus,
+    KLToReference,
+    KLToSampler,
+    LossTerm,
+    available_objectives,
+)
 from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 NAN = float("nan")
@@ -146,6 +153,25 @@ def test_terms_keep_the_promises_of_objectives(function: Any, inputs: dict[str, 
         function(policy()[:, :2], MASK, **inputs)
     with pytest.raises(TypeError, match=f"{function.__name__} has no hyper-parameter 'koeff'.*Did you mean 'coeff'"):
         function(policy(), MASK, **inputs, koeff=0.1)
+
+
+@pytest.mark.parametrize("part", [KLToReference, KLToSampler, DivergenceToTeacher])
+def test_a_penalty_has_no_negative_weight(part: Any) -> None:
+    for wrong in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"coeff must be a finite number of at least 0, got {wrong}"):
+            part(wrong)
+    made = part(0.1)
+    with pytest.raises(ValueError, match=r"got -1.0: .* Pass FixedKLCoefficient\(-1.0\) if that is meant"):
+        made.coeff = -1
+    assert float(made.coeff) == float(torch.tensor(0.1))
+    assert float(part(FixedKLCoefficient(-0.5)).coeff()) == -0.5  # on purpose
+
+
+def test_less_entropy_is_a_negative_weight() -> None:
+    entropy = torch.tensor([[0.5, 2.0, NAN]])
+    (term,) = EntropyBonus(-0.25)({"log_prob": policy(), "mask": MASK, "entropy": entropy})
+    assert float(term.weight) == -0.25
+    assert term.value[MASK].tolist() == [-0.5, -2.0]
 
 
 def test_missing_inputs_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
-from torchrl_llm_kl import KLComputation
+from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
     FixedKLCoefficient,
@@ -183,8 +184,19 @@ def test_the_coefficient_travels_in_the_state_dict() -> None:
     close(rows_of(other(one())["next"], "reward"), [[-0.102, 0.204, -0.051, 0.816]])
 
 
-def test_a_negative_coefficient_rewards_distance() -> None:
-    close(rows_of(KLComputation(coeff=-1.0)(one())["next"], "reward"), [VALUES["k1"]])
+def test_a_negative_coefficient_rewards_distance(policy_model: Any) -> None:
+    """Only on purpose, through the class."""
+    close(rows_of(KLComputation(coeff=FixedKLCoefficient(-1.0))(one())["next"], "reward"), [VALUES["k1"]])
+    transform = KLComputation(coeff=0.5)
+    for wrong in (
+        partial(KLComputation, coeff=-1.0),
+        partial(KLRewardTransform, policy_model, coef=-1.0),
+        partial(RetrieveKL, policy_model, policy_model, coeff=-1.0),
+        partial(setattr, transform, "coeff", -1.0),
+    ):
+        with pytest.raises(ValueError, match=r"at least 0, got -1.0: .* Pass FixedKLCoefficient\(-1.0\)"):
+            wrong()
+    assert transform.coeff() == 0.5
 
 
 def test_a_tensor_that_changes_later_is_not_followed() -> None:
@@ -479,7 +491,7 @@ def test_jagged_and_strided_together() -> None:
     lengths=st.lists(st.integers(1, 5), min_size=4, max_size=4),
     layout=st.sampled_from(["dense", "strided", "jagged", "lazy", "lazy [2, 2]"]),
     estimator=st.sampled_from(["k1", "k2", "k3", "low_var_kl", "abs", "none"]),
-    coeff=st.floats(-2, 2, width=32),
+    coeff=st.floats(0, 2, width=32),
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=60, deadline=None)
@@ -525,7 +537,7 @@ def test_token_rewards_sum_to_the_penalised_outcome(
         ({"padding_side": "middle"}, ValueError, "'left' or 'right', found 'middle'"),
         ({"coeff": "0.1"}, TypeError, "coeff must be a number, a tensor or a module, got str"),
         ({"coeff": torch.tensor([1.0, 2.0])}, ValueError, r"one element, got shape \(2,\)"),
-        ({"coeff": float("nan")}, ValueError, "must be finite, got nan"),
+        ({"coeff": float("nan")}, ValueError, "must be a finite number of at least 0, got nan"),
     ],
 )
 def test_arguments_that_mean_nothing(kwargs: Any, error: type[Exception], text: str) -> None:

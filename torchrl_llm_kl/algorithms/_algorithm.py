@@ -16,7 +16,7 @@ from torchrl_llm_kl._numerics import Scalar, check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, EstimatorName
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, EstimatorName, check_penalty
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, get_objective, spec_of
 
 Coefficient = float | Tensor | nn.Module
@@ -92,7 +92,7 @@ class Algorithm:
         self._check_top_k()
         check_range(0, 1, expert_data_ratio=self.expert_data_ratio)
         for name in ("kl_loss_coeff", "kl_reward_coeff", "entropy_coeff"):
-            _check_coefficient(name, getattr(self, name), low=-math.inf if name == "entropy_coeff" else 0.0)
+            _check_coefficient(name, getattr(self, name))
         derived = self.derived
         for name, needed in derived.items():
             if getattr(self, name) is None:
@@ -188,14 +188,15 @@ class Algorithm:
         return self.use_reference or self.schema == "distill"
 
 
-def _check_coefficient(name: str, value: Any, *, low: float) -> None:
+def _check_coefficient(name: str, value: Any) -> None:
     if isinstance(value, (Tensor, nn.Module)):  # reading it would be a host sync
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, a tensor or a coefficient module, got {value!r}.")
-    if not math.isfinite(value) or value < low:
-        at_least = "" if low == -math.inf else f" of at least {low:g}"
-        raise ValueError(f"{name} must be a finite number{at_least}, got {value}.")
+    if name != "entropy_coeff":
+        check_penalty(**{name: value})
+    elif not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}.")
 
 
 # ------------------------------------------------------------------ overrides

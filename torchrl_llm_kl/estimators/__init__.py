@@ -23,6 +23,7 @@ from torchrl_llm_kl.estimators._coefficients import (
     AdaptiveKLCoefficient,
     FixedKLCoefficient,
     as_coefficient,
+    check_penalty as check_penalty,
 )
 from torchrl_llm_kl.estimators._controllers import DualKLCoefficient, DualParametrisation, PIKLCoefficient
 from torchrl_llm_kl.estimators._exact import exact_kl, exact_kl_from_logits

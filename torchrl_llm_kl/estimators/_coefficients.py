@@ -53,8 +53,8 @@ class FixedKLCoefficient(_Coefficient):
     """A constant KL coefficient.
 
     Args:
-        value: weight of the penalty, dimensionless and finite; a negative one rewards distance from the reference. The
-            buffer ``value`` stays in float32, also under ``.half()`` and ``.bfloat16()``.
+        value: weight of the penalty, dimensionless and finite; a negative one, which a plain ``coeff=`` may not be, rewards
+            distance from the reference. The buffer ``value`` stays in float32, also under ``.half()`` and ``.bfloat16()``.
 
     Example:
         >>> coefficient = FixedKLCoefficient(0.25)
@@ -202,12 +202,24 @@ class AdaptiveEntropyCoefficient(_Coefficient):
         return f"{super().extra_repr()}, target={self.target:g}, delta={self.delta:g}, {bounds}"
 
 
+def check_penalty(**named: Any) -> None:
+    """Raise a ValueError unless each named number is a weight of a penalty: finite, at least 0. Tensors and modules pass."""
+    for name, value in named.items():
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            advice = (
+                f": a negative weight pushes the policy away. Pass FixedKLCoefficient({value}) if that is meant"
+                if value < 0
+                else ""
+            )
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value}{advice}.")
+
+
 def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
     """Convert a ``coeff`` argument to a module: ``module()`` is its 0-dim value, ``module.update(...)`` adapts it.
 
     Args:
-        coeff: a number, a tensor with one element (its value is copied) and without grad, or a module with a method
-            ``update``, which is returned unchanged.
+        coeff: a number of at least 0, a tensor with one such element (its value is copied) and without grad, or a module with
+            a method ``update``, which is returned unchanged.
 
     Example:
         >>> as_coefficient(0.1)()
@@ -222,7 +234,8 @@ def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:
             raise ValueError(f"coeff must have one element, got shape {tuple(coeff.shape)}.")
         if coeff.requires_grad:
             raise ValueError("coeff requires grad but would be copied; pass coeff.detach(), or a module that holds it.")
-        return FixedKLCoefficient(float(coeff))
+        coeff = float(coeff)
     if isinstance(coeff, (int, float)) and not isinstance(coeff, bool):
+        check_penalty(coeff=coeff)
         return FixedKLCoefficient(float(coeff))
     raise TypeError(f"coeff must be a number, a tensor or a module, got {type(coeff).__name__}.")

@@ -234,7 +234,8 @@ class KLToReference(TermPart):
     """The KL to the reference, as a term of the loss: :func:`~torchrl_llm_kl.losses.kl_to_ref`.
 
     Args:
-        coeff: its weight, dimensionless; a number, or a coefficient such as :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`.
+        coeff: its weight, dimensionless; a number of at least 0, or a coefficient such as
+            :class:`~torchrl_llm_kl.AdaptiveKLCoefficient`.
         estimator: a name of :func:`~torchrl_llm_kl.get_estimator`, ``"exact"`` (the loss then requires the reference
             model), or a function of the same signature. ``docs/estimators.md`` compares them.
 
@@ -274,7 +275,7 @@ class DivergenceToTeacher(TermPart):
     """A divergence to a teacher's distribution: :func:`~torchrl_llm_kl.losses.divergence_to_teacher`.
 
     Args:
-        coeff: its weight, dimensionless; a number, or a module that returns it.
+        coeff: its weight, dimensionless; a number of at least 0, or a module that returns it.
         beta: the teacher's share of the mixture; 0 for the forward KL, 1 for the reverse KL.
 
     Keyword Args:
@@ -302,7 +303,7 @@ class EntropyBonus(TermPart):
     """Entropy bonus: minus the policy's entropy over the whole vocabulary, :func:`~torchrl_llm_kl.losses.entropy_bonus`.
 
     Args:
-        coeff: its weight, dimensionless; a number, or a coefficient such as
+        coeff: its weight, dimensionless; a number, below 0 for less entropy, or a coefficient such as
             :class:`~torchrl_llm_kl.AdaptiveEntropyCoefficient`.
 
     Keyword Args:

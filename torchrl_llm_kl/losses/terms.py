@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_range
-from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, corrected_k3, get_estimator
+from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, check_penalty, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import clean
 from torchrl_llm_kl.losses._objective import LossTerm, term
 from torchrl_llm_kl.losses.objectives import DISTILLATION_INPUTS, Distribution, distill
@@ -63,7 +63,7 @@ def kl_to_ref(
     Hyper-parameters:
         estimator: one of :func:`~torchrl_llm_kl.estimators.available_estimators`, or a function
             ``(log_prob, ref_log_prob, old_log_prob)``. Trinity: ``kl_loss_fn``.
-        coeff: weight of the term. Trinity: ``kl_coef``.
+        coeff: weight of the term, at least 0. Trinity: ``kl_coef``.
         leave_out_experts: penalise only tokens that are not in ``expert_mask``.
 
     Example:
@@ -72,7 +72,7 @@ def kl_to_ref(
         >>> term.value, term.weight
         (tensor([[0.1250, 0.0000]]), 0.001)
     """
-    check_range(coeff=coeff)  # not NaN
+    check_penalty(coeff=coeff)
     if leave_out_experts:
         mask, log_prob, ref_log_prob, old_log_prob = _without(expert_mask, mask, log_prob, ref_log_prob, old_log_prob)
     if estimator == "exact":
@@ -111,7 +111,7 @@ def kl_to_sampler(
 
     Hyper-parameters:
         estimator: as for :func:`kl_to_ref`, but not ``"exact"``.
-        coeff: weight of the term.
+        coeff: weight of the term, at least 0.
         leave_out_experts: penalise only tokens that are not in ``expert_mask``, which no policy sampled.
 
     Example:
@@ -119,7 +119,7 @@ def kl_to_sampler(
         >>> kl_to_sampler(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old)[0].value
         tensor([[0.1250, 0.0000]])
     """
-    check_range(coeff=coeff)
+    check_penalty(coeff=coeff)
     sampler = old_log_prob if sampler_log_prob is None else sampler_log_prob
     if sampler is None:
         raise ValueError("kl_to_sampler needs log-probs of the sampler: pass sampler_log_prob= or old_log_prob=.")
@@ -151,7 +151,7 @@ def divergence_to_teacher(
     """Divergence to a teacher beside another objective, the term ``divergence_to_teacher``.
 
     Hyper-parameters:
-        coeff: weight of the term.
+        coeff: weight of the term, at least 0.
         beta, distribution, teacher_weights: see :func:`~torchrl_llm_kl.losses.distill`.
 
     Metrics: ``captured_mass``, as of :func:`~torchrl_llm_kl.losses.distill`.
@@ -163,7 +163,7 @@ def divergence_to_teacher(
         >>> term.value, term.weight
         (tensor([[0.5108]]), 0.1)
     """
-    check_range(coeff=coeff)
+    check_penalty(coeff=coeff)
     (found,) = distill(
         log_prob,
         mask,
@@ -197,7 +197,7 @@ def entropy_bonus(
     the sampled token would estimate the same value with another gradient (of mean 0).
 
     Hyper-parameters:
-        coeff: weight of the term; above 0 for more entropy. Trinity: ``entropy_coef``.
+        coeff: weight of the term; above 0 for more entropy, below 0 for less. Trinity: ``entropy_coef``.
         leave_out_experts: take the mean only over tokens that are not in ``expert_mask``. Trinity:
             ``entropy_loss_fn: mix``.
 
@@ -207,7 +207,7 @@ def entropy_bonus(
         >>> term.value, term.weight
         (tensor([[-0.5000, -0.0000]]), 0.01)
     """
-    check_range(coeff=coeff)
+    check_range(coeff=coeff)  # not NaN
     if leave_out_experts:
         (mask,) = _without(expert_mask, mask)
     return (LossTerm("entropy", -entropy, mask, weight=coeff),)

@@ -44,7 +44,7 @@ class KLComputation(KLPenalty):
     Keyword Args:
         kl_key: where the KL goes. Default ``"kl_penalty"``.
         add_to_reward: subtract ``coeff * KL`` from the reward; a missing reward is 0. Default True.
-        coeff: a number, a tensor, or a coefficient module such as ``AdaptiveKLCoefficient``. Default 1.
+        coeff: a number of at least 0, a tensor, or a coefficient module such as ``AdaptiveKLCoefficient``. Default 1.
         padding_side: the side of the padding, where one entry is padded and the other is nested.
         estimator: a name of :func:`~torchrl_llm_kl.estimators.get_estimator` or a function like those. Default ``"k1"``,
             whose use in the reward has the unbiased gradient of the reverse KL. ``"exact"`` reads the KL over the whole

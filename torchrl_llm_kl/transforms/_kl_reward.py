@@ -69,7 +69,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
 
     Keyword Args:
         ref_model_factory: builds ``ref_model``.
-        coef: a number, a tensor or a coefficient module. Default 1.
+        coef: a number of at least 0, a tensor or a coefficient module. Default 1.
         in_keys: the reward's key. Default ``["reward"]``.
         out_keys: where the penalised reward goes, and optionally the KL and the reference's log-probs. Default
             ``["reward", "kl_penalty", "ref_log_probs"]``.

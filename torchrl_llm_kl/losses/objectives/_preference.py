@@ -515,6 +515,7 @@ def cpo(
         >>> pair.value, nll.value[nll.mask]
         (tensor([[0.3133]]), tensor([1.]))
     """
+    check_range(0.0, nll_coeff=nll_coeff)
     return logistic(pairs.beta * pairs.delta, label_smoothing), _nll_of_chosen(pairs, nll_coeff, nll_aggregation)
 
 
