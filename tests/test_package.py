@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,55 @@ def test_every_exported_name_exists() -> None:
     for name in torchrl_llm_kl.__all__:
         assert getattr(torchrl_llm_kl, name).__name__ == name
     assert set(torchrl_llm_kl.__all__) <= set(dir(torchrl_llm_kl))
-    with pytest.raises(AttributeError, match="no attribute 'RetrieveKLL'"):
-        _ = torchrl_llm_kl.RetrieveKLL
+
+
+def imported(statements: list[ast.stmt]) -> dict[str, str]:
+    """Name -> module, of the imports among these statements."""
+    found = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
+    return {alias.asname or alias.name: str(each.module) for each in found for alias in each.names}
+
+
+LAZY = [
+    path.parent
+    for path in Path(torchrl_llm_kl.__file__).parent.rglob("__init__.py")
+    if "def __getattr__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("folder", LAZY, ids=lambda folder: folder.name)
+def test_what_loads_on_first_use_is_imported_for_type_checkers_too(folder: Path) -> None:
+    """An editor and mypy know only those names."""
+    root = Path(torchrl_llm_kl.__file__).parents[1]
+    package = import_module(".".join(folder.relative_to(root).parts))
+    body = ast.parse((folder / "__init__.py").read_text()).body
+    (block,) = (node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    static = imported(block.body)
+    assert set(static) == set(package.__all__) - set(imported(body))
+    for name, module in static.items():
+        assert getattr(import_module(module), name) is getattr(package, name)
+
+
+@pytest.mark.parametrize(
+    ("package", "typo", "name"),
+    [
+        ("torchrl_llm_kl", "RetreiveKL", "RetrieveKL"),
+        ("torchrl_llm_kl", "servise", "service"),
+        ("torchrl_llm_kl.service", "ScoringServise", "ScoringService"),
+        ("torchrl_llm_kl.training", "tarin", "train"),
+    ],
+)
+def test_a_misspelt_name_has_a_suggestion(package: str, typo: str, name: str) -> None:
+    module = import_module(package)
+    with pytest.raises(AttributeError) as error:
+        getattr(module, typo)
+    assert str(error.value) == f"module {package!r} has no attribute {typo!r}. Did you mean {name!r}?"
+    for far in ("_ipython_display_", "xyzzy"):
+        with pytest.raises(AttributeError, match=f"no attribute '{far}'$"):
+            getattr(module, far)
+
+
+def test_the_packages_with_names_on_first_use_are_found() -> None:
+    assert {folder.name for folder in LAZY} == {"torchrl_llm_kl", "service", "training"}
 
 
 def test_the_objectives_are_exported_by_their_package_too() -> None:

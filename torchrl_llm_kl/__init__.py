@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.ragged import Ragged
     from torchrl_llm_kl.scoring import (
         LogProbScorer,
+        ReferenceUpdater,
         RememberedModel,
         SamplerMismatchWarning,
         Sampling,
         ScoreStore,
         TokenCritic,
+        prepare_reference,
     )
     from torchrl_llm_kl.tasks import FunctionReward, PromptError, RewardError, make_env
     from torchrl_llm_kl.transforms import (
@@ -142,7 +144,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     if name in _LAYERS:
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchrl_llm_kl._registry import no_attribute
+
+    raise no_attribute(__name__, name, (*_HOME, *_LAYERS))
 
 
 def __dir__() -> list[str]:

@@ -31,6 +31,17 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error of a module's ``__getattr__``; it suggests the nearest public name.
+
+    Example:
+        >>> print(no_attribute("torchrl_llm_kl", "RetreiveKL", ["RetrieveKL", "Ragged"]))
+        module 'torchrl_llm_kl' has no attribute 'RetreiveKL'. Did you mean 'RetrieveKL'?
+    """
+    near = "" if name.startswith("_") else did_you_mean(name, known)  # Python asks for names of its own
+    return AttributeError(f"module {module!r} has no attribute {name!r}{near and '.' + near}")
+
+
 def first_sentence(error: BaseException) -> str:
     """What an error of another library says first, on one line.
 

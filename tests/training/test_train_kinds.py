@@ -218,7 +218,16 @@ def test_without_a_reference_no_kl_is_measured(lab: Path, tmp_path: Path) -> Non
         (["algorithm.args.clip_hihg=0.3"], "grpo has no setting 'clip_hihg'"),
         (["kl.estimator=k9"], "unknown KL estimator 'k9'.*Did you mean 'k3'"),
         (["kl.controller_args.warmupp=0"], "kl.controller_args .*warmupp"),
-        (["kl.coefficient=0"], "kl.coefficient is 0.0 .*one of 0 would stay 0"),
+        (
+            ["kl.coefficient=0"],
+            r"^kl.coefficient is 0 and kl.target is .*leave it out for 0.1, or leave kl.target out.$",
+        ),
+        (["kl.coefficient=0", "kl.controller=ziegler"], "^kl.coefficient is 0 and kl.target is"),
+        (
+            ["kl.controller_args.low=0.2"],
+            r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_args.low=0.2, kl.coefficient=0.1",
+        ),
+        (["kl.controller_args={horizon: 0}", "kl.controller=ziegler"], "kl.controller_args.horizon must be finite"),
     ],
 )
 def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: list[str], message: str) -> None:

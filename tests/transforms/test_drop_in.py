@@ -255,6 +255,16 @@ def test_errors_at_construction_have_the_same_text(case: str) -> None:
     assert str(theirs.value) in str(here.value)
 
 
+@pytest.mark.parametrize(
+    ("case", "advice"), [("no ref", "'base'"), ("no gen", "'from_collector'"), ("neither", "model")]
+)
+def test_a_missing_model_says_what_to_pass(case: str, advice: str) -> None:
+    name, make = BAD[case]
+    args, kwargs = make()
+    with pytest.raises(ValueError, match=rf"pass the (policy|reference).*{advice}"):
+        getattr(ours, name)(*args, **kwargs)
+
+
 def test_keys_that_are_no_keys_are_refused_by_both(make_wrapper: Callable[..., Any]) -> None:
     texts = []
     for module in (torchrl_kl, ours):

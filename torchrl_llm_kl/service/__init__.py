@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchrl_llm_kl._registry import no_attribute
+
 if TYPE_CHECKING:
     from torchrl_llm_kl.service._errors import (
         EngineLost,
@@ -75,4 +77,4 @@ def __getattr__(name: str) -> Any:
     for module, names in _HOME.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_attribute(__name__, name, __all__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchrl_llm_kl._registry import no_attribute
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints, CheckpointWarning
 from torchrl_llm_kl.training._config import (
     AlgorithmConfig,
@@ -151,4 +152,4 @@ def __getattr__(name: str) -> Any:
             found = import_module(f"{__name__}.{module}")
             if hasattr(found, name):
                 return getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_attribute(__name__, name, __all__)

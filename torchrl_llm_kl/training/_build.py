@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -251,6 +253,11 @@ def _coefficient(config: TrainConfig) -> nn.Module | None:
     if kl.target is None:
         preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
         return as_coefficient(getattr(preset, f"kl_{charged[0]}_coeff") if kl.coefficient is None else kl.coefficient)
+    if kl.coefficient == 0:
+        raise ConfigError(
+            f"kl.coefficient is 0 and kl.target is {kl.target:g}: the coefficient adapts in steps relative to itself, and "
+            "one of 0 would stay 0. Set it above 0, leave it out for 0.1, or leave kl.target out."
+        )
     settings = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target, **kl.controller_args}
     kind: Any = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[kl.controller]
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
@@ -258,9 +265,13 @@ def _coefficient(config: TrainConfig) -> nn.Module | None:
     try:
         return kind(**settings)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"kl.coefficient is {kl.coefficient} and kl.controller_args {kl.controller_args}: {str(error).rstrip('.')}."
-        ) from error
+        own = {"init": "kl.coefficient", "target": "kl.target"}
+        text = re.sub(
+            rf"\b({'|'.join(inspect.signature(kind).parameters)})\b",
+            lambda found: own.get(found[0], f"kl.controller_args.{found[0]}"),
+            str(error).rstrip("."),
+        )
+        raise ConfigError(f"kl.controller_args is {kl.controller_args}: {text}.") from error
 
 
 def _critic(config: TrainConfig) -> TokenCritic:

@@ -145,7 +145,10 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         temperature = as_sampling(temperature, sampling).temperature
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if ref_model is None:
-            raise ValueError("Must provide exactly one of 'ref_model' or 'ref_model_factory'.")
+            raise ValueError(
+                "Must provide exactly one of 'ref_model' or 'ref_model_factory'. Found neither: pass the reference model, or a "
+                "function that builds it."
+            )
         read = list(self.DEFAULT_IN_KEYS) if in_keys is None else list(in_keys)
         written = _three_keys(read, None if out_keys is None else list(out_keys))
         estimator = _check_estimator(estimator)

@@ -361,9 +361,15 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
     check_not_a_name("from_collector", gen_model=gen_model)
     check_not_a_name("base", ref_model=ref_model)
     if ref_model is None:
-        raise ValueError("ref_model cannot be None")
+        raise ValueError(
+            "ref_model cannot be None: pass the reference model, ref_model_factory=, which builds it, or 'base' for the policy "
+            "without its adapters."
+        )
     if gen_model is None:
-        raise ValueError("gen_model cannot be None when not using 'from_collector'")
+        raise ValueError(
+            "gen_model cannot be None when not using 'from_collector': pass the policy, gen_model_factory=, which builds it, "
+            "or 'from_collector' in the env of a collector."
+        )
     known = [
         (name, model)
         for name, model in (("generation model", gen_model), ("reference model", ref_model))
