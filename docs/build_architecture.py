@@ -21,7 +21,8 @@ PICTURE = Path(__file__).with_name("architecture.png")
 #: The layers from bottom to top. Those in one row do not import one another; each may import from every row before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_foreign",),
-    ("_registry", "_numerics", "_files"),
+    ("_registry", "_files"),
+    ("_numerics",),
     ("masks", "ragged", "head"),
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses", "datasets"),
@@ -145,7 +146,7 @@ def draw() -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import FancyBboxPatch
 
-    colours = ["#f4f4f4", "#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#d8e8f0", "#f6d5d5"]
+    colours = ["#f8f8f8", "#f0f0f0", "#e8e8e8", "#dbe9f6", "#cfe3d4", "#e4d7ef", "#fbe3c4", "#d8e8f0", "#f6d5d5"]
     step, half = 1.7, 0.42
     figure, axes = plt.subplots(figsize=(14.5, 12))
     place: dict[str, tuple[float, float]] = {}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._registry import did_you_mean
+
 #: A hyper-parameter: a number, or a 0-dim tensor that a schedule changes in place.
 Scalar = float | Tensor
 
@@ -79,7 +81,8 @@ def check_choice(choices: Sequence[str | None], **named: Any) -> None:
     """Raise a ValueError unless each named value is one of ``choices``."""
     for name, value in named.items():
         if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+            hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
 
 def check_not_a_name(*allowed: str, **named: Any) -> None:

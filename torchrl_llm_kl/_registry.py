@@ -20,15 +20,66 @@ class UnknownNameError(KeyError, ValueError):
         return str(self.args[0])  # KeyError would quote it and escape the quotes inside
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The end of a message, such as ``" Did you mean 'grpo'?"``; empty if no known name is near.
+def nearest(name: object, known: Iterable[str | None]) -> str | None:
+    """The known name that is the fewest edits from ``name``; None if none is near. Case, ``-`` and ``_`` are no edits.
+
+    Example:
+        >>> nearest("gpro", ["gspo", "grpo"]), nearest("TOKEN_MEAN", ["token-mean"]), nearest("x", ["ppo"])
+        ('grpo', 'token-mean', None)
+    """
+    given, folded = _folded(str(name)), {_folded(each): each for each in known if each}
+    near = difflib.get_close_matches(given, folded, n=max(1, len(folded)), cutoff=0.5)
+    return folded[min(near, key=lambda each: _edits(given, each))] if near else None
+
+
+def _folded(name: str) -> str:
+    return name.casefold().replace("-", "_")
+
+
+def _edits(one: str, other: str) -> int:
+    """Optimal string alignment distance: letters inserted, left out, replaced, or swapped with their neighbour."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b)))
+            if i > 1 and j > 1 and (a, b) == (other[j - 2], one[i - 2]):
+                row[-1] = min(row[-1], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
+
+
+def did_you_mean(name: object, known: Iterable[str | None]) -> str:
+    """A part of a message, such as ``" Did you mean 'grpo'?"``; empty if no known name is near.
 
     Example:
         >>> did_you_mean("grpoo", ["ppo", "grpo"])
         " Did you mean 'grpo'?"
     """
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near else ""
+
+
+def no_such(what: str, name: object, known: Iterable[object], *, also: Iterable[str] = (), hint: str = "") -> str:
+    """A message on an unknown name: the suggestion first, then all that would be accepted.
+
+    Args:
+        what: the beginning, before the name.
+        name: what was given.
+        known: the names to list.
+
+    Keyword Args:
+        also: other accepted names, such as aliases.
+        hint: takes the place of the suggestion.
+
+    Example:
+        >>> no_such("unknown shape", "sqare", ["round", "square"], also=["box"])
+        "unknown shape 'sqare'. Did you mean 'square'? Known: round, square (or box)."
+    """
+    names, others = [str(each) for each in known], list(also)
+    more = f" (or {', '.join(others)})" if others else ""
+    return f"{what} {name!r}.{hint or did_you_mean(name, [*names, *others])} Known: {', '.join(names) or 'none'}{more}."
 
 
 def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
@@ -73,7 +124,7 @@ class Registry(Mapping[str, T], Generic[T]):
         >>> shapes["sqare"]
         Traceback (most recent call last):
         ...
-        torchrl_llm_kl._registry.UnknownNameError: unknown shape 'sqare'; known: square. Did you mean 'square'?
+        torchrl_llm_kl._registry.UnknownNameError: unknown shape 'sqare'. Did you mean 'square'? Known: square.
     """
 
     def __init__(
@@ -98,7 +149,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if isinstance(own, str) and own in self._items:
             return self._items[own]
         hint = did_you_mean(name, [*self._items, *self.aliases])
-        raise self._error(f"unknown {self.kind} {name!r}; known: {', '.join(self._items)}.{hint}")
+        raise self._error(no_such(f"unknown {self.kind}", name, self._items, hint=hint))
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
@@ -168,11 +219,8 @@ class Hyperparameters:
         targets = self._targets(key)
         unknown = [target for target in targets if target not in self.names]
         if unknown:
-            also = f" (or {', '.join(self.aliases)})" if self.aliases else ""
-            raise TypeError(
-                f"{self.owner} has no hyper-parameter {key!r}; it has {', '.join(self.names) or 'none'}{also}."
-                f"{foreign_hint(key, self.names) or did_you_mean(key, [*self.names, *self.aliases])}"
-            )
+            what, hint = f"{self.owner} has no hyper-parameter", foreign_hint(key, self.names)
+            raise TypeError(no_such(what, key, self.names, also=self.aliases, hint=hint))
         if len(targets) > 1:
             return {} if value is None else dict.fromkeys(targets, value)
         twins = [other for other in given if other != key and self._targets(other) == targets]

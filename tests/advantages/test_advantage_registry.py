@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import torchrl_llm_kl.advantages as layer
-from torchrl_llm_kl._registry import UnknownNameError
+from torchrl_llm_kl._registry import UnknownNameError, _edits, nearest
 from torchrl_llm_kl.advantages import (
     Advantage,
     AdvantageArgs,
@@ -110,9 +110,47 @@ def test_other_libraries_names_of_hyper_parameters_reach_the_function() -> None:
     assert torch.equal(result.flatten(), grpo(outcome["reward"], torch.zeros(3).long(), std="batch", epsilon=0.5))
 
 
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("gpro", ("gspo", "grpo"), "grpo"),  # two neighbours swapped: one edit; gspo: two
+        ("gpro", ("grpo", "gspo"), "grpo"),
+        ("rloo_", ("rloo", "sloo"), "rloo"),
+        ("token_mean", ("seq-mean-token-mean", "token-mean"), "token-mean"),
+        ("PPO", ("dppo", "ppo"), "ppo"),
+        ("reinforce", ("rloo", "reinforce_plus_plus"), "reinforce_plus_plus"),
+        ("mean", (None, "median"), "median"),
+        ("zzz", ("ppo",), None),
+        ("x" * 10**6, ("ppo", "grpo"), None),
+    ],
+)
+def test_the_nearest_name_is_the_fewest_edits_away(
+    name: str, known: tuple[str | None, ...], expected: str | None
+) -> None:
+    assert nearest(name, known) == expected
+
+
+def test_edits_are_counted_as_by_hand() -> None:
+    pairs = {("", "abc"): 3, ("kitten", "sitting"): 3, ("ca", "abc"): 3, ("abcd", "abdc"): 1, ("grpo", "gspo"): 1}
+    assert {pair: _edits(*pair) for pair in pairs} == pairs
+    assert {pair: _edits(*reversed(pair)) for pair in pairs} == pairs
+
+
+def test_a_choice_has_a_suggestion_too() -> None:
+    with pytest.raises(ValueError, match=r"must be one of 'group', 'batch', got 'bacth'\. Did you mean 'batch'\?$"):
+        Advantage("grpo", group_size=2, std="bacth")(TensorDict(reward=torch.ones(2, 1), batch_size=[2]))
+
+
+def test_unknown_hyper_parameters_name_the_nearest_first() -> None:
+    with pytest.raises(
+        TypeError, match=r"^grpo has no hyper-parameter 'espilon'\. Did you mean 'epsilon'\? Known: epsilon, "
+    ):
+        Advantage("grpo", espilon=1.0)
+
+
 def test_unknown_names() -> None:
     with pytest.raises(
-        UnknownAdvantageError, match=r"unknown advantage 'gpro'; known: .*asymre, .*Did you mean 'grpo'\?"
+        UnknownAdvantageError, match=r"unknown advantage 'gpro'\. Did you mean 'grpo'\? Known: .*asymre, "
     ):
         get_advantage("gpro")
     assert issubclass(UnknownAdvantageError, UnknownNameError)

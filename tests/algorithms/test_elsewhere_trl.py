@@ -582,9 +582,9 @@ def test_without_what_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "trainer", "error", "message"),
     [
-        ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type='dapoo'.*Did you mean 'dapo'"),
-        ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type=\['dapo'\].*Did you mean 'dapo'"),
-        ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type=None"),
+        ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type 'dapoo'.*Did you mean 'dapo'"),
+        ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type \['dapo'\].*Did you mean 'dapo'"),
+        ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type None"),
         ({"num_generations": "8"}, "grpo", ValueError, "num_generations must be a whole number of at least 1, got '8'"),
         ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
         ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL 1.16 has no BCO trainer: make_algorithm\\('bco', ...\\)"),

@@ -154,7 +154,7 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
         ("reference", "pass reference="),
         ("masking_strategy", "pass masking_strategy="),
         ("max_len", "pass max_len="),
-        ("clip_low", "hyper-parameters of the objective go to make_algorithm itself"),
+        ("clip_low", "Hyper-parameters of the objective go to make_algorithm itself"),
     ],
 )
 def test_loss_args_refuse_arguments_of_make_algorithm(name: str, hint: str) -> None:

@@ -217,7 +217,7 @@ def test_presets_are_read_only() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(
-        UnknownAlgorithmError, match=r"unknown algorithm 'grop'; known: ppo, grpo, .*Did you mean 'grpo'\?"
+        UnknownAlgorithmError, match=r"unknown algorithm 'grop'\. Did you mean 'grpo'\? Known: ppo, grpo, "
     ):
         get_algorithm("grop")
 

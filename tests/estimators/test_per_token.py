@@ -212,8 +212,9 @@ def test_unknown_names_get_a_suggestion(name, near):
     with pytest.raises(UnknownEstimatorError) as error:
         get_estimator(name)
     message = str(error.value)
-    assert message.startswith(f"unknown KL estimator {name!r}; known: none, k1, k2, k3, low_var_kl, abs, corrected_k3")
-    assert message.endswith(f"Did you mean {near!r}?")
+    assert message.startswith(
+        f"unknown KL estimator {name!r}. Did you mean {near!r}? Known: none, k1, k2, k3, low_var_kl, "
+    )
     assert isinstance(error.value, ValueError)
 
 

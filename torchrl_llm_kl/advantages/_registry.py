@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape, widen
-from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
+from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, no_such
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -198,7 +198,7 @@ def advantage(
                 if key in given:
                     raise TypeError(f"{name} got {key!r} twice.")
                 if key not in parameters:
-                    raise TypeError(f"{name} has no hyper-parameter {key!r}{_instead_of(key, spec)}")
+                    raise TypeError(_unknown(key, spec))
             given |= kwargs
             tensors = {key: given.pop(key) for key in inputs if given.get(key) is not None}
             for key in needs:
@@ -220,15 +220,17 @@ def _shape_of(key: str, spec: AdvantageSpec) -> str:
     return "[B, R]" if key == "rewards" else "[B]"
 
 
-def _instead_of(key: str, spec: AdvantageSpec) -> str:
+def _unknown(key: str, spec: AdvantageSpec) -> str:
+    what = f"{spec.name} has no hyper-parameter"
     if key in spec.aliases:
-        return f": pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) accepts both names."
-    if key in spec.obsolete:
-        return f": {spec.obsolete[key]}."
-    if key in spec.refused:
-        return f": {spec.refused[key][1]}."
-    hint = foreign_hint(key, spec.hyper) or did_you_mean(key, spec.hyper)
-    return f"; it has {', '.join(spec.hyper) or 'none'}.{hint}"
+        own = f"pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) accepts both names"
+    elif key in spec.obsolete:
+        own = spec.obsolete[key]
+    elif key in spec.refused:
+        own = spec.refused[key][1]
+    else:
+        return no_such(what, key, spec.hyper, hint=foreign_hint(key, spec.hyper))
+    return f"{what} {key!r}: {own}."
 
 
 def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:

@@ -13,6 +13,7 @@ from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, widen
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages._registry import AdvantageArgs, AdvantageName, PeerName, advantage_spec, get_advantage
 from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
@@ -162,8 +163,8 @@ class Advantage(Transform):
         known = {*names, *self.spec.outputs, *(["mask"] if self._reads_tokens else [])}
         for name in given:
             if name not in known:
-                advice = "; pass group_key=" if name == "group" and "group" in self.inputs else ""
-                raise ValueError(f"{self.spec.name} has no key {name!r}; it has {', '.join(sorted(known))}{advice}.")
+                hint = " Pass group_key=." if name == "group" and "group" in self.inputs else ""
+                raise ValueError(no_such(f"{self.spec.name} has no key", name, sorted(known), hint=hint))
             if isinstance(given[name], list) and (name != "rewards" or not given[name]):
                 raise ValueError(f"keys={{{name!r}: ...}} must be one key, got the list {given[name]!r}.")
         return {**{name: key for name, key in DEFAULT_KEYS.items() if name in known}, **given}

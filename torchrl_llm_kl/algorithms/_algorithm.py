@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import Scalar, check_choice, check_range
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, EstimatorName, check_penalty
@@ -358,7 +358,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
     if "entropy_loss_fn" in overrides:
         kind = overrides["entropy_loss_fn"]
         if kind not in ("none", "default", "mix"):
-            raise ValueError(f"unknown entropy_loss_fn {kind!r}; known: none, default, mix.")
+            raise ValueError(no_such("unknown entropy_loss_fn", kind, ("none", "default", "mix")))
         if kind == "none":  # whatever the coefficient
             changes["entropy_coeff"] = 0.0
         if kind == "mix":
@@ -389,7 +389,7 @@ def _of_trinity(name: str, value: Any) -> dict[str, Any]:
     given = dict(value or {})
     unknown = sorted(given.keys() - set(_ARGS[name]))
     if unknown:
-        raise TypeError(f"{name} has no argument {unknown[0]!r}; it has {', '.join(_ARGS[name])}.")
+        raise TypeError(no_such(f"{name} has no argument", unknown[0], _ARGS[name]))
     if own == "entropy_coeff":
         return {own: given.get("entropy_coef", 0.0)}
     if own == "expert_data_ratio":
@@ -444,7 +444,7 @@ def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
         return f"{part}_args", own
     known = [*_FIELDS, *accepted["objective"], *accepted["advantage"]]
     raise TypeError(
-        f"{algorithm.name} has no setting {name!r}. Settings: {', '.join(_FIELDS)}; of the objective: "
-        f"{', '.join(accepted['objective']) or 'none'}; of the advantage: {', '.join(accepted['advantage']) or 'none'}."
-        f"{foreign_hint(name, known) or did_you_mean(name, known)}"
+        f"{algorithm.name} has no setting {name!r}.{foreign_hint(name, known) or did_you_mean(name, known)} "
+        f"Settings: {', '.join(_FIELDS)}; of the objective: {', '.join(accepted['objective']) or 'none'}; "
+        f"of the advantage: {', '.join(accepted['advantage']) or 'none'}."
     )

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides
 from torchrl_llm_kl.algorithms._parts import CHARGED, AlgorithmParts, KeepBest
@@ -399,10 +400,8 @@ def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
         if name in _SET_HERE:
             raise TypeError(f"loss_args must not hold {name!r}: {_SET_HERE[name]}.")
         if name not in known:
-            raise TypeError(
-                f"loss_args must not hold {name!r}, it may hold {', '.join(known)}: hyper-parameters of the objective go to "
-                f"make_algorithm itself.{foreign_hint(name, known)}"
-            )
+            unknown = no_such("loss_args must not hold", name, known, hint=foreign_hint(name, known))
+            raise TypeError(f"{unknown} Hyper-parameters of the objective go to make_algorithm itself.")
 
 
 def _sampling(actor: Any, temperature: float, sampling: Sampling | None) -> Sampling:

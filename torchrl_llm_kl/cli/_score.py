@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
+from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
@@ -119,7 +120,8 @@ def _check(options: ScoreOptions) -> None:
             if name not in ("corrected_k3", "none") and not name.endswith("+"):
                 get_estimator(cast(EstimatorName, name))  # the error that suggests the nearest name
             raise CommandError(
-                f"--estimator {name} cannot be computed from log-probs alone: choose among {', '.join(ESTIMATORS)}."
+                f"--estimator {name} cannot be computed from log-probs alone.{did_you_mean(name, ESTIMATORS)} Choose among "
+                f"{', '.join(ESTIMATORS)}."
             )
     if options.estimators and options.reference is None:
         raise CommandError(

@@ -21,6 +21,7 @@ from torchrl_llm_kl._numerics import (
     masked_mean,
     widen,
 )
+from torchrl_llm_kl._registry import no_such
 
 #: How a loss is summed over tokens; the table of :func:`aggregate`.
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "none"]
@@ -135,7 +136,7 @@ def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None
 def check_aggregation(mode: str) -> None:
     """Raise a ValueError that lists the modes unless ``mode`` is one."""
     if mode not in AGGREGATIONS:
-        raise ValueError(f"unknown aggregation {mode!r}; known: {', '.join(AGGREGATIONS)}.")
+        raise ValueError(no_such("unknown aggregation", mode, AGGREGATIONS))
 
 
 # ------------------------------------------------------------------ for objectives

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_is_number, check_is_scalar, check_same_shape
-from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, did_you_mean
+from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, no_such
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clean
 
 P = ParamSpec("P")
@@ -321,7 +321,7 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
                 expected = f"one value per sequence, {tuple(mask.shape[:-1])}"
                 raise ValueError(f"{spec.name}: {key} has shape {tuple(value.shape)}, expected {expected}.")
         for key in (tensors | rows | several).keys() - {*_SHARED, *own}:
-            raise TypeError(f"{spec.name} has no input {key!r}; it has {', '.join(own)}.")
+            raise TypeError(no_such(f"{spec.name} has no input", key, own))
         for key in spec.required(hyper):
             if key not in tensors | rows | several:
                 set_to = [f"{name}={({**defaults, **hyper})[name]!r}" for name in spec.deciding(key)]
@@ -347,8 +347,8 @@ def _computed(spec: ObjectiveSpec, key: str) -> str:
 def _unknown(spec: ObjectiveSpec, key: str) -> str:
     message = f"{spec.name} has no hyper-parameter {key!r}"
     if key not in spec.aliases and key not in spec.obsolete:
-        hint = foreign_hint(key, spec.hyper) or did_you_mean(key, spec.hyper)
-        return f"{message}; it has {', '.join(spec.hyper) or 'none'}.{hint}"
+        what = f"{spec.name} has no hyper-parameter"
+        return no_such(what, key, spec.hyper, hint=foreign_hint(key, spec.hyper))
     own = " and ".join(map(repr, spec.aliases.get(key, ())))
     return (
         f"{message}: {f'pass {own}' if own else 'leave it out'}. PolicyLoss and make_algorithm translate the names of other "

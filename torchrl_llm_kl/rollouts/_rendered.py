@@ -11,6 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.masks import RenderedConversation, encode_with_mask, history_to_messages, render_conversations
 from torchrl_llm_kl.ragged import (
     Dense,
@@ -97,7 +98,7 @@ class TokenisingOptions:
             own = getattr(tokenizer, "chat_template", None)
             known = {**history._CHAT_TEMPLATES, **(own if isinstance(own, Mapping) else {})}
             if name not in known:
-                raise ValueError(f"no chat template is called {name!r}; known: {sorted(known)}.")
+                raise ValueError(no_such("no chat template is called", name, sorted(known)))
             kwargs["chat_template"] = known[name]
         return tokenizer, kwargs
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.algorithms import AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
@@ -304,7 +305,7 @@ def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Ca
     found = getattr(module, name, None)
     if not callable(found):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{where} has no function {name!r}: it has {', '.join(known) or 'none'}.")
+        raise ConfigError(no_such(f"{where} has no function", name, known))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import textwrap
@@ -12,6 +11,8 @@ from io import StringIO
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from torchrl_llm_kl._registry import did_you_mean, nearest, no_such
 
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
@@ -575,14 +576,13 @@ def _suggestion(key: str) -> str:
             if leaf == name.split(".")[1] or leaf in known[name].metadata["also"]:
                 return f": did you mean {name}?"
     leaves = {name.split(".")[1]: name for name in own}
-    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)
-    if near:
-        return f": did you mean {leaves[near[0]]}?"
+    if near := nearest(leaf, leaves):
+        return f": did you mean {leaves[near]}?"
     if leaves:
         return f"; {section} has {', '.join(leaves)}."
     sections = [each.name for each in fields(TrainConfig)]
-    near = difflib.get_close_matches(key, [*sections, *known], n=1, cutoff=0.6)
-    return f": did you mean {near[0]}?" if near else f"; there are {', '.join(sections)}."
+    near = nearest(key, [*sections, *known])
+    return f": did you mean {near}?" if near else f"; there are {', '.join(sections)}."
 
 
 def _missing(key: str) -> str:
@@ -676,9 +676,7 @@ def _check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise ConfigError(_missing(key))
     choices = metadata["choices"]
     if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{key} is {_shown(value)}: choose one of {', '.join(choices)}.{hint}")
+        raise ConfigError(f"{key} is {_shown(value)}: choose one of {', '.join(choices)}.{did_you_mean(value, choices)}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, above, high = (metadata[name] for name in ("low", "above", "high"))
         if not math.isfinite(value):
@@ -736,7 +734,7 @@ def _check_together(config: TrainConfig) -> None:
     known = ("csv", "tensorboard", "wandb", "mlflow")
     for name in config.logging.loggers:
         if name not in known:
-            raise ConfigError(f"logging.loggers has {name!r}: choose among {', '.join(known)}.")
+            raise ConfigError(no_such("logging.loggers has the unknown logger", name, known))
         if config.logging.loggers.count(name) > 1:
             raise ConfigError(f"logging.loggers has {name!r} more than once: name each once.")
     if config.checkpoints.final == "best" and not config.evaluation.every:

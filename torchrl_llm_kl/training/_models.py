@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_llm_kl._registry import first_sentence
+from torchrl_llm_kl._registry import first_sentence, no_such
 from torchrl_llm_kl.training._checkpoints import flush_folder
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
     from torchrl_llm_kl._numerics import read_device
 
     if dtype not in DTYPES:
-        raise ModelError(f"the dtype {dtype} is unknown: choose one of {', '.join(DTYPES)}.")
+        raise ModelError(no_such("unknown dtype", dtype, DTYPES))
     check_model(name)
     try:
         place = read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_llm_kl._foreign import TRINITY
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.advantages import advantage_spec, get_advantage
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, flatten, read_mapping
 from torchrl_llm_kl.algorithms.presets import ALGORITHMS, get_algorithm
@@ -80,8 +80,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, Any]) -> Translat
             "algorithm_type='cpt' trains on all tokens: make_algorithm('sft', actor, masking_strategy='generic')."
         )
     if kind not in _KNOWN:
-        known = ", ".join(_KNOWN)
-        raise ValueError(f"Trinity-RFT has no algorithm_type {kind!r}; it has {known}.{did_you_mean(kind, _KNOWN)}")
+        raise ValueError(no_such("Trinity-RFT has no algorithm_type", kind, _KNOWN))
     algorithm: Any = _ALGORITHMS.get(kind, kind)
     preset = get_algorithm(algorithm)
     objective = _objective(reader, "ppo" if kind == "dapo" else preset.objective)
@@ -224,7 +223,7 @@ def _kl_reward(reader: Reader, trains: dict[str, Any]) -> None:
 def _entropy(reader: Reader) -> None:
     kind = reader["algorithm.entropy_loss_fn"]
     if kind not in (None, "none", "default", "mix"):
-        raise ValueError(f"Trinity-RFT has no entropy_loss_fn {kind!r}; it has none, default, mix.")
+        raise ValueError(no_such("Trinity-RFT has no entropy_loss_fn", kind, ("none", "default", "mix")))
     coeff = "algorithm.entropy_loss_fn_args.entropy_coef"
     without = reader["algorithm.algorithm_type"] in (
         "sft", "asymre", "raft", "sppo", "on_policy_distill", "jsd"

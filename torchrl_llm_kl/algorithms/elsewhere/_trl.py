@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation
 from torchrl_llm_kl.algorithms.presets import AlgorithmName
 from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, corrected_k3
@@ -62,10 +62,8 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
     if not isinstance(config, Mapping):
         trainer, config = _trainer_of(config), _given(config)
     if trainer not in get_args(Trainer):
-        raise ValueError(
-            f"unknown trainer {trainer!r}; known: {', '.join(get_args(Trainer))}.{_NO_BCO if trainer == 'bco' else ''}"
-            f"{did_you_mean(trainer, TRL)}"
-        )
+        hint = _NO_BCO if trainer == "bco" else did_you_mean(trainer, TRL)
+        raise ValueError(no_such("unknown trainer", trainer, get_args(Trainer), hint=hint))
     reader = Reader("TRL", {**_training(), **TRAINING, **TRL[trainer]}, config)
     return _READ[trainer](reader)
 
@@ -464,6 +462,4 @@ _READ: dict[Trainer, Callable[[Reader], Translation]] = {
 
 def _known(name: str, value: Any, known: Any) -> None:
     if value not in list(known):  # a list is no name
-        raise ValueError(
-            f"TRL has no {name}={value!r}; it has {', '.join(map(str, known))}.{did_you_mean(value, map(str, known))}"
-        )
+        raise ValueError(no_such(f"TRL has no {name}", value, known))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_llm_kl._foreign import VERL
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.algorithms.elsewhere._translation import (
     New,
     Reader,
@@ -156,7 +156,7 @@ def _read(config: Any) -> dict[str, Any]:
 
 def _known(name: str, value: Any, known: Any) -> None:
     if value not in list(known):  # a list is no name
-        raise ValueError(f"verl has no {name} {value!r}; it has {', '.join(known)}.{did_you_mean(value, known)}")
+        raise ValueError(no_such(f"verl has no {name}", value, known))
 
 
 def _advantage(reader: Reader) -> AlgorithmName:
