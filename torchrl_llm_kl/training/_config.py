@@ -676,7 +676,9 @@ def _check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise ConfigError(_missing(key))
     choices = metadata["choices"]
     if choices and value not in choices:
-        raise ConfigError(f"{key} is {_shown(value)}: choose one of {', '.join(choices)}.{did_you_mean(value, choices)}")
+        raise ConfigError(
+            f"{key} is {_shown(value)}: choose one of {', '.join(choices)}.{did_you_mean(value, choices)}"
+        )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         low, above, high = (metadata[name] for name in ("low", "above", "high"))
         if not math.isfinite(value):
