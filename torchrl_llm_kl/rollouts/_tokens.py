@@ -351,13 +351,13 @@ class TokenReader:
     def unscored(self, log_prob: Tensor, tokens: Ragged, responses: Tensor | None, key: NestedKey) -> Tensor:
         """Tokens whose log-prob under ``key`` the sampler never computed, each row judged alone; ``[N]``.
 
-        NaN at the first token of a response; and, unless a transform wrote the entry (to judge by its key), exactly 0 there
+        NaN at the first token of a response; and, unless a transform wrote the entry, exactly 0 there
         (torchrl's wrappers; see :func:`zeros_of_first_tokens`) or in a whole prompt (SGLang's), which ``"rlhf"`` and
         ``"generic"`` train on too.
         """
         every = tokens.positions > 0 if responses is None else responses
         unscored = _first_of_runs(every, tokens) & log_prob.isnan()
-        if isinstance(key, tuple) and key[0] == "next" and key[-1] != "response":
+        if _of_transform(key):
             return unscored
         if self.strategy != "sft":
             prompts = leading_zeros(log_prob, tokens)
@@ -365,8 +365,11 @@ class TokenReader:
         return unscored | zeros_of_first_tokens(log_prob, every, tokens)
 
     def warn_of_unscored(self, log_prob: Tensor, unscored: Tensor, tokens: Ragged, key: NestedKey) -> None:
-        """Say which trained tokens leave the loss because they are :meth:`unscored`."""
-        if not bool(unscored.any()):
+        """Say which trained tokens leave the loss because they are :meth:`unscored`.
+
+        Not of NaN in a transform's entry on an accelerator, where looking for it would be a host sync.
+        """
+        if (_of_transform(key) and unscored.device.type != "cpu") or not bool(unscored.any()):
             return
         prompts = unscored & leading_zeros(log_prob, tokens) if self.strategy != "sft" else torch.zeros_like(unscored)
         found = {
@@ -383,3 +386,8 @@ class TokenReader:
                     "RetrieveLogProb score every token, with scope='full' those of earlier turns too.",
                     stacklevel=4,
                 )
+
+
+def _of_transform(key: NestedKey) -> bool:
+    """Whether an entry was written by a transform, which scores every token, to judge by its key."""
+    return isinstance(key, tuple) and key[0] == "next" and key[-1] != "response"
