@@ -176,8 +176,12 @@ class Ragged:
     def offsets(self) -> Tensor:
         """Start of each sequence, then ``N``; ``[S + 1]``."""
         source = self.container
-        whole = isinstance(source, Jagged) and source.lengths is None and self.keep is None
-        if whole and source.offsets.device == self.lengths.device:
+        if (
+            isinstance(source, Jagged)
+            and source.lengths is None
+            and self.keep is None
+            and source.offsets.device == self.lengths.device
+        ):
             # The same object, so that torch can combine jagged tensors over it with the source.
             return self._cached("offsets", source.offsets.long)
         return self._cached("offsets", lambda: _from_zero(self.lengths.cumsum(0)))
