@@ -224,7 +224,7 @@ def test_what_cannot_follow_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             ReferenceUpdater(reference, model, decay=0.5)
-    with pytest.raises(TypeError, match=r"reference must be a model, got .base.: load it first"):
+    with pytest.raises(TypeError, match=r"reference must be a model, got 'base': load it first"):
         ReferenceUpdater("base", model, decay=0.5)
 
 

@@ -143,9 +143,12 @@ class RememberedScorer(SampledAlone):
         settings: those of the scorer that computes what is not in the store.
     """
 
+    model: RememberedModel
+
     def __init__(self, model: RememberedModel, settings: dict[str, Any]) -> None:
-        self._model, self._settings, self._slot = model, settings, ScorerSlot()
-        self._sampling: Sampling | None = None
+        self.__dict__["model"] = model
+        self._settings, self._slot = settings, ScorerSlot()
+        self._sampling: Sampling | None = None  # None before it is known
         self._sampling = self.inner.sampling
 
     @property
@@ -155,11 +158,6 @@ class RememberedScorer(SampledAlone):
         if self._sampling not in (None, found.sampling):
             found.sampling = self._sampling  # was set later; refused if the model cannot follow it
         return found
-
-    @property
-    def model(self) -> RememberedModel:
-        """The model."""
-        return self._model
 
     @property
     def path(self) -> str | None:

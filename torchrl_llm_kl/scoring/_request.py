@@ -211,11 +211,6 @@ class Request:
                 "with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
             )
 
-    def check_text(self, placeholders: Mapping[int, str]) -> None:
-        """Raise a ValueError for a token that stands for an image or the like; see :func:`not_text`."""
-        if (found := not_text(self.tokens, placeholders)) is not None:
-            raise ValueError(found)
-
     def check_lengths(self, limit: int | None) -> None:
         """Raise a ValueError if a sequence to score exceeds the model's positions."""
         if limit is None:

@@ -60,7 +60,6 @@ class Sampling:
         True
     """
 
-    # A checker of types sees what they are afterwards.
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0

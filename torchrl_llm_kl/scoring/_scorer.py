@@ -30,7 +30,7 @@ from torchrl_llm_kl.scoring._model import (
     vocab_size,
 )
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
-from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
+from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, not_text, read_sequences
 from torchrl_llm_kl.scoring._routing import RoutedExperts, Routers, Routing
 from torchrl_llm_kl.scoring._run import run
 from torchrl_llm_kl.scoring._sampling import Sampled, SamplerMismatchWarning, Sampling, as_sampling
@@ -505,7 +505,8 @@ class LogProbScorer(Sampled):
                 "scoring."
             )
         request.check_ids(vocab_size(self.model))
-        request.check_text(placeholders(self.model))
+        if (problem := not_text(request.tokens, placeholders(self.model))) is not None:
+            raise ValueError(problem)
         request.check_lengths(position_limit(self.model))
 
     @property

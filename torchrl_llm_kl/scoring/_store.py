@@ -8,7 +8,6 @@ are opened: neither links nor pipes.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -437,21 +436,12 @@ class _Shard:
 
 
 def _open(path: Path) -> Any:
-    """Open a regular file; a ValueError for a link, a pipe (whose writer it does not wait for) or anything else."""
-    try:
-        file = open(path, "rb", buffering=0, opener=_opener)  # noqa: SIM115 -- the caller closes it
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise ValueError("it is no regular file") from error
-        raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    """Open a regular file; a ValueError for a link, a pipe or anything else."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError("it is no regular file")
-    return file
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))  # Windows has neither
+    # It may be replaced meanwhile: no link is followed, and no writer of a pipe awaited.
+    extra = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
+    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | extra))
 
 
 def _read(file: Any, start: int, size: int) -> bytes:

@@ -67,12 +67,8 @@ class Settings:
 
     def with_sampling(self, sampling: Sampling) -> Settings:
         """These settings, for tokens sampled so."""
-        kept: dict[str, Any] = {
-            "keep_top_k": sampling.top_k,
-            "keep_top_p": sampling.top_p,
-            "keep_min_p": sampling.min_p,
-        }
-        return replace(self, temperature=sampling.temperature, **kept)
+        k, p, m = sampling.truncation
+        return replace(self, temperature=sampling.temperature, keep_top_k=k, keep_top_p=p, keep_min_p=m)
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
