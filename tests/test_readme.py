@@ -11,7 +11,7 @@ import tensordict
 import torch
 from torch.testing import assert_close
 
-from torchrl_llm_kl import PolicyLoss
+from torchrl_llm_kl import Diagnosis, PolicyLoss, diagnose
 from toy_rollouts import make_model, make_tokenizer
 
 PROJECT = Path(__file__).parent.parent
@@ -45,6 +45,27 @@ def test_the_example_runs(tmp_path: Path, capsys: Any) -> None:
     assert kl == 0.0, "policy and reference are the same checkpoint"
     assert clipped == 0.0, "nothing has moved since the answers were sampled"
     assert 8 <= tokens <= 8 * 64
+
+
+def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampler and trainer are one module. torchrl's wrapper leaves sampled pad tokens out, so what follows one differs."""
+    found: list[Diagnosis] = []
+    forward = PolicyLoss.forward
+
+    def look(self: PolicyLoss, data: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(diagnose(data, policy=self.actor_network, tokenizer=make_tokenizer()))
+        return forward(self, data, *args, **kwargs)
+
+    monkeypatch.setattr(PolicyLoss, "forward", look)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        run_example(tmp_path)
+    assert len(found) == 3
+    differ = [each for each in found if each.measures["mismatch/rms"] > 0.002]
+    assert differ, "no pad token was sampled in 1,500 tokens"
+    for each in found:
+        assert "stale_weights" not in {finding.cause for finding in each.findings}, each
+        assert [finding.cause for finding in each.faults] == (["few_tokens"] if each in differ else []), each
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import FAMILIES, clean, make_model, make_tokenizer, off_by_one, retokenised, sample, stale_by
+from seeded import (
+    FAMILIES,
+    LENGTH,
+    Rollout,
+    clean,
+    make_model,
+    make_tokenizer,
+    off_by_one,
+    retokenised,
+    sample,
+    stale_by,
+)
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
@@ -111,6 +122,49 @@ def test_a_difference_without_a_model_asks_for_one() -> None:
     assert worst is not None
     assert worst.cause == "mismatch"
     assert "policy=" in worst.remedy
+
+
+def test_a_few_tokens_that_carry_the_mismatch_are_listed() -> None:
+    """2 of the 48 tokens of the answers, at their places in the answers; a difference of all tokens lists none."""
+    sampler = log_probs()
+    sampler[1, 4] -= 2.5
+    sampler[4, 8] -= 1.9
+    worst = diagnose(batch(log_probs=log_probs(), sampler_log_probs=sampler)).worst
+    assert worst is not None
+    assert worst.cause == "few_tokens"
+    assert worst.evidence["tokens"] == "2 of 48"
+    assert (worst.evidence["answers"], worst.evidence["places"]) == ("2 of 6", "sequence 1: 2; sequence 4: 6")
+    spread = log_probs() + 0.1 * torch.randn(6, 10, generator=torch.Generator().manual_seed(2))
+    causes = {each.cause for each in diagnose(batch(log_probs=log_probs(), sampler_log_probs=spread)).findings}
+    assert causes == {"mismatch"}
+
+
+@pytest.mark.parametrize("place", [6, 20, 22])
+def test_a_token_that_a_wrapper_left_out_is_no_sign_of_older_weights(place: int) -> None:
+    """A sampled pad token that is not among the tokens of the batch: all that follow it were drawn after other tokens."""
+    model, rollout = clean("qwen2", 0)
+    tokenizer = make_tokenizer()
+    long = [i for i, answer in enumerate(rollout.answers) if len(answer) == LENGTH][:16]
+    prompts, answers = ([rows[i] for i in long] for rows in (rollout.prompts, rollout.answers))
+    stored = [rollout.log_probs[i] for i in long]
+    pad = torch.tensor([tokenizer.pad_token_id])
+    drawn = torch.cat([answers[3][:place], pad, answers[3][place:]])
+    ids = torch.cat([prompts[3], drawn])
+    with torch.no_grad():
+        log_probs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    stored[3] = log_probs[-len(drawn) :][drawn != pad]
+    td = Rollout(prompts, answers, stored, torch.zeros(16)).batch()
+    found = diagnose(td, policy=model, tokenizer=tokenizer)
+    causes = {each.cause: each for each in found.findings}
+    assert "stale_weights" not in causes, found
+    assert found.worst is not None
+    if place == 22:
+        assert found.worst.cause == "few_tokens", found
+        evidence = causes["few_tokens"].evidence
+        assert evidence["tokens"] == f"2 of {16 * LENGTH}"
+        assert (evidence["answers"], evidence["places"]) == ("1 of 16", "sequence 3: 22, 23")
+    else:  # a longer part of an answer looks retokenised
+        assert found.worst.cause in ("few_tokens", "retokenised"), found
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

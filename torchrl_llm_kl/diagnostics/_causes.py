@@ -11,9 +11,9 @@ from torchrl_llm_kl._numerics import check_choice
 #: What the doctor names: faults make numbers wrong; the last five are worth knowing.
 Cause = Literal[
     "raw_log_probs", "wrong_temperature", "top_p", "top_k", "min_p", "scored_truncation", "stale_weights", "chat_template",
-    "off_by_one", "low_precision", "retokenised", "zeros", "adapter_off", "reference_is_policy", "nan", "empty_mask",
-    "not_text", "unreadable", "other_sampling", "mismatch", "truncated_answers", "duplicated_prompts", "no_spread",
-    "clipped", "zero_kl",
+    "few_tokens", "off_by_one", "low_precision", "retokenised", "zeros", "adapter_off", "reference_is_policy", "nan",
+    "empty_mask", "not_text", "unreadable", "other_sampling", "mismatch", "truncated_answers", "duplicated_prompts",
+    "no_spread", "clipped", "zero_kl",
 ]  # fmt: skip
 
 TITLES: Mapping[str, str] = {
@@ -24,10 +24,11 @@ TITLES: Mapping[str, str] = {
     "min_p": "the sampler truncates with min-p, the scorer does not",
     "scored_truncation": "the scorer truncates, the sampler's log-probs do not",
     "stale_weights": "the sampler's weights are not the trainer's",
+    "few_tokens": "some tokens carry the whole mismatch, all others agree",
     "chat_template": "sampler and trainer see different prompts: another chat template",
     "off_by_one": "the sampler's log-probs are shifted against the tokens",
     "low_precision": "the sampler computes in low precision",
-    "retokenised": "tokens were decoded and encoded again",
+    "retokenised": "tokens were decoded and encoded again, or one was left out",
     "zeros": "log-probs are exactly 0 where nothing was computed",
     "adapter_off": "the sampler runs without the adapter",
     "reference_is_policy": "the reference is the policy",
@@ -53,11 +54,13 @@ REMEDIES: Mapping[str, str] = {
     "scored_truncation": "Sample with the same truncation, or score without: temperature= in place of sampling=.",
     "stale_weights": "Push the weights to the sampler before it collects, or correct for them: "
     "PolicyLoss(corrections=[ImportanceWeights()]). A quantised sampler, or another model, looks the same.",
+    "few_tokens": "Look at these tokens (inspect_tokens), or mask them out. If all from one on differ, the sampler saw other "
+    "tokens before: torchrl's wrapper leaves a sampled pad token out, for one. Older weights would change every answer.",
     "chat_template": "Give sampler and trainer the same chat template, system prompt and add_generation_prompt, or pass the "
     "sampler's token ids on instead of text.",
     "low_precision": "Run sampler and trainer in one precision (dtype= of LogProbScorer), or correct for it: "
     "PolicyLoss(corrections=[ImportanceWeights()]).",
-    "retokenised": "Pass the sampler's token ids on (('tokens', 'full')) instead of its text.",
+    "retokenised": "Pass the sampler's token ids on (('tokens', 'full')), all of them, instead of its text.",
     "zeros": "Have the engine return a score of every token, also where a prefix was cached, or compute them: RetrieveLogProb.",
     "adapter_off": "Send the adapter to the engine (a LoRA request), or merge it before the weights are pushed.",
     "reference_is_policy": "Pass a frozen copy (prepare_reference), or ref_model='base' for a policy with adapters.",

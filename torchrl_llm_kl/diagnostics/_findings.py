@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ UNKNOWN_FLOOR = 4e-2
 SMALLEST_GAP, LARGEST_Z = 0.02, 4.75
 #: Share of the squared difference that a cause must explain to be named, and at which the search ends.
 NAMED, CERTAIN = 0.6, 0.99
+#: Share of the tokens that are few; share of the squared difference that those without one may have together.
+FEW, LEFT = 0.05, 0.01
 #: KL per token, in nats, above which another prompt is more likely than older weights.
 LARGEST_DRIFT = 1.5
 #: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
@@ -515,16 +517,21 @@ def _precision(case: Case, rest: Difference, explained: Any, here: Tensor, inner
     return []
 
 
+def _onsets(case: Case, rest: Difference) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Tokens that are not certain, those that agree, and the place of each sequence's first that does not, or ``never``."""
+    clear = (rest.trainer < -0.05) | (rest.recorded < -0.05)  # certain tokens agree after any prefix
+    clean = (rest.d.abs() <= max(case.floor, 1e-3)) | ~clear
+    never = int(rest.places.max()) + 1
+    onset = torch.full((int(rest.sequences.max()) + 1,), never, dtype=torch.long)
+    onset = onset.scatter_reduce(0, rest.sequences, torch.where(clean, never, rest.places), "amin")
+    return clear, clean, onset, never
+
+
 def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     """Sampler and trainer agree up to some token of an answer, and nowhere after it."""
     if best > 0.9:
         return []
-    clear = (rest.trainer < -0.05) | (rest.recorded < -0.05)  # certain tokens agree after any prefix
-    clean = (rest.d.abs() <= max(case.floor, 1e-3)) | ~clear
-    number = int(rest.sequences.max()) + 1
-    never = int(rest.places.max()) + 1
-    onset = torch.full((number,), never, dtype=torch.long)
-    onset = onset.scatter_reduce(0, rest.sequences, torch.where(clean, never, rest.places), "amin")
+    clear, clean, onset, never = _onsets(case, rest)
     after = clear & (rest.places > onset[rest.sequences])
     before = clear & (rest.places < onset[rest.sequences])
     tail = clear & (onset[rest.sequences] < never) & (rest.places >= onset[rest.sequences])
@@ -542,8 +549,37 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     if case.tokenizer is not None:
         again = retokenised(case.columns, case.tokenizer)
         evidence["answers_that_change_again"] = again.get("retokenised/answers", math.nan)
-        confidence += 0.04 if again.get("retokenised/answers", 1.0) == 0 else -0.2
+        change = again.get("retokenised/answers", 1.0)  # what was encoded once stays as it is
+        confidence += 0.04 if change == 0 else -0.4 - 0.4 * change
     return [finding("retokenised", confidence, **evidence)]
+
+
+def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
+    """Tokens that carry all of the difference, while the others agree: other weights would change all of them.
+
+    They are few, or nearly all from some token of an answer on, after others that agree.
+    """
+    carries = rest.d.abs() > case.floor
+    squares = rest.d.square().clamp(max=4.0)
+    if float(squares[~carries].sum()) > LEFT * float(squares.sum()):
+        return []
+    answers, sizes = rest.sequences[carries].unique(return_counts=True)
+    if len(carries) < 32 or int(carries.sum()) > FEW * len(carries):
+        clear, clean, onset, _ = _onsets(case, rest)
+        before = rest.sequences[clear & (rest.places < onset[rest.sequences])].unique()
+        after = clear & (rest.places > onset[rest.sequences])
+        agree = float(clean[after].double().mean()) if bool(after.any()) else 0.0
+        if agree > 0.5 or 2 * int(torch.isin(answers, before).sum()) <= len(answers):
+            return []
+    places = []
+    for answer in answers[sizes.argsort(descending=True, stable=True)][:3].tolist():
+        at = rest.places[carries & (rest.sequences == answer)].tolist()
+        places.append(f"sequence {answer}: " + (", ".join(map(str, at)) if len(at) <= 3 else f"{at[0]} to {at[-1]}"))
+    evidence: dict[str, Any] = {
+        "tokens": f"{int(carries.sum())} of {len(carries)}", "answers": f"{len(answers)} of {len(rest.sequences.unique())}",
+        "places": "; ".join(places) + ("; ..." if len(answers) > 3 else ""),
+    }  # fmt: skip
+    return [finding("few_tokens", 0.9 * (1 - best), **evidence)]
 
 
 def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
@@ -552,6 +588,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
         return []
     ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
     evidence: dict[str, Any] = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
+    few = _few_tokens(case, rest, best)
     if case.rescorer is None or case.moved:
         above = float((rest.d > case.floor).double().mean())
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
@@ -560,7 +597,10 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
         remedy = (
             "Diagnose before the policy's first step on the batch, to have the cause named." if case.moved else None
         )
-        return [finding("mismatch", 0.6 * (1 - best), remedy=remedy, **evidence)]
+        found = finding("mismatch", 0.6 * (1 - best), remedy=remedy, **evidence)
+        return [*few, replace(found, confidence=found.confidence * 0.5)] if few else [found]
+    if few:
+        return few
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
     squares = rest.d.square().clamp(max=4.0)
     early, late = (squares[part].mean() if bool(part.any()) else squares.new_zeros(()) for part in (first, ~first))
