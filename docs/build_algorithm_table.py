@@ -72,6 +72,10 @@ beta)`, where `Q` sums rewards only: the same policy if tokens are independent, 
 chain that the tests train on. For an exact trade-off between reward and KL use `kl_loss="none", kl_reward="k1"`; to
 keep the policy near the reference, `k2` in the loss is fine, and the presets use it because Trinity-RFT does.
 
+`prepare` takes the KL of the log-probs that are stored (of the policy that sampled), subtracts it once, and records what it
+took off each token's reward under `("next", "kl_charged")`. Rewards per token beside a `("next", "kl_penalty")` of another
+transform are an error: they may hold the KL already, or not.
+
 ## Flags
 
 Trinity-RFT 0.6.0's flags tell a trainer what an algorithm needs. Its table of core algorithms lacks `dapo`, `dr_grpo`,
