@@ -89,8 +89,7 @@ def check_not_a_name(*allowed: str, **named: Any) -> None:
     """Raise an error that says how to load the model, for the first string where one is expected; ``allowed`` ones pass."""
     for name, value in named.items():
         if isinstance(value, str) and value not in allowed:
-            *first, last = "a model", *map(repr, allowed)
-            kinds = f"{', '.join(first)} or {last}" if first else last
+            kinds = " or ".join(["a model", *map(repr, allowed)])
             raise (ValueError if allowed else TypeError)(
                 f"{name} must be {kinds}, got {value!r}: load it first, AutoModelForCausalLM.from_pretrained({value!r})."
             )

@@ -244,7 +244,7 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
         ("grpo", {"reference": None}, r"grpo compares with a reference model: pass reference=.*kl_loss='none'"),
         ("jsd", {"reference": None}, r"jsd compares with a teacher: pass reference=, or reference='data'"),
         ("dapo", {}, r"dapo uses no reference model: leave it out, pass use_reference=True"),
-        ("grpo", {"reference": "actor"}, r"reference must be a model, 'base' or 'data', got 'actor'"),
+        ("grpo", {"reference": "actor"}, r"reference must be a model or 'base' or 'data', got 'actor'"),
         ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),
         ("ppo", {}, r"ppo trains a critic: pass critic=TokenCritic\(model\)"),
         ("grpo", {"critic": TabularCritic(TASK)}, r"grpo has no critic: leave critic= out"),

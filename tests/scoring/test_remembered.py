@@ -261,8 +261,11 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(tmp_path: Path) ->
             setattr(scorer, name, value)
             assert (scorer.sampling, scorer.temperature) == (sampling, sampling.temperature)
             assert torch.equal(scorer.score(SEQUENCES).values, wanted[sampling])
-            scorer.inner.temperature = 0.25  # past the scorer: neither scored nor stored
-            assert torch.equal(scorer.score(SEQUENCES).values, wanted[sampling])
+            scorer.inner.temperature = 0.25  # past the scorer
+            assert scorer.temperature == 0.25
+            cold = LogProbScorer(model, sampling=scorer.sampling).score(SEQUENCES).values
+            assert torch.equal(scorer.score(SEQUENCES).values, cold)
+            scorer.inner.temperature = sampling.temperature
         scorer.model.store.flush()
         calls, again = forwards(model), RememberedModel(model, tmp_path)
         for sampling, values in wanted.items():

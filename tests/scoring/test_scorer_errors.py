@@ -69,7 +69,7 @@ def test_not_a_model(model):
         (lambda name: make_algorithm("grpo", name), "actor must be a model,"),
         (
             lambda name: make_algorithm("grpo", tiny_model(), reference=name),
-            "reference must be a model, 'base' or 'data'",
+            "reference must be a model or 'base' or 'data',",
         ),
         (RetrieveLogProb, "model must be a model or 'from_collector',"),
         (lambda name: RetrieveLogProb(tiny_model(), reference=name), "reference must be a model,"),

@@ -144,38 +144,28 @@ class RememberedScorer(SampledAlone):
     """
 
     model: RememberedModel
+    path: str | None
 
     def __init__(self, model: RememberedModel, settings: dict[str, Any]) -> None:
-        self.__dict__["model"] = model
         self._settings, self._slot = settings, ScorerSlot()
-        self._sampling: Sampling | None = None  # None before it is known
-        self._sampling = self.inner.sampling
+        self.__dict__["model"] = model
+        self.__dict__["path"] = self.inner.path
 
     @property
     def inner(self) -> Any:
         """The scorer of the model itself."""
-        found = self._slot.get(self.model.model, **self._settings)
-        if self._sampling not in (None, found.sampling):
-            found.sampling = self._sampling  # was set later; refused if the model cannot follow it
-        return found
-
-    @property
-    def path(self) -> str | None:
-        """That of the model's own scorer."""
-        found: str | None = self.inner.path
-        return found
+        return self._slot.get(self.model.model, **self._settings)
 
     @property
     def sampling(self) -> Sampling:
         """How the scored tokens were sampled; it may be set."""
-        assert self._sampling is not None
-        return self._sampling
+        return cast(Sampling, self.inner.sampling)
 
     @sampling.setter
     def sampling(self, sampling: Sampling | None) -> None:
-        inner = self.inner
-        inner.sampling = self._next_sampling(sampling)
-        self._sampling = inner.sampling
+        settings = {**self._settings, "temperature": 1.0, "sampling": self._next_sampling(sampling)}
+        self._slot.get(self.model.model, **settings)  # refuses what the model cannot follow
+        self._settings = settings
 
     def score(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
         """Log-probs, as :meth:`LogProbScorer.score` returns them."""

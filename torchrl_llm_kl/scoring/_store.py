@@ -213,7 +213,7 @@ class ScoreStore:
 
     def _load(self, name: str, *, own: bool = False) -> None:
         try:
-            self._shards[name] = _Shard.open(self.folder / name, own=own, most=self.max_bytes)
+            self._shards[name] = _Shard.open(self.folder / name, own=own)
         except FileNotFoundError:  # removed meanwhile, to make room
             self._shards.pop(name, None)
         except OSError as error:
@@ -368,12 +368,10 @@ class _Shard:
     touched: float = 0.0
 
     @classmethod
-    def open(cls, path: Path, *, own: bool, most: int) -> _Shard:
-        """Read the index of a file of at most ``most`` bytes; any exception if it is not that of a whole shard."""
+    def open(cls, path: Path, *, own: bool) -> _Shard:
+        """Read the index; any exception if it is not that of a whole shard."""
         with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > most:
-                raise ValueError(f"it has {size} bytes, the store at most {most}")
             (head_size,) = struct.unpack("<Q", _read(file, 0, 8))
             if head_size > size - 8:
                 raise ValueError(f"its header has {head_size} bytes, the file {size}")
