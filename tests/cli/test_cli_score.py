@@ -509,4 +509,4 @@ def test_a_reference_of_nan_is_an_error(cli: Cli, tmp_path: Path, model: str) ->
 
 def test_a_device_that_is_not_there(cli: Cli, tmp_path: Path, model: str) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", CHATS)
-    assert "cannot load the model" in error_of(cli("score", model, data, "--device", "cuda:99", code=2))
+    assert "cuda:99' is no device of this process" in error_of(cli("score", model, data, "--device", "cuda:99", code=2))
