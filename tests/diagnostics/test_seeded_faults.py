@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from seeded import (
     FAMILIES,
     FAULTS,
@@ -22,6 +23,8 @@ from seeded import (
 )
 
 from torchrl_llm_kl import Sampling, diagnose
+from torchrl_llm_kl.diagnostics._rescored import Top
+from torchrl_llm_kl.scoring import truncate
 from toy_tokenizer import CHATML
 
 #: One way to seed each of the twelve faults.
@@ -106,6 +109,91 @@ def test_answers_of_another_model_are_of_no_temperature(family: str) -> None:
         (found,) = diagnose(batch, policy=policy, tokenizer=make_tokenizer()).faults
         causes.append(found.cause)
     assert causes == ["other_sampling", "wrong_temperature"]
+
+
+#: How an engine samples, how its tokens are scored, and what is found: its log-probs are raw in all cases, as vLLM's are.
+RECORDED: dict[str, tuple[dict[str, Any], Sampling, str | None]] = {
+    "T = 1": ({}, Sampling(), None),
+    "T = 0.7": ({"temperature": 0.7}, Sampling(0.7), "raw_log_probs"),
+    "T = 1.5": ({"temperature": 1.5}, Sampling(1.5), "raw_log_probs"),
+    "top-p 0.8": ({"top_p": 0.8}, Sampling(top_p=0.8), "raw_log_probs"),
+    "top-k 20": ({"top_k": 20}, Sampling(top_k=20), "raw_log_probs"),
+    "T = 0.8, top-k 20, top-p 0.9": (
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, Sampling(0.8, top_k=20, top_p=0.9), "raw_log_probs"
+    ),
+    "top-k 20, scored plainly": ({"top_k": 20}, Sampling(), "top_k"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_an_engine_records_by_default(name: str, seed: int) -> None:
+    """Raw log-probs say nothing of what was sampled, so they are no reason to sample or to score at 1."""
+    sampled, scored, cause = RECORDED[name]
+    model = make_model(FAMILIES[seed], seed)
+    prompts = make_prompts(12 if cause == "top_k" else 2, seed)  # a truncation of the tokens alone needs many of them
+    batch = sample(model, prompts, seed, raw=True, **sampled).batch()
+    diagnosis = diagnose(batch, policy=model, tokenizer=make_tokenizer(), sampling=scored)
+    assert (None if diagnosis.worst is None else diagnosis.worst.cause) == cause, diagnosis
+    assert len(diagnosis.faults) == (cause is not None), diagnosis
+    if cause == "raw_log_probs":
+        assert diagnosis.worst is not None
+        assert diagnosis.worst.evidence["temperature_of_log_probs"] == 1.0
+        assert "processed_logprobs" in diagnosis.worst.remedy
+
+
+def test_both_causes_are_named_where_tokens_cannot_decide() -> None:
+    """24 tokens are as likely at 1 as at 0.95: raw log-probs come first, since their remedy does no harm."""
+    model = make_model("llama", 1)
+    for sampled in (0.95, 1.0):
+        batch = sample(model, make_prompts(2, 1), 1, temperature=sampled, raw=True).batch(slice(0, 1))
+        diagnosis = diagnose(batch, policy=model, temperature=0.95)
+        causes = [each.cause for each in diagnosis.findings if each.severity == "fault"]
+        assert causes == ["raw_log_probs", "wrong_temperature"], diagnosis
+        assert diagnosis.worst is diagnosis.findings[0]
+        assert [each.cause for each in diagnosis.faults] == ["raw_log_probs"]
+
+
+#: How raw log-probs are sampled and scored, and what the tokens tell.
+OVERRULED: dict[str, tuple[dict[str, Any], Sampling, set[str]]] = {
+    "a temperature": ({}, Sampling(0.7), {"wrong_temperature"}),
+    "top-p": ({}, Sampling(top_p=0.8), {"scored_truncation"}),
+    "top-k": ({}, Sampling(top_k=20), {"scored_truncation"}),
+    "both": ({}, Sampling(0.7, top_p=0.9), {"wrong_temperature", "scored_truncation"}),
+    "one of both": ({"temperature": 0.6}, Sampling(0.6, top_p=0.8), {"scored_truncation", "raw_log_probs"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torchrl_llm_kl.SamplerMismatchWarning")
+@pytest.mark.parametrize("name", OVERRULED)
+def test_tokens_alone_overrule_raw_log_probs(name: str) -> None:
+    """The same records of tokens that were *not* sampled as they are scored."""
+    sampled, scored, causes = OVERRULED[name]
+    model = make_model("qwen2", 2)
+    batch = sample(model, make_prompts(6, 2), 2, raw=True, **sampled).batch()
+    diagnosis = diagnose(batch, policy=model, sampling=scored)
+    assert {each.cause for each in diagnosis.faults} - {"other_sampling"} == causes, diagnosis
+    assert diagnosis.worst is not None
+    assert diagnosis.worst.confidence > 0.9
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_k=3), Sampling(top_p=0.7), Sampling(min_p=0.2), Sampling(top_k=6, top_p=0.8),
+        Sampling(top_p=0.9, min_p=0.1), Sampling(top_k=8, top_p=0.9, min_p=0.1), Sampling(),
+    ],
+)  # fmt: skip
+def test_what_truncations_keep_together(sampling: Sampling) -> None:
+    """Beside the logits of the scorer, token by token."""
+    logits = 2 * torch.randn(40, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids = torch.arange(40) % 12
+    log_probs = logits.log_softmax(-1)
+    kept = truncate(logits, sampling).isfinite()
+    top = Top(log_probs.gather(-1, ids[:, None])[:, 0], log_probs.sort(-1, descending=True).values, True)
+    mass, inside = top.kept(sampling)
+    torch.testing.assert_close(mass, (log_probs.exp() * kept).sum(-1))
+    assert torch.equal(inside, kept.gather(-1, ids[:, None])[:, 0])
 
 
 UNKNOWN = "{% for m in messages %}{{ '@@' + m['role'] + '@@ ' + m['content'] + ' %% ' }}{% endfor %}{{ '@@bot@@ ' }}"

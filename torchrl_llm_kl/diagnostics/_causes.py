@@ -17,7 +17,7 @@ Cause = Literal[
 ]  # fmt: skip
 
 TITLES: Mapping[str, str] = {
-    "raw_log_probs": "the sampler recorded raw log-probs, before its temperature",
+    "raw_log_probs": "the sampler recorded raw log-probs, before its temperature and truncation",
     "wrong_temperature": "tokens are sampled at another temperature than they are scored at",
     "top_p": "the sampler truncates with top-p, the scorer does not",
     "top_k": "the sampler truncates with top-k, the scorer does not",
@@ -46,8 +46,8 @@ TITLES: Mapping[str, str] = {
 }
 
 REMEDIES: Mapping[str, str] = {
-    "raw_log_probs": "Let the engine return log-probs after temperature and truncation (vLLM: "
-    "logprobs_mode='processed_logprobs'), or compute them: RetrieveLogProb(policy, temperature=...).",
+    "raw_log_probs": "Let the engine return log-probs after temperature and truncation (vLLM: --logprobs-mode "
+    "processed_logprobs), or score the sampled tokens anew as they were sampled: RetrieveLogProb(policy, sampling=...).",
     "top_p": "Score what is sampled: sampling=Sampling(..., top_p=...), or sample with top_p=1.",
     "top_k": "Score what is sampled: sampling=Sampling(..., top_k=...), or sample from all tokens (transformers: top_k=0).",
     "min_p": "Score what is sampled: sampling=Sampling(..., min_p=...), or sample with min_p=0.",

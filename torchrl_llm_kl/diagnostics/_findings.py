@@ -246,7 +246,7 @@ def explain_mismatch(case: Case) -> list[Finding]:
     causes += _retokenised(case, rest, _best(causes))
     if case.rescorer is not None and _best(causes) < 0.9:
         causes += _rescored(case, rest, causes)
-    causes += _otherwise(case, rest, _best(causes))
+    causes += _otherwise(case, rest, max(_best(causes), _explained(causes)))
     if _best(found + causes) < SURE:  # there is a fault, even if no cause is likely enough
         remedy = None if case.rescorer is None else "Diagnose more sequences at once, to tell the causes below apart."
         causes = [finding("mismatch", SURE, remedy=remedy), *(c for c in causes if c.cause != "mismatch")]
@@ -255,6 +255,11 @@ def explain_mismatch(case: Case) -> list[Finding]:
 
 def _best(found: list[Finding]) -> float:
     return max((each.confidence for each in found), default=0.0)
+
+
+def _explained(found: list[Finding]) -> float:
+    """The confidence that a difference is explained, where several causes explain it alike."""
+    return max((_confidence(float(each.evidence.get("explained", 0.0))) for each in found), default=0.0)
 
 
 def _confidence(explained: float) -> float:
@@ -378,7 +383,7 @@ def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Findi
 
     for attempt in (_adapter, _raw, _truncation, _template, _temperature, _precision):
         out += attempt(case, rest, explained, here, inner)
-        if max(_best(out), _best(before)) > _confidence(CERTAIN) - 0.02:
+        if max(_explained(out), _best(before)) > _confidence(CERTAIN) - 0.02:
             break
     return out
 
@@ -392,34 +397,47 @@ def _adapter(case: Case, rest: Difference, explained: Any, here: Tensor, inner: 
 
 
 def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
-    """Log-probs of temperature 1 where another is scored; the tokens tell which of the two the sampler has."""
+    """Log-probs of all tokens, at temperature 1 or the scored one, where something else is scored.
+
+    They say what was recorded: engines record them by default, whatever they sample from. What was sampled only the tokens say.
+    Of tokens that are sampled as scored, their likelihood as recorded is larger by :data:`LEAST_GAIN` with a probability of
+    ``exp(-LEAST_GAIN)`` at most, so only such a gain overrules that.
+    """
     rescorer = case.rescorer
     assert rescorer is not None
     scored = rescorer.sampling
     if scored.temperature == 1.0 and not scored.truncates:
         return []
-    out = []
+    whole = [1.0, scored.temperature] if scored.truncates else [1.0]
+    share, at = max(((explained(rescorer.at(each)[0]), each) for each in whole), key=lambda found: found[0])
+    if share <= NAMED:
+        return []
+    (raw, entropy), (tempered, own_entropy) = rescorer.at(at), rescorer.at(scored.temperature)
+    gains: dict[str, float] = {}  # of each cause, if the tokens are samples of what was recorded
+    if at != scored.temperature:
+        gains["wrong_temperature"] = float((raw - tempered).sum())
     if scored.truncates:
-        plain, _ = rescorer.at(scored.temperature)
-        if (share := explained(plain)) > NAMED:
-            out.append(finding("scored_truncation", _confidence(share), explained=share, scored=str(scored)))
-    if scored.temperature != 1.0:
-        raw, entropy = rescorer.at(1.0)
-        if (share := explained(raw)) > NAMED:
-            rows = rescorer.sequences
-            at_one = clustered_mean(-raw - entropy, rows)
-            own_raw, own_entropy = rescorer.at(scored.temperature)
-            as_scored = clustered_mean(-own_raw - own_entropy, rows)
-            gain = float((raw - own_raw).sum())  # log-likelihood of the tokens at temperature 1
-            evidence: dict[str, Any] = {
-                "explained": share, "temperature_of_log_probs": 1.0, "temperature_scored": scored.temperature,
-                "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_at_1": at_one.value, "z_at_1": at_one.z,
-            }  # fmt: skip
-            sure = 1 / (1 + math.exp(-min(50.0, abs(gain))))
-            cause = "wrong_temperature" if gain > 0 else "raw_log_probs"
-            remedy = None if gain <= 0 else _temperature_remedy(1.0, scored.temperature)
-            out.append(finding(cause, _confidence(share) * sure, remedy=remedy, **evidence))
-    return out
+        gains["scored_truncation"] = float((tempered - rescorer.as_scored()).sum())
+    gain = sum(gains.values())
+    gap, as_scored = (clustered_mean(-x - h, rescorer.sequences) for x, h in ((raw, entropy), (tempered, own_entropy)))
+    evidence: dict[str, Any] = {
+        "explained": share, "temperature_of_log_probs": at, "scored": str(scored), "gain_of_recorded": gain,
+        "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_as_recorded": gap.value, "z_as_recorded": gap.z,
+    }  # fmt: skip
+    if gain >= LEAST_GAIN:
+        others = {name: 1.0 for name, own in gains.items() if own > 0}
+        likely = float(
+            gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN
+        )  # raw, and of a truncation that is not sampled
+    elif gain <= -LEAST_GAIN:
+        likely, others = 1.0, {}
+    else:
+        likely = max(0.6, 1 / (1 + math.exp(gain)))
+        others = dict.fromkeys(gains, 1 - likely)
+    remedies = {"wrong_temperature": _temperature_remedy(at, scored.temperature)}
+    sure = _confidence(share)
+    out = [finding(name, sure * odds, remedy=remedies.get(name), **evidence) for name, odds in others.items()]
+    return out + ([finding("raw_log_probs", sure * likely, **evidence)] if likely else [])
 
 
 def _temperature_remedy(found: float, scored: float) -> str:
@@ -479,6 +497,8 @@ def _temperature(case: Case, rest: Difference, explained: Any, here: Tensor, inn
     temperature, log_prob, entropy = rescorer.fit_recorded(rest.recorded[here], inner)
     share = explained(log_prob)
     if share < NAMED or abs(math.log(temperature / scored)) < 0.005:
+        return []
+    if abs(math.log(temperature)) < 0.02:  # raw log-probs, at which was looked
         return []
     own, own_entropy = rescorer.at(scored)
     gap, as_scored = (clustered_mean(-x - h, rescorer.sequences) for x, h in ((log_prob, entropy), (own, own_entropy)))

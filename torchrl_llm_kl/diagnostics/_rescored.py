@@ -18,6 +18,8 @@ from torchrl_llm_kl.scoring import LogProbScorer, Ranks, Sampling, is_wrapper, u
 
 #: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
 MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
+#: Share of its probability that a token has where a truncation leaves it out: another kernel rounds the border otherwise.
+OUTSIDE = 0.01
 #: Bytes of a copy in bfloat16.
 LARGEST_COPY = 4 * 2**30
 
@@ -145,6 +147,14 @@ class Rescorer:
             scores = self._run(self._scorer, top_k=k, temperature=self.sampling.temperature)
             self._top = Top(self._flat(scores.log_prob), self._flat(scores.top_log_probs), k >= self.vocab)
         return self._top
+
+    def as_scored(self) -> Tensor:
+        """Log-probs of the tokens if they were sampled as they are scored ``[m]``; of those outside, :data:`OUTSIDE`."""
+        if not self.sampling.truncates:
+            return self.log_prob
+        top = self.top()
+        mass, inside = top.kept(self.sampling)
+        return top.log_prob + torch.where(inside, -mass.log(), math.log(OUTSIDE))
 
     def without_adapters(self) -> Tensor | None:
         """Log-probs of the base model ``[m]``; None if the policy has no adapters, or they are already off."""
@@ -345,6 +355,8 @@ class Top:
         >>> top = Top(torch.tensor([0.3]).log(), torch.tensor([[0.5, 0.3, 0.2]]).log(), True)
         >>> {name: round(value, 4) for name, value in top.tightest().items()}
         {'top_k': 2, 'top_p': 0.5, 'min_p': 0.6}
+        >>> [x.item() for x in top.kept(Sampling(top_p=0.4))]  # the first token alone, and another was sampled
+        [0.5, False]
     """
 
     log_prob: Tensor
@@ -362,16 +374,28 @@ class Top:
 
     def mass(self, cause: str, value: float) -> Tensor:
         """The probability that a truncation keeps; ``[m]``, 1 where it keeps more than the known tokens."""
-        sums = self.mass_of_first
-        if cause == "top_k":
-            return sums[:, min(int(value), sums.shape[1]) - 1]
-        if cause == "top_p":
-            reached = sums >= value - 1e-9
-            first = reached.long().argmax(-1, keepdim=True)
-            return torch.where(reached.any(-1), sums.gather(-1, first).squeeze(-1), 1.0)
-        kept = self.top_log_probs - self.top_log_probs[:, :1] >= math.log(value) - 1e-9
-        mass = (self.top_log_probs.exp() * kept).sum(-1)
-        return mass if self.whole else torch.where(kept.all(-1), 1.0, mass)
+        return self.kept(Sampling(**{cause: int(value) if cause == "top_k" else value}))[0]
+
+    def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """The probability that truncations keep, and whether each sampled token is among the kept ones; ``[m]`` each.
+
+        Each truncation keeps the first so many. Where it keeps more than the known tokens, the answers are 1 and True.
+        """
+        sums, top = self.mass_of_first, self.top_log_probs
+        number = torch.full_like(sums[:, 0], sums.shape[1], dtype=torch.long)
+        left = torch.ones_like(sums[:, 0])
+        if sampling.top_k:
+            number = number.clamp(max=sampling.top_k)
+            left = sums.gather(-1, number.unsqueeze(-1) - 1).squeeze(-1)
+        if sampling.top_p < 1:
+            before = (sums < sampling.top_p * left.unsqueeze(-1) - 1e-9).sum(-1)  # without reaching it
+            number = torch.minimum(number, before + 1)
+        if sampling.min_p > 0:
+            number = torch.minimum(number, (top - top[:, :1] >= math.log(sampling.min_p) - 1e-9).sum(-1))
+        last = number.unsqueeze(-1) - 1
+        beyond = (number == sums.shape[1]) & (not self.whole)
+        mass, inside = sums.gather(-1, last).squeeze(-1), self.log_prob >= top.gather(-1, last).squeeze(-1) - 1e-5
+        return torch.where(beyond, 1.0, mass), inside | beyond
 
     def tightest(self) -> dict[str, float]:
         """The tightest top-k, top-p and min-p that keep every sampled token, those of the highest likelihood."""
