@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import socket
+import socketserver
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,6 +24,7 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import HTTPEngine, ScoringService, ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.engines import _http
 from torchrl_llm_kl.service.engines._engine import Engine
 from torchrl_llm_kl.service.engines._http import rounding
 from torchrl_llm_kl.service.replica._core import ScoringCore
@@ -276,6 +282,179 @@ def test_failures_that_stay(server: PromptServer) -> None:
     assert scored(found).isfinite().all()
     with pytest.raises(ServiceTimeout, match="ConnectionRefusedError"):
         HTTPEngine("http://127.0.0.1:9", model=MODEL, timeout=0.3)
+
+
+# ------------------------------------------------------------------ a server that means harm
+
+ENDLESS = b"x" * 2**16
+
+
+class Hostile(socketserver.StreamRequestHandler):
+    """Answers as vLLM does, with -1.0 for each token, unless it is told to do something else."""
+
+    server: HostileServer
+
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            length = 0
+            while line.strip():
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+                line = self.rfile.readline()
+            prompt = json.loads(self.rfile.read(length))["prompt"]
+            entries: list[Any] = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
+            reply = json.dumps({"choices": [{"prompt_logprobs": entries, "prompt_token_ids": prompt}]})
+            with contextlib.suppress(OSError):  # the client has gone
+                self.server.misdeed(self, reply)
+
+    def send(self, data: bytes) -> None:
+        self.server.sent += len(data)
+        self.wfile.write(data)
+
+    def answer(self, reply: str) -> None:
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n{reply}".encode())
+
+    def drip(self, reply: str) -> None:
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n".encode())
+        for byte in reply.encode():
+            self.send(bytes([byte]))
+            time.sleep(0.02)
+
+    def drip_header(self, reply: str) -> None:
+        self.send(b"HTTP/1.1 200 OK\r\nX: ")
+        self.drip("x" * 1000)
+
+    def go_on(self, reply: str) -> None:
+        while True:
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            time.sleep(0.02)
+
+    def go_on_at_once(self, reply: str) -> None:
+        while True:
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+
+    def announce(self, reply: str) -> None:
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {2**30}\r\n\r\n".encode())
+        while True:
+            self.send(ENDLESS)
+
+    def stream(self, reply: str) -> None:
+        self.send(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            self.send(ENDLESS)
+
+    def chunks(self, reply: str) -> None:
+        self.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            self.send(b"%x\r\n%s\r\n" % (len(ENDLESS), ENDLESS))
+
+
+class HostileServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Hostile)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.sent, self.misdeed = 0, Hostile.answer
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[HostileServer]:
+    with HostileServer() as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+def attacked(hostile: HostileServer, misdeed: Callable[[Hostile, str], None], timeout: float) -> None:
+    """Score with an engine whose probe was answered well."""
+    hostile.misdeed = Hostile.answer
+    found = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)
+    assert scored(found).tolist() == (sequences(4, 6).positions > 0).float().neg().tolist()
+    found._timeout, hostile.misdeed, hostile.sent = timeout, misdeed, 0
+    try:
+        scored(found, Ragged.from_list([torch.arange(1, 7)]))
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("misdeed", [Hostile.drip, Hostile.drip_header, Hostile.go_on])
+def test_an_answer_that_does_not_end_ends_at_the_deadline(hostile: HostileServer, misdeed: Any) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
+        attacked(hostile, misdeed, timeout=0.3)
+    assert time.monotonic() - begin < 3  # the time-out of a single read starts again with each byte
+
+
+@pytest.mark.parametrize("misdeed", [Hostile.announce, Hostile.stream, Hostile.chunks, Hostile.go_on_at_once])
+def test_an_answer_is_no_larger_than_what_was_asked(hostile: HostileServer, misdeed: Any) -> None:
+    limit = 2**20 + 256 * 6 * 2
+    with pytest.raises(ServiceError, match=f"answers with more than {limit} bytes"):
+        attacked(hostile, misdeed, timeout=20.0)
+    assert hostile.sent < limit + 16 * 2**20  # what the system holds between the two is sent too
+
+
+def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile: HostileServer, monkeypatch: Any) -> None:
+    def resolve(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.0)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(_http, "_GRACE", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    begin = time.monotonic()
+    with pytest.raises(ServiceTimeout, match="cannot be reached in time"):
+        HTTPEngine(hostile.url, model=MODEL, timeout=0.2)
+    assert time.monotonic() - begin < 0.9
+
+
+BELIEVED = {
+    '"logprob": 3.7': "the server sent the log-prob 3.7, expected a number of at most 0",
+    '"logprob": true': "the server sent the log-prob True, expected a number of at most 0",
+    '"logprob": "-1.0"': "the server sent the log-prob -1.0, expected a number of at most 0",
+    '"logprob": Infinity': "the server sent the log-prob inf, expected a number of at most 0",
+    '"logprob": -1.0, "logprob": -2.0': "sent two entries named 'logprob' in one object",
+}
+
+
+@pytest.mark.parametrize("wrong", BELIEVED)
+def test_a_log_prob_is_a_number_of_at_most_0(hostile: HostileServer, wrong: str) -> None:
+    with pytest.raises(ServiceError, match=BELIEVED[wrong]):
+        attacked(hostile, lambda to, reply: to.answer(reply.replace('"logprob": -1.0', wrong, 1)), timeout=5.0)
+
+
+@pytest.mark.parametrize(("twice", "message"), [("2", "two entries named '2'"), ("02", "two log-probs of token 2 at")])
+def test_a_token_has_one_log_prob(hostile: HostileServer, twice: str, message: str) -> None:
+    def misdeed(to: Hostile, reply: str) -> None:
+        to.answer(
+            reply.replace('{"2": {"logprob": -1.0}', f'{{"2": {{"logprob": -1.0}}, "{twice}": {{"logprob": -3.0}}')
+        )
+
+    with pytest.raises(ServiceError, match=message):
+        attacked(hostile, misdeed, timeout=5.0)
+
+
+def test_a_token_has_one_log_prob_at_sglang() -> None:
+    reply = {
+        "input_token_logprobs": [[None, 1, None], [-1.0, 2, None]],
+        "input_top_logprobs": [None, [[-1.0, 2, None], [-1.5, 3, None]]],
+    }
+    read = partial(_http._Sglang().read, tokens=[1, 2], start=0)
+    assert read({"meta_info": reply}) == ([None, {2: -1.0, 3: -1.5}], [1, 2])
+    for top in ([[-1.0, 2, None], [-3.0, 2, None]], [[-1.0, 2, None], [3.7, 3, None]]):
+        with pytest.raises(ServiceError, match=r"two log-probs of token 2 at|the log-prob 3\.7, expected"):
+            read({"meta_info": {**reply, "input_top_logprobs": [None, top]}})
+
+
+def test_rounding_may_lift_a_log_prob_above_0(hostile: HostileServer) -> None:
+    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")), timeout=5.0)
+
+
+def test_json_too_deep_to_read(hostile: HostileServer) -> None:
+    with pytest.raises(ServiceError, match="something that is not JSON"):
+        attacked(hostile, lambda to, reply: to.answer("[" * 100_000), timeout=5.0)
+
+
+# ------------------------------------------------------------------ failures
 
 
 def test_a_batch_waits_once_for_a_server_that_is_down(server: PromptServer) -> None:

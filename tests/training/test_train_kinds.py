@@ -227,7 +227,10 @@ def test_without_a_reference_no_kl_is_measured(lab: Path, tmp_path: Path) -> Non
             ["kl.controller_args.low=0.2"],
             r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_args.low=0.2, kl.coefficient=0.1",
         ),
-        (["kl.controller_args={horizon: 0}", "kl.controller=ziegler"], "kl.controller_args.horizon must be finite"),
+        (
+            ["kl.controller_args={}", "kl.controller_args.horizon=0", "kl.controller=ziegler"],
+            "kl.controller_args.horizon must be finite",
+        ),
     ],
 )
 def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: list[str], message: str) -> None:

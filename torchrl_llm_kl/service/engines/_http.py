@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import logging
 import math
@@ -28,10 +29,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -45,11 +47,16 @@ from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._wire import Settings
 
+_T = TypeVar("_T")
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 #: Log-probs of the same tokens that differ by more nats are not rounding: another model, or wrong numbers.
 _TOLERANCE = 0.1
 _CLAMPED = -9999.0
+_ABOVE_ZERO = 1e-3  # nats by which rounding may lift a log-prob above 0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+_GRACE = 1.0  # seconds after the deadline for a thread to give up by itself, which names and TLS handshakes do not
+#: Bytes of an answer: a page without scores, and one entry of a token's scores, of which 100 are usual.
+_PAGE, _ENTRY = 2**20, 256
 _TRIES_AFTER_500 = 3  # an internal error may come from the request: do not repeat it for long
 #: No temperature, penalty or truncation from the model's generation config may enter log-probs.
 _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -79,8 +86,8 @@ class HTTPEngine:
         dialect: ``"vllm"`` (``/v1/completions`` with ``prompt_logprobs``) or ``"sglang"`` (``/generate``).
         api_key_env: environment variable of the replica with the key. (An argument would be visible to all clients of the
             service, which compare factories.)
-        timeout: seconds for all requests of a batch, retries included; less than the service's, whose callers then see the
-            reason.
+        timeout: seconds for all requests of a batch, from the first connection to the last byte, retries included; less than
+            the service's, whose callers then see the reason.
         concurrency: the most requests at a time.
         probe: token ids that every model of interest has.
         interface: keys and tokenizer for clients that tokenise.
@@ -92,7 +99,9 @@ class HTTPEngine:
 
     Raises:
         ServiceError: if the server answers with errors or with numbers that cannot be right.
-        ServiceTimeout: if it does not answer in time.
+        ServiceTimeout: if it has not answered in full in time.
+        ServiceError: if its answer has more bytes than what was requested can have, a log-prob that is no number of at most
+            0, or two of one token.
         ServiceConfigError: if it has another model.
         ValueError: for a request that it refuses, and for settings that it does not have: entropy, ``dtype``, ``adapters``,
             ``deterministic``. ``remember`` has no effect: the server has its own cache.
@@ -162,7 +171,7 @@ class HTTPEngine:
         positions: list[tuple[int, dict[int, float]]] = []
         try:
             for answer, job in jobs:
-                found = answer.result()
+                found = self._awaited(answer, job.deadline)
                 positions += [(job.tokens[t], found[t] or {}) for t in job.scored]
         except BaseException:
             for answer, _ in jobs:
@@ -206,6 +215,13 @@ class HTTPEngine:
         for name, (requested, why) in refused.items():
             if requested:
                 raise ValueError(f"{name}={getattr(settings, name)!r} is not possible with {self._http}: {name} {why}.")
+
+    def _awaited(self, answer: Future[_T], deadline: float) -> _T:
+        """The result of a thread, wherever it is stuck."""
+        wait([answer], max(deadline - time.monotonic(), 0.0) + _GRACE)
+        if not answer.done():
+            raise ServiceTimeout(f"{self._http} cannot be reached in time. Raise timeout=, or look at its log.")
+        return answer.result()
 
     def _positions(self, job: _Job) -> list[Position]:
         """Log-probs at each position of a sequence from its first scored token on, checked."""
@@ -263,7 +279,7 @@ class HTTPEngine:
     def _score_probe(self, temperature: float, deadline: float | None = None) -> list[dict[int, float]]:
         until = deadline or time.monotonic() + self._timeout
         job = _Job("the probe", self._probe, [*range(1, len(self._probe))], temperature, 2, until)
-        found = self._threads.submit(self._positions, job).result()
+        found = self._awaited(self._threads.submit(self._positions, job), until)
         return [position or {} for position in found[1:]]
 
     def _compare(self, found: list[dict[int, float]], what: str) -> None:
@@ -274,7 +290,8 @@ class HTTPEngine:
             raise ServiceError(f"{self._http}: {what}, by {worst:.3g} nats. Create the service again to accept it.")
 
     def _check_model(self, model: str) -> None:
-        found = self._http.get("/get_model_info", time.monotonic() + self._timeout)
+        deadline = time.monotonic() + self._timeout
+        found = self._awaited(self._threads.submit(self._http.get, "/get_model_info", deadline), deadline)
         served = (found or {}).get("model_path", model)
         if served != model:
             raise ServiceConfigError(f"{self._http} serves {served!r}, expected model={model!r}.")
@@ -392,7 +409,7 @@ class _Vllm:
     def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
         choice = reply["choices"][0]
         found: list[Position] = [
-            None if entry is None else {int(token): _number(x["logprob"]) for token, x in entry.items()}
+            None if entry is None else _position((int(token), x["logprob"]) for token, x in entry.items())
             for entry in choice["prompt_logprobs"] or ()
         ]
         if len(found) < len(tokens):  # which ones are missing is unknown
@@ -432,13 +449,30 @@ class _Sglang:
             tops = [None] * absent + tops
         found: list[Position] = [None] * start
         for (value, token, *_), top in zip(entries, tops, strict=True):
-            position = {int(other): _number(x) for x, other, *_ in top or () if x is not None}
+            position = _position((int(other), x) for x, other, *_ in top or () if x is not None)
             found.append(None if value is None else {**position, int(token): _number(value)})
         return found, [int(token) for _, token, *_ in entries]
 
 
-def _number(value: float) -> float:
-    """A log-prob; -inf where the server has clamped it."""
+def _position(entries: Iterable[tuple[int, Any]]) -> dict[int, float]:
+    """Log-probs by token."""
+    found: dict[int, float] = {}
+    for token, value in entries:
+        if token in found:
+            raise ServiceError(
+                f"the server sent two log-probs of token {token} at one position: look for a faulty proxy."
+            )
+        found[token] = _number(value)
+    return found
+
+
+def _number(value: Any) -> float:
+    """A log-prob; -inf where the server has clamped it, NaN where its weights are broken."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value > _ABOVE_ZERO:
+        raise ServiceError(
+            f"the server sent the log-prob {str(value)[:40]}, expected a number of at most 0: look for another processor of "
+            "log-probs at the server, or a faulty proxy."
+        )
     return -math.inf if value <= _CLAMPED else float(value)
 
 
@@ -475,12 +509,13 @@ class _Http:
         Raises:
             ValueError: if the server refuses the request.
             ServiceTimeout: if there is no answer until the deadline.
-            ServiceError: for any other answer.
+            ServiceError: for any other answer, and for one of more bytes than what was requested can have.
         """
         data, pause, failures = json.dumps(body).encode(), _FIRST_PAUSE, 0
+        limit = _PAGE + _ENTRY * len(job.tokens) * (job.top_k + 2)
         while True:
             try:
-                status, text = self._exchange("POST", path, data, job.deadline)
+                status, text = self._exchange("POST", path, data, job.deadline, limit)
             except (OSError, http.client.HTTPException) as error:
                 why = f"{type(error).__name__}: {error}"
             else:
@@ -501,12 +536,13 @@ class _Http:
     def get(self, path: str, deadline: float) -> dict[str, Any] | None:
         """A JSON object, or None if the server has no such page or does not answer."""
         with contextlib.suppress(OSError, http.client.HTTPException):
-            status, text = self._exchange("GET", path, None, deadline)
+            status, text = self._exchange("GET", path, None, deadline, _PAGE)
             found = self._parsed(text) if status == 200 else None
             return found if isinstance(found, dict) else None
         return None
 
-    def _exchange(self, method: str, path: str, data: bytes | None, deadline: float) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, data: bytes | None, deadline: float, limit: int) -> tuple[int, bytes]:
+        """Status and body; a TimeoutError at the deadline, a ServiceError for more than ``limit`` bytes."""
         left = max(deadline - time.monotonic(), 0.01)
         connection = getattr(self._local, "connection", None)
         if connection is None:
@@ -518,8 +554,18 @@ class _Http:
             if connection.sock is not None:
                 connection.sock.settimeout(left)
             connection.request(method, self._base + path, data, self._headers)
+            connection.response_class = partial(_Response, deadline=deadline, limit=limit)
             reply = connection.getresponse()
+            if (reply.length or 0) > limit:
+                raise _TooLong
             return reply.status, reply.read()
+        except _TooLong:
+            self._local.connection = None
+            connection.close()
+            raise ServiceError(
+                f"{self} answers with more than {limit} bytes, the most that this request can have: check that it is the "
+                "right server."
+            ) from None
         except BaseException:
             self._local.connection = None
             connection.close()
@@ -533,14 +579,60 @@ class _Http:
         with self._lock:
             self.replies += 1
         try:
-            return json.loads(text)
-        except ValueError:
+            return json.loads(text, object_pairs_hook=self._once)
+        except (ValueError, RecursionError):
             raise ServiceError(f"{self} answers with something that is not JSON: {text[:80]!r}.") from None
+
+    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object of JSON; Python's own takes the last of several entries with one name."""
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ServiceError(f"{self} sent two entries named {twice[:40]!r} in one object: look for a faulty proxy.")
+        return found
+
+
+class _TooLong(Exception):
+    """An answer has more bytes than what was requested can have."""
+
+
+class _Response(http.client.HTTPResponse):
+    """A response that is whole before a deadline, and of at most ``limit`` bytes, interim responses and headers included."""
+
+    def __init__(self, sock: Any, *args: Any, deadline: float, limit: int, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp: Any = io.BufferedReader(_Limited(sock, self.fp.detach(), deadline, limit))
+
+
+class _Limited(io.RawIOBase):
+    """The bytes of a socket, until a deadline and up to a number."""
+
+    def __init__(self, sock: Any, raw: io.RawIOBase, deadline: float, limit: int) -> None:
+        self._sock, self._raw, self._deadline, self._left = sock, raw, deadline, limit
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer is not complete")
+        self._sock.settimeout(left)
+        count: int | None = self._raw.readinto(buffer)
+        self._left -= count or 0
+        if self._left < 0:
+            raise _TooLong
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def _message(text: bytes) -> str:
     """The message of an error reply: vLLM's ``error.message`` or ``message``, or its first characters."""
-    with contextlib.suppress(ValueError, AttributeError):
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
         found = json.loads(text)
         inner = found.get("error", found)
         message = inner.get("message") if isinstance(inner, dict) else inner
