@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -73,3 +74,16 @@ def assert_near(
             f"{msg} {int((error > bound).sum())} of {want.numel()} values differ by more than rounding. The worst, number {i}: "
             "{!r}, not {!r}; difference {:.2g}, bound {:.2g}.".format(*values)
         )
+
+
+def rows_keep_their_bits() -> bool:
+    """Whether this machine's matrix products give a row the same bits in any place, which ``deterministic=True`` needs."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(n, 64, generator=generator) for n in (256, 32))
+    return torch.equal((rows @ weight.T).flip(0), rows.flip(0) @ weight.T)
+
+
+#: MKL with the instructions of AVX2, for one, does not; there ``deterministic=True`` is refused.
+needs_equal_rows = pytest.mark.skipif(
+    not rows_keep_their_bits(), reason="matrix products of this machine give a row other bits in another place"
+)

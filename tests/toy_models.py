@@ -10,9 +10,9 @@ from torch import nn
 
 VOCAB_SIZE = 97
 #: For :func:`closeness.assert_near`, of what a tiny model computes: sums of up to 64 terms; log-probs of up to 16 nats, and
-#: gradients of their sums over up to 64 tokens, which add values of up to 8.
+#: gradients of their sums over up to 64 tokens, which add values of up to 32.
 FORWARD: dict[str, Any] = {"terms": 64, "size": 16.0}
-BACKWARD: dict[str, Any] = {"terms": 64 * 64, "size": 8.0}
+BACKWARD: dict[str, Any] = {"terms": 64 * 64, "size": 32.0}
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 # A range large enough for distributions far from uniform and for positions to matter.
 _WEIGHTS = {"initializer_range": 0.4}

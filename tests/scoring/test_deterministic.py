@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from closeness import assert_near
+from closeness import assert_near, needs_equal_rows
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
@@ -23,6 +23,7 @@ from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
+pytestmark = needs_equal_rows
 # Wide enough that products of different numbers of rows are summed in different orders.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2500, "max_position_embeddings": 1024}
 LENGTHS = (150, 3, 67, 262)
