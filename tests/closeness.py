@@ -59,12 +59,12 @@ def assert_near(
 
     dtypes = [value.dtype for value in (actual, expected) if isinstance(value, Tensor)]
     assert dtype is not None or len(set(dtypes)) < 2, f"{msg} has dtype {dtypes[0]}, not {dtypes[1]}."
-    kind = dtype or (dtypes[0] if dtypes else torch.float64)
+    exact = bool(dtypes) and not dtypes[0].is_floating_point
+    eps = 0.0 if exact else torch.finfo(dtype or next(iter(dtypes), torch.float64)).eps
     found, want = (torch.as_tensor(value, dtype=torch.float64, device="cpu").detach() for value in (actual, expected))
     assert found.shape == want.shape, f"{msg} has shape {tuple(found.shape)}, not {tuple(want.shape)}."
     magnitude = want.abs().nan_to_num(nan=0.0, posinf=0.0)
     largest = float(magnitude.max()) if size is None and want.numel() else size or 0.0
-    eps = torch.finfo(kind).eps if kind.is_floating_point else 0.0
     bound = STEPS * eps * math.sqrt(terms) * (1 + abs(exponent)) * magnitude.clamp(min=largest)
     error = torch.where(found == want, 0.0, (found - want).abs()).nan_to_num(nan=torch.inf)
     if (error > bound).any():

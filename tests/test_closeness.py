@@ -75,6 +75,8 @@ def test_structures() -> None:
     assert_near({"a": [torch.ones(2), 2.0], "b": (inf, -inf, 1)}, {"a": [torch.ones(2), 2.0], "b": [inf, -inf, 1.0]})
     assert_near(torch.tensor([True, False]), torch.tensor([True, False]))
     assert_near(torch.zeros(0), torch.zeros(0))
+    with pytest.raises(AssertionError, match="bound 0"):
+        assert_near(torch.tensor([10**8]), torch.tensor([10**8 + 1]), dtype=torch.float32)
     rows = torch.nested.nested_tensor([torch.ones(2), torch.full((3,), 50.0)], layout=torch.jagged)
     assert_near(rows, rows.clone())
     with pytest.raises(AssertionError, match=r"\[0\] 2 of 2"):  # each row by its own values
