@@ -53,16 +53,29 @@ def pool() -> Iterator[RankPool]:
 def ray_cluster() -> Iterator[None]:
     """A local Ray cluster with explicit resources, started once."""
     ray = pytest.importorskip("ray")
-    ray.init(
-        address="local",  # not another cluster of this machine
-        num_cpus=4,
-        num_gpus=0,
-        object_store_memory=200 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS)), "OMP_NUM_THREADS": "1"}},
-    )
+    settings: dict[str, Any] = {
+        "address": "local",  # not another cluster of this machine
+        "num_cpus": 4,
+        "num_gpus": 0,
+        "object_store_memory": 200 * 2**20,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "_node_ip_address": "127.0.0.1",
+        "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS)), "OMP_NUM_THREADS": "1"}},
+    }
+    for last in (
+        False,
+        False,
+        False,
+        True,
+    ):  # Ray gives its node 30 seconds, which cannot be set: a busy machine needs more
+        try:
+            ray.init(**settings)
+            break
+        except Exception as error:
+            ray.shutdown()
+            if last or "timed out during startup" not in str(error):
+                raise
     yield
     ray.shutdown()
 

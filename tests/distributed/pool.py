@@ -12,7 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-#: Longest time of one case, in seconds; the start of the ranks does not count. A rank that hangs takes its pool with it.
+from waits import slowdown
+
+#: Longest time of one case, in seconds on an idle machine; the start of the ranks does not count. A rank that hangs takes its
+#: pool with it.
 LIMIT = 60.0
 
 
@@ -35,9 +38,9 @@ class RankPool:
         store = str(Path(self._folder.name) / f"case{self._cases}")
         for rank in range(ranks):
             self._workers[rank][1].send((function, arguments, rank, ranks, store))
-        results, failures, deadline = [], [], time.monotonic() + limit
+        results, failures, begin = [], [], time.monotonic()
         waiting = set(range(ranks))
-        while waiting and not failures and time.monotonic() < deadline:
+        while waiting and not failures and time.monotonic() - begin < limit * slowdown():
             for rank in sorted(waiting):
                 process, connection = self._workers[rank]
                 if connection.poll(0.02) or not process.is_alive():

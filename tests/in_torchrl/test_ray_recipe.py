@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.tasks import whole_groups
 from toy_models import FORWARD
 from toy_rollouts import flat, steps
+from waits import until
 
 ray = pytest.importorskip("ray")
 over_ray = pytest.mark.usefixtures("ray_cluster")
@@ -225,10 +225,7 @@ def test_asynchronous_loop() -> None:
 
 
 def wait_for(buffer: Any, writes: int, seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
-    while buffer.write_count < writes:
-        assert time.monotonic() < end, f"{buffer.write_count} of {writes} rows arrived"
-        time.sleep(0.1)
+    until(lambda: buffer.write_count >= writes, seconds=seconds)
 
 
 @over_ray

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rollout_fixtures import _lists_become_stacks  # noqa: F401
+from waits import wait_for_replicas
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.service import ScoringService
@@ -18,6 +19,7 @@ pytest.importorskip("ray")
 @pytest.fixture(scope="session", autouse=True)
 def _cluster(ray_cluster: None) -> None:
     """Started before the first test."""
+    wait_for_replicas()
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import RemoteModel
+from waits import LONG
 
 
 def sequences(seed: int = 0, count: int = 5) -> Ragged:
@@ -85,16 +86,8 @@ def callers(remote: RemoteModel, count: int = 4, calls: int | None = None) -> It
         if calls is None:
             load.stop.set()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=LONG)
         assert not any(thread.is_alive() for thread in threads), "a caller hangs"
-
-
-def until(condition: object, *, seconds: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 @ray.remote(num_cpus=0)

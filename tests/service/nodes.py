@@ -15,13 +15,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import ray  # noqa: E402
 import torch  # noqa: E402
-from load import callers, sequences, until  # noqa: E402
+from load import callers, sequences  # noqa: E402
 from ray._private.state import actors  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from remote_models import delayed, model  # noqa: E402
 
 from torchrl_llm_kl import LogProbScorer  # noqa: E402
 from torchrl_llm_kl.service import ScoringService  # noqa: E402
+from waits import LONG, until  # noqa: E402
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -54,7 +55,7 @@ def main() -> dict[str, Any]:
         num_replicas=4,
         num_cpus=1,
         scheduling_strategy="SPREAD",
-        timeout=240.0,
+        timeout=LONG,
     )
     before = homes("nodes", 4)
     with callers(service.model, count=3) as load:

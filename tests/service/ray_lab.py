@@ -18,7 +18,9 @@ from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb
 from toy_rollouts import leaves, make_env, make_model, make_policy, make_scoring_wrapper, make_tokenizer, steps
+from waits import wait_for_replicas
 
+wait_for_replicas()  # in actors too
 CPUS: dict[str, Any] = {"num_cpus": 0.1}
 COEFF = 0.3
 NAMES = ["RetrieveLogProb", "RetrieveKL", "from_collector", "KLRewardTransform"]

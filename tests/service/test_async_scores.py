@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from load import assert_same, sequences, until
+from load import assert_same, sequences
 from remote_models import delayed, model
 
 from torchrl_llm_kl import LogProbScorer
@@ -23,6 +23,7 @@ from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
+from waits import until
 
 
 class Answer:

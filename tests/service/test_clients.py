@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import ray
-from load import Client, assert_same, sequences, until
+from load import Client, assert_same, sequences
 from remote_models import model
 
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.service import RemoteModel, ScoringService
+from waits import LONG, until
 
 CPUS = {"num_cpus": 0.1}
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -65,6 +66,8 @@ def driver(body: str) -> subprocess.Popen[str]:
         from remote_models import model, delayed
         from load import sequences
         from torchrl_llm_kl.service import ScoringService, ServiceConfigError
+        from waits import wait_for_replicas
+        wait_for_replicas()
     """
     script = textwrap.dedent(head) + textwrap.dedent(body)
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -113,7 +116,7 @@ def drivers() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, err[-2000:]
     return out.strip()
 
@@ -163,7 +166,7 @@ def test_the_lease_of_a_killed_driver_expires(drivers: list[subprocess.Popen[str
     drivers.append(
         driver('service = ScoringService(factory=model, name="orphan", num_cpus=0.1); os.kill(os.getpid(), 9)')
     )
-    drivers[0].wait(timeout=120)
+    drivers[0].wait(timeout=LONG)
     assert "orphan:0" in names()
     until(lambda: "orphan:0" not in names(), seconds=60)
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from load import assert_same, callers, clone, sequences, until
+from load import assert_same, callers, clone, sequences
 from remote_models import delayed, delayed_while, model, quits
 from torch import nn
 
@@ -36,6 +36,7 @@ from torchrl_llm_kl.service import (
 )
 from torchrl_llm_kl.service.control._actor import control_of
 from torchrl_llm_kl.service.control._table import HUNG, READY, Plan, Scaling
+from waits import LONG, until
 
 CPUS: dict[str, Any] = {"num_cpus": 0.1}
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -85,6 +86,8 @@ def driver(body: str) -> subprocess.Popen[str]:
         from remote_models import model
         from load import sequences
         from torchrl_llm_kl.service import ScoringService, ServiceError
+        from waits import wait_for_replicas
+        wait_for_replicas()
         def total(remote):
             return float(remote.make_scorer().score(sequences()).values.sum())
     """
@@ -208,7 +211,7 @@ def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer, tmp_
     time.sleep(3)
     service.shutdown()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=LONG)
     assert [type(error) for error in errors] == [ServiceClosedError] * 3
     time.sleep(2)
     assert names("ends:") == []
@@ -445,7 +448,7 @@ def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog
     assert f"CPU: 1 requested, {total:g} in the cluster" in caplog.text
     assert "free some, or add a node" in caplog.text
     ray.kill(hog)
-    thread.join(timeout=60)
+    thread.join(timeout=LONG)
     made[0].shutdown()
 
 
@@ -471,7 +474,7 @@ def test_the_number_of_replicas_follows_the_load(local: LogProbScorer) -> None:
 def test_a_node_is_killed_and_another_added_under_load() -> None:
     """Four nodes in a process of their own, because this one is connected to a cluster."""
     script = str(Path(__file__).parent / "nodes.py")
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LONG, check=False)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, ran.stderr[-3000:]
     found = json.loads(lines[0].removeprefix("RESULT "))

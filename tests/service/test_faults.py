@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import ray
 import torch
-from load import Client, Load, assert_same, callers, clone, sequences, until
+from load import Client, Load, assert_same, callers, clone, sequences
 from remote_models import delayed, late, model, only_once, slow
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceOverloaded, ServiceTimeout
+from waits import LONG, until
 
 CPUS = {"num_cpus": 0.1}
 
@@ -203,7 +204,7 @@ def test_shut_down_while_callers_wait(local: LogProbScorer) -> None:
     assert log_lines(f"replica {service.name}:0 drains")
     load.stop.set()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=LONG)
     assert load.errors
     assert all(isinstance(error, ServiceClosedError) for error in load.errors), load.errors
     for seed, answer in load.answers.items():

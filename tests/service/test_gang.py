@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 from gang_ranks import alive, broken_on_one_rank, build, pids, recorded
-from load import assert_same, callers, sequences, until
+from load import assert_same, callers, sequences
 
 from distributed.pool import RankPool
 from torchrl_llm_kl import LogProbScorer, Ragged
@@ -22,6 +22,7 @@ from torchrl_llm_kl.service._wire import Request, Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
 from torchrl_llm_kl.service.replica._core import ScoringCore
+from waits import LONG, until
 
 CPUS = {"num_cpus": 0.1}
 
@@ -50,7 +51,7 @@ def gang(folder: Path, **options: object) -> partial[GangEngine]:
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[ScoringService]:
-    with ScoringService(factory=gang(folder), name="gang", timeout=300.0, **CPUS) as found:
+    with ScoringService(factory=gang(folder), name="gang", timeout=LONG, **CPUS) as found:
         yield found
         found.shutdown()
 
@@ -244,7 +245,7 @@ def test_the_replica_killed(service: ScoringService, local: LogProbScorer, folde
 @pytest.mark.parametrize("shard", ["fsdp2", "tp"])
 def test_a_rank_that_hangs(tmp_path: Path, local: LogProbScorer, shard: str) -> None:
     factory = gang(tmp_path, shard=shard, timeout=4.0)
-    with ScoringService(factory=factory, timeout=300.0, **CPUS) as service:
+    with ScoringService(factory=factory, timeout=LONG, **CPUS) as service:
         try:
             with callers(service.model, calls=6) as load:
                 until(lambda: len(load.answers) >= 4)
@@ -260,7 +261,7 @@ def test_a_rank_that_hangs(tmp_path: Path, local: LogProbScorer, shard: str) -> 
 @pytest.mark.slow
 def test_the_error_of_one_rank_s_factory() -> None:
     with pytest.raises(OSError, match="no such checkpoint: /nowhere"):
-        GangEngine(broken_on_one_rank, ranks=2, start_timeout=100.0, **CPUS)
+        GangEngine(broken_on_one_rank, ranks=2, start_timeout=LONG, **CPUS)
     until(lambda: groups().count("CREATED") <= 1)
 
 

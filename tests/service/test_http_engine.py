@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from load import assert_same, callers, sequences, until
+from load import assert_same, callers, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import model
 
@@ -28,6 +28,7 @@ from torchrl_llm_kl.service.engines import _http
 from torchrl_llm_kl.service.engines._engine import Engine
 from torchrl_llm_kl.service.engines._http import rounding
 from torchrl_llm_kl.service.replica._core import ScoringCore
+from waits import until
 
 DIALECTS = ["vllm", "sglang"]
 PLAIN = Settings()

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from load import Load, clone, sequences, until
+from load import Load, clone, sequences
 from remote_models import ENDLESS, POISON, SLOW, deadly, model, reporting
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import PoisonedRequest, RemoteModel, ScoringService, ServiceTimeout
 from torchrl_llm_kl.service._wire import Request, Settings
+from waits import LONG, until
 
 pytestmark = pytest.mark.slow
 HANG_AFTER = 2.0
@@ -64,7 +65,7 @@ def neighbours(remote: RemoteModel) -> Iterator[tuple[Load, list[float]]]:
     finally:
         load.stop.set()
         for thread in threads:
-            thread.join(timeout=300)
+            thread.join(timeout=LONG)
 
 
 def all_up(service: ScoringService, folder: Path, lives: int) -> None:
@@ -116,7 +117,7 @@ def test_outside_kills_do_not_condemn_a_request(tmp_path: Path, replicas: int) -
 
     killer = threading.Thread(target=kill, daemon=True)
     factory = partial(reporting, str(tmp_path), 1.0)
-    with ScoringService(factory=factory, num_replicas=replicas, num_cpus=0.1, timeout=240.0) as service:
+    with ScoringService(factory=factory, num_replicas=replicas, num_cpus=0.1, timeout=LONG) as service:
         killer.start()
         try:
             found = service.model.make_scorer().score([SLOW])

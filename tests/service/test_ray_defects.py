@@ -43,6 +43,7 @@ from torchrl_llm_kl.service import (
     ServiceConfigError,
 )
 from toy_rollouts import make_env
+from waits import until
 
 SERVICE = "defects"
 SHARED: dict[str, Any] = {"actor_name": SERVICE, "max_wait": 0.2, **CPUS}
@@ -92,10 +93,7 @@ def named(prefix: str) -> list[str]:
 
 def assert_gone(prefix: str, *, within: float) -> None:
     """Wait until no actor has a name with this prefix."""
-    deadline = time.monotonic() + within
-    while named(prefix) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert named(prefix) == []
+    until(lambda: not named(prefix), seconds=within)
 
 
 # ------------------------------------------------------------------ 16, 17, 18: construction and first use
@@ -198,9 +196,7 @@ def _create(name: str, meeting: str, parties: int) -> tuple[int, int, list[Tenso
     """Create or find the service at the same moment as other processes; pids here and there, and the scores."""
     place = Path(meeting)
     (place / str(os.getpid())).touch()
-    deadline = time.monotonic() + 60
-    while len(list(place.iterdir())) < parties and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(list(place.iterdir())) >= parties)
     service = ScoringService(factory=REF, name=name, **CPUS)
     found = RetrieveLogProb(service.model)(data())
     return os.getpid(), service.stats()[0]["pid"], rows_of(found, ("next", "ref_log_probs", "full"))

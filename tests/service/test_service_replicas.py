@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from torchrl_llm_kl.service.client._replicas import _lost_arguments, failures
+from waits import LONG
 
 
 @ray.remote(num_cpus=0.1, max_restarts=-1, max_task_retries=0)
@@ -26,10 +27,10 @@ class Mortal:
 
 def error_of(actor: object, *, kill: bool = False) -> Exception:
     """The error that a call raises once the actor is dead for good; ``kill`` kills it until then."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + LONG
     while True:
         try:
-            pid = ray.get(actor.pid.remote(), timeout=60)  # type: ignore[attr-defined]
+            pid = ray.get(actor.pid.remote(), timeout=LONG)  # type: ignore[attr-defined]
             if kill:
                 os.kill(pid, signal.SIGKILL)
         except ray.exceptions.ActorUnavailableError:

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from load import clone, sequences, until
+from load import clone, sequences
 from remote_models import ENDLESS, POISON, deadly, model
 from rich.console import Console
 from rich.table import Table
 
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import PoisonedRequest, RemoteModel, ScoringService
+from waits import LONG, until
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +80,7 @@ class Faults:
 
     def _poisoned(self, row: list[int]) -> None:
         try:
-            answer = clone(self.service.model, timeout=240).make_scorer().score(Ragged.from_list([torch.tensor(row)]))
+            answer = clone(self.service.model, timeout=LONG).make_scorer().score(Ragged.from_list([torch.tensor(row)]))
             self.odd.append(answer)
         except PoisonedRequest:
             pass
@@ -89,7 +90,7 @@ class Faults:
 
 def work(remote: RemoteModel, expected: list[torch.Tensor], end: float, tally: Tally, seed: int) -> None:
     rng = random.Random(seed)
-    mine = clone(remote, timeout=120)
+    mine = clone(remote, timeout=LONG)
     scorer = mine.make_scorer()
     while time.monotonic() < end:
         question = rng.randrange(SEEDS)
@@ -141,7 +142,7 @@ def test_nothing_is_lost_and_memory_stays_flat(tmp_path: Path) -> None:
                 faults.happen(rng, calm=passed > 1 / 4)
                 next_kill = time.monotonic() + rng.uniform(10, 30)
         for thread in threads:
-            thread.join(timeout=150)
+            thread.join(timeout=LONG)
         hanging = sum(thread.is_alive() for thread in threads)
         until(lambda: "restarts" in service.stats()[1])  # not while it is stopped
         stats = service.stats()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from load import callers, until
+from load import callers
 from remote_models import model
 from tensordict import TensorDict
 from torch.testing import assert_close
@@ -22,6 +22,7 @@ from torchrl_llm_kl.service.client import _remote
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
+from waits import until
 
 FIELDS = ("log_prob", "entropy", "top_indices", "top_log_probs", "tail_log_prob")
 ROWS = [[3, 4, 5, 6, 7], [8], [], [9, 10, 11]]

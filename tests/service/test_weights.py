@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from load import assert_same, callers, clone, sequences, until
+from load import assert_same, callers, clone, sequences
 from remote_models import model
 from torch import nn
 
@@ -27,6 +27,7 @@ from torchrl_llm_kl.service import (
     WeightVersionError,
 )
 from torchrl_llm_kl.service._weights import chunks_of, keeper_of
+from waits import LONG, until
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_a_request_waits_for_a_later_version(service: ScoringService) -> None:
         until(lambda: len(load.answers) > 10)
         assert not found
         service.update_weights(model(seed=4), early.version)
-        thread.join(timeout=30)
+        thread.join(timeout=LONG)
     assert_same(found[0], LogProbScorer(model(seed=4)).score(sequences()).values)
     load.assert_all_right(LogProbScorer(model()), LogProbScorer(model(seed=4)))
 
@@ -159,7 +160,7 @@ def test_two_updaters_at_once(service: ScoringService) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=LONG)
     assert sorted(versions) == list(range(start + 1, start + 7))
     load.assert_all_right(*(LogProbScorer(model(seed=seed)) for seed in (0, 1, 2)))
     assert service.update_weights(model()) == start + 7
@@ -189,7 +190,7 @@ def test_a_replica_that_cannot_be_reached_does_not_block_a_push(service: Scoring
         found: list[torch.Tensor] = []
         waiting = threading.Thread(target=lambda: found.append(service.model.make_scorer().score(data).values))
         waiting.start()
-    waiting.join(timeout=60)
+    waiting.join(timeout=LONG)
     assert_same(found[0], LogProbScorer(model(seed=3)).score(data).values)
     assert [stats["version"] for stats in service.stats()] == [pushed, pushed]
 
@@ -209,7 +210,7 @@ def test_a_keeper_that_cannot_be_reached_does_not_stop_the_scores(service: Scori
         load.assert_all_right(LogProbScorer(model()))
         assert not found
     service.update_weights(model(seed=5), early.version)
-    waiting.join(timeout=30)
+    waiting.join(timeout=LONG)
     assert_same(found[0], LogProbScorer(model(seed=5)).score(sequences()).values)
 
 

@@ -17,6 +17,8 @@ import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
 
+from waits import LONG
+
 pytest.importorskip("matplotlib")
 pytest.importorskip("ray")
 pytest.importorskip("rich")
@@ -40,7 +42,7 @@ def finished(tmp_path_factory):
         *("--warmup-steps", "15", "--seed", "3", "--out", str(out)),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return out, done.stdout
 
@@ -62,13 +64,13 @@ def test_an_interrupted_run_keeps_its_model_and_plot_and_those_before(tmp_path):
         process = subprocess.Popen(
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-    limit = time.monotonic() + 300
+    limit = time.monotonic() + LONG
     while not (out / "earlier-1").exists() or len(rows_of(out / "undisturbed.jsonl")) < 2:
         assert process.poll() is None, (tmp_path / "log").read_text()
         assert time.monotonic() < limit
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130, (tmp_path / "log").read_text()
+    assert process.wait(timeout=LONG) == 130, (tmp_path / "log").read_text()
     output = (tmp_path / "log").read_text()
     assert output.index("run 1: 300 steps") > output.index(f"moved it to {out / 'earlier-1'}")
     assert (

@@ -1,0 +1,39 @@
+"""How long tests wait for what happens in other processes: longer on a machine that is busy with something else.
+
+Times that a test is *about* (a deadline that must pass, a pause that must stay short) are not from here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+#: Seconds for what ends by itself: a replica's start, a process, a thread. Only a hang takes them.
+LONG = 900.0
+
+
+def slowdown() -> float:
+    """How many processes share a core: now, or on average over the last minute; at least 1."""
+    running = os.getloadavg()[0]
+    if (now := Path("/proc/loadavg")).exists():
+        running = max(running, float(now.read_text().split()[3].partition("/")[0]))
+    return max(1.0, running / len(os.sched_getaffinity(0)))
+
+
+def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:
+    """Wait until a condition holds, so many seconds on an idle machine."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds * slowdown(), "it did not happen"
+        time.sleep(0.02)
+
+
+def wait_for_replicas() -> None:
+    """Services of this process that are given no ``timeout`` wait as long as a replica's start takes on a busy machine."""
+    from torchrl_llm_kl.service import ScoringService
+
+    defaults = ScoringService.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["timeout"] = LONG
