@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_files import Cli, error_of
@@ -40,8 +41,13 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     path.write_text(out)
     assert read_config(path) == read_config(file, ["optimizer.lr=1e-5", "run.seed=3"])
     assert not (tmp_path / "out").exists()
-    words = ["model.name=m", "data.prompts=p.jsonl", "reward=r.py:f", "--dry-run"]
-    assert "name: m\n" in cli("train", *words).stdout
+    values = read_config(file)
+    least = (
+        f"model.name={values.model.name}",
+        f"data.prompts={values.data.prompts}",
+        f"reward={values.reward.functions}",
+    )
+    assert f"name: {values.model.name}\n" in cli("train", *least, "--dry-run").stdout
 
 
 def test_a_file_with_an_equals_sign_in_its_path_is_no_change(cli: Cli, file: Path, tmp_path: Path) -> None:
@@ -55,6 +61,75 @@ def test_a_reward_that_always_fails_is_the_user_s(cli: Cli, file: Path, tmp_path
     last = cli("train", file, f"reward={tmp_path / 'fails.py'}:f", code=2).stderr.splitlines()[-1]
     assert "failed for all 8 answers of its first batch" in last
     assert "unexpected" not in last
+
+
+#: A change of the settings, and what is said of it. Each is found without weights.
+NOT_THERE = {
+    "data.prompts=nowhere.jsonl": "nowhere.jsonl",
+    "data.held_out=nowhere.jsonl": "nowhere.jsonl",
+    "data.prompts={lab}": "is a folder",
+    "data.prompts={tmp}/odd.jsonl": "line 1 of {tmp}/odd.jsonl has no prompt",
+    "reward=nowhere.py:f": "there is no file nowhere.py",
+    "reward={lab}/rewards.py:nothing": "has no function 'nothing': it has vowels, digits",
+    "reward.functions={{a: {{function: 3}}}}": "reward.functions.a is {{'function': 3}}: expected module.py:function",
+    "reward.functions={{a: {{function: math:sqrt, weight: 1e400}}}}": "weight is inf: expected a finite number",
+    "model.name=./nowhere": "model.name: there is no folder ./nowhere",
+    "model.name={tmp}/empty": "model.name: the folder {tmp}/empty holds no model",
+    "model.name={tmp}/light": "model.name: the folder {tmp}/light holds no weights",
+    "model.name={tmp}/broken": "model.name: cannot load the model '{tmp}/broken'",
+    "model.name={tmp}/encoder": "model.name: {tmp}/encoder is no causal language model: found a configuration of t5",
+    "model.tokenizer=./nowhere": "there is no folder ./nowhere: pass the path of a tokenizer",
+    "model.attention=flash": "model.attention is flash: ",
+    "model.device=gpu": "model.device is 'gpu', which cannot be used",
+    "reference.name=./nowhere": "reference.name: there is no folder ./nowhere",
+    "lora={{r: 2, targets: [nope]}}": "lora.targets is ['nope']: ",
+    "algorithm.name=dpo": "learns from given answers",
+    "algorithm.minibatches=9": "algorithm.minibatches is 9: expected at most 8, the answers of a step",
+    "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "there are no held-out prompts",
+    "data.system_prompt=no; model.name={tmp}/strict": "the tokenizer's chat template refuses the first prompt (no system prompts)",
+    "run.out={tmp}/config.yaml": "run.out is {tmp}/config.yaml, a file",
+}
+
+
+@pytest.fixture
+def odd(lab: Path, tmp_path: Path) -> Path:
+    """A folder with what no run can read."""
+    (tmp_path / "odd.jsonl").write_text('{"text": "hi"}\n')
+    (tmp_path / "empty").mkdir()
+    for name in ("light", "broken", "encoder"):
+        shutil.copytree(lab / "model", tmp_path / name)
+    (tmp_path / "light" / "model.safetensors").unlink()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "encoder" / "config.json").write_text('{"model_type": "t5"}')
+    template = tmp_path / "strict" / "chat_template.jinja"
+    shutil.copytree(lab / "model", template.parent)
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+    template.write_text(refuse + template.read_text())
+    return tmp_path
+
+
+@pytest.mark.parametrize("change", NOT_THERE)
+def test_what_is_not_there_is_found_before_a_run_begins(
+    cli: Cli, file: Path, lab: Path, odd: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a dry run, which loads no weights; a run makes the same checks first."""
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
+    monkeypatch.chdir(odd)
+    words = [word.format(tmp=odd, lab=lab) for word in change.split("; ")]
+    assert NOT_THERE[change].format(tmp=odd) in error_of(cli("train", file, *words, "--dry-run", code=2))
+    assert not (odd / "out").exists()
+
+
+def test_a_dry_run_prints_the_settings_alone(cli: Cli, file: Path, tmp_path: Path) -> None:
+    """A file of rewards that prints does not get between them, and none is called."""
+    (tmp_path / "talks.py").write_text("print('loading')\ndef f(q, a, m):\n    raise SystemExit(3)\n")
+    result = cli("train", file, f"reward={tmp_path / 'talks.py'}:f", "--dry-run")
+    assert result.stdout.startswith("model:\n")
+    assert "loading" in result.stderr
 
 
 def test_errors_are_one_line(cli: Cli, file: Path, tmp_path: Path) -> None:

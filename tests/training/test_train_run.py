@@ -7,8 +7,10 @@ import shutil
 import signal
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from train_lab import ANSWERS, HELD_OUT, assert_same_run, build_lab, figures, same, settings, steps_in, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,7 +18,9 @@ from torchrl_llm_kl.training import (
     Checkpoints,
     CheckpointWarning,
     ConfigError,
+    ModelError,
     TrainConfig,
+    load_model,
     load_prompts,
     read_config,
     summary,
@@ -208,6 +212,77 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert said[0] == f"{out} held an earlier run: moved it to {out / 'earlier-1'}."
     assert (result.step, len(figures(out / "metrics.jsonl"))) == (2, 2)
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.prompts=nowhere.jsonl", "nowhere.jsonl"),
+        ("reward=nowhere.py:f", "there is no file nowhere.py"),
+        ("model.name=./nowhere", "there is no folder ./nowhere"),
+        ("algorithm.name=dpo", "learns from given answers"),
+        ("model.dtype=bfloat16", "weights cannot be read"),
+    ],
+)
+def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(
+    lab: Path, tmp_path: Path, change: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it fails while it loads the weights."""
+    out = tmp_path / "out"
+    (out / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (out / name).write_text("of the earlier run")
+    before = sorted(out.rglob("*"))
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise ModelError("weights cannot be read")
+
+    monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
+    said: list[str] = []
+    for _ in range(2):
+        with pytest.raises((ValueError, OSError), match=message):
+            train(settings(lab, out, change), fresh=True, say=said.append)
+    assert sorted(path for path in out.rglob("*") if path.name != ".lock") == before
+    assert (out / "metrics.jsonl").read_text() == (out / "config.yaml").read_text() == "of the earlier run"
+    assert said == []
+
+
+def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
+    """The weights of the earlier run to go on from, a tokenizer, prompts: by any name of the folder."""
+    out = tmp_path / "out"
+    shutil.copytree(lab / "model", out / "final")
+    (out / "logs").mkdir()
+    (out / "logs" / "r.py").write_text("def f(q, a, m):\n    return 1.0\n")
+    (tmp_path / "link").symlink_to(out)
+    before = sorted(out.rglob("*"))
+    for change, key in (
+        (f"model.name={out / 'final'}", r"model\.name"),
+        (f"model.tokenizer={out / 'logs' / '..' / 'final'}", r"model\.tokenizer"),
+        (f"reference.name={tmp_path / 'link' / 'final'}", r"reference\.name"),
+        (f"data.prompts={out / 'logs' / 'p.jsonl'}", r"data\.prompts"),
+        (f"reward={out / 'logs' / 'r.py'}:f", "reward.functions"),
+    ):
+        for fresh in (True, False):
+            with pytest.raises(ConfigError, match=rf"^{key}.* which this run would move or replace: copy it"):
+                train(settings(lab, out, change), fresh=fresh)
+    assert sorted(path for path in out.rglob("*") if path.name != ".lock") == before
+
+
+def test_a_device_that_is_not_there_is_said_before_a_model_is_loaded(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    absent = f"cuda:{torch.cuda.device_count()}"
+    for device in (absent, "meta", "gpu"):
+        with pytest.raises(
+            ModelError, match=rf"^model\.device is '{device}', which cannot be used .*: this machine has cpu"
+        ):
+            train(settings(lab, tmp_path / "out", f"model.device={device}"))
+        with pytest.raises(ModelError, match=rf"^device is '{device}', which cannot be used"):
+            load_model(str(lab / "model"), device=device)
 
 
 def test_a_file_that_changed_before_a_run_goes_on_is_named(lab: Path, tmp_path: Path) -> None:

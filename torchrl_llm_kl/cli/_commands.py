@@ -243,7 +243,9 @@ def train(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optimizer.lr=1e-5.")
     ] = None,
     example: Annotated[bool, typer.Option("--example", help="Print every setting with its meaning.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the settings and print them all.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the settings and what they name, and print them all.")
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin anew; by default a run whose folder holds a checkpoint goes on.")
     ] = False,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import typer
@@ -27,7 +29,7 @@ def run_training(config: str, changes: Sequence[str], *, dry_run: bool, fresh: b
         changes: ``key=value``.
 
     Keyword Args:
-        dry_run: check and print the settings only.
+        dry_run: check the settings and what they name, and print them.
         fresh: begin anew.
 
     Raises:
@@ -35,12 +37,13 @@ def run_training(config: str, changes: Sequence[str], *, dry_run: bool, fresh: b
     """
     _check_installed()
     from torchrl_llm_kl.tasks import RewardError
-    from torchrl_llm_kl.training import check_algorithm, read_config, train
+    from torchrl_llm_kl.training import load_inputs, read_config, train
 
     source = config if "=" not in config or Path(config).is_file() else None  # such as runs/lr=1e-5/config.yaml
     settings = read_config(source, changes if source else [config, *changes])
-    check_algorithm(settings)
     if dry_run:
+        with redirect_stdout(sys.stderr):  # of reward files
+            load_inputs(settings)
         print(settings.to_yaml(), end="")
         return
     try:

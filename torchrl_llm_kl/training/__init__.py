@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # they load torchrl, which takes seconds: on first use
         sampling_of,
     )
     from torchrl_llm_kl.training._evaluation import evaluate
+    from torchrl_llm_kl.training._inputs import RunInputs, load_inputs
     from torchrl_llm_kl.training._run import Run, StopRequest, TrainResult, train
     from torchrl_llm_kl.training._steps import (
         LOSS_KEYS,
@@ -99,6 +100,7 @@ __all__ = [
     "RewardConfig",
     "Run",
     "RunConfig",
+    "RunInputs",
     "SamplerConfig",
     "StopRequest",
     "TrainConfig",
@@ -116,6 +118,7 @@ __all__ = [
     "keep_earlier",
     "learn",
     "load_function",
+    "load_inputs",
     "load_model",
     "load_policy",
     "load_prompts",
@@ -148,7 +151,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for module in ("_steps", "_evaluation", "_build", "_run"):  # each imports of those before it
+        for module in ("_steps", "_evaluation", "_build", "_inputs", "_run"):  # each imports of those before it
             found = import_module(f"{__name__}.{module}")
             if hasattr(found, name):
                 return getattr(found, name)

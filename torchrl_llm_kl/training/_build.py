@@ -70,12 +70,17 @@ def load_reference(config: TrainConfig, policy: Any) -> Any:
     load = partial(load_model, name, dtype=config.model.dtype, attention=config.model.attention)
     if settings.service is None:
         return load(device=config.model.device)
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("reference.service needs ray: pip install 'torchrl-llm-kl[ray]'.")
+    check_ray()
     from torchrl_llm_kl.service import ScoringService
 
     gpus = float(torch.cuda.is_available())
     return ScoringService(factory=load, name=settings.service, num_gpus=gpus).model
+
+
+def check_ray() -> None:
+    """Raise if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("reference.service needs ray: pip install 'torchrl-llm-kl[ray]'.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,12 +414,17 @@ def file_digests(config: TrainConfig) -> dict[str, str]:
         >>> file_digests(config)  # doctest: +SKIP
         {'prompts.jsonl': 'e3b0c442...', 'rewards.py': '9f86d081...'}
     """
+    names = (config.data.prompts, config.data.held_out, *reward_scripts(config))
+    paths = {name: Path(name).expanduser() for name in names if name}
+    return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
+
+
+def reward_scripts(config: TrainConfig) -> list[str]:
+    """The files with reward functions, as the configuration has them."""
     functions = config.reward.functions
     parts = [functions] if isinstance(functions, str) else functions.values()
-    places = [part["function"] if isinstance(part, Mapping) else part for part in parts]
-    scripts = [name for place in places if (name := str(place).rpartition(":")[0]).endswith(".py")]
-    paths = {name: Path(name).expanduser() for name in (config.data.prompts, config.data.held_out, *scripts) if name}
-    return {name: sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
+    places = [part.get("function") if isinstance(part, Mapping) else part for part in parts]
+    return [name for place in places if (name := str(place).rpartition(":")[0]).endswith(".py")]
 
 
 def _some(prompts: Prompts, numbers: list[int]) -> Prompts:
@@ -433,6 +443,7 @@ def make_loggers(config: TrainConfig, folder: Path) -> list[Any]:
     Example:
         >>> loggers = make_loggers(config, Path("runs/train/logs"))  # doctest: +SKIP
     """
+    check_loggers(config)
     logging = config.logging
     name = logging.name or Path(config.run.out).resolve().name
     loggers: list[Any] = []
@@ -441,13 +452,15 @@ def make_loggers(config: TrainConfig, folder: Path) -> list[Any]:
         if kind in ("csv", "tensorboard"):
             shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True, exist_ok=True)
-        try:
-            loggers.append(_logger(kind, name, own, config))
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.loggers has {kind!r}, which is not installed: pip install {kind} ({error})."
-            ) from error
+        loggers.append(_logger(kind, name, own, config))
     return loggers
+
+
+def check_loggers(config: TrainConfig) -> None:
+    """Raise if a logger's package is not installed."""
+    for kind in config.logging.loggers:
+        if kind != "csv" and importlib.util.find_spec(kind) is None:
+            raise ConfigError(f"logging.loggers has {kind!r}, which is not installed: pip install {kind}.")
 
 
 def _logger(kind: str, name: str, folder: Path, config: TrainConfig) -> Any:

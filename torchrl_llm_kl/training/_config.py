@@ -729,6 +729,11 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"reference.service holds a model of its own, and reference.name is {reference.name}: name its folder."
         )
+    rows = config.data.num_prompts * config.data.group_size
+    if config.algorithm.minibatches > rows:
+        raise ConfigError(
+            f"algorithm.minibatches is {config.algorithm.minibatches}: expected at most {rows}, the answers of a step."
+        )
     if config.optimizer.warmup_steps >= config.run.steps:
         raise ConfigError(
             f"optimizer.warmup_steps is {config.optimizer.warmup_steps}: expected fewer than run.steps, {config.run.steps}."

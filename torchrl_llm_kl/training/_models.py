@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -11,6 +12,8 @@ from torchrl_llm_kl._registry import first_sentence, no_such
 from torchrl_llm_kl.training._checkpoints import flush_folder
 
 if TYPE_CHECKING:
+    import torch
+
     from torchrl_llm_kl.training._config import LoraConfig, ModelConfig, TrainConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,7 +39,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
         attention: transformers' ``attn_implementation``; None for its default.
 
     Raises:
-        ModelError: if there is no such model, or it cannot be loaded, or there is no such device.
+        ModelError: if there is no such model or device, or it cannot be loaded.
 
     Example:
         >>> model = load_model("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16")  # doctest: +SKIP
@@ -49,15 +52,10 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from torchrl_llm_kl._numerics import read_device
-
     if dtype not in DTYPES:
         raise ModelError(no_such("unknown dtype", dtype, DTYPES))
     check_model(name)
-    try:
-        place = read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except ValueError as error:
-        raise ModelError(str(error)) from None
+    place = check_device(device)
     logging.disable_progress_bar()  # it would mix with this program's own
     kwargs = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -67,6 +65,59 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
         return model.to(place).eval().requires_grad_(False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
+
+
+def check_device(device: str | None, *, name: str = "device") -> torch.device:
+    """The device of a setting, checked before anything is loaded for it; None is a GPU if there is one.
+
+    Raises:
+        ModelError: if this machine does not have it; names the setting.
+
+    Example:
+        >>> check_device("cpu")
+        device(type='cpu')
+    """
+    import torch
+
+    from torchrl_llm_kl._numerics import read_device
+
+    try:
+        return read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), name)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+
+
+def load_model_config(name: str) -> Any:
+    """Load the configuration of a causal language model, without its weights.
+
+    Args:
+        name: a folder that ``save_pretrained`` wrote, of a model or of adapters, or a name on the hub.
+
+    Raises:
+        ModelError: if there is no such model, or it is of another kind.
+
+    Example:
+        >>> load_model_config("Qwen/Qwen2.5-0.5B-Instruct").model_type  # doctest: +SKIP
+        'qwen2'
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    check_model(name)
+    path = Path(name).expanduser()
+    if path.is_dir() and not any(found for kind in ("safetensors", "bin") for found in path.glob(f"*.{kind}")):
+        raise ModelError(f"the folder {name} holds no weights (*.safetensors): pass one that save_pretrained wrote.")
+    try:
+        if path.is_dir() and not (path / "config.json").exists():  # adapters, whose file names their model
+            base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+            return load_model_config(base)
+        config = AutoConfig.from_pretrained(name)
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{name} is no causal language model: found a configuration of {config.model_type}.")
+    return config
 
 
 def check_model(name: str) -> None:
@@ -196,6 +247,35 @@ def _checkpoint_layers(policy: Any) -> None:
             f"({', '.join(sorted(drops))}): set its dropout to 0 in its config.json."
         )
     policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def check_policy(config: TrainConfig, model_config: Any) -> None:
+    """Raise for settings that the policy's model cannot have: attention, adapters, gradient checkpointing.
+
+    Args:
+        config: of the run.
+        model_config: of its model, by which one without weights is built.
+
+    Raises:
+        ModelError: says which.
+
+    Example:
+        >>> check_policy(config, load_model_config(config.model.name))  # doctest: +SKIP
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    attention = config.model.attention
+    with torch.device("meta"):
+        try:
+            kwargs = {} if attention is None else {"attn_implementation": attention}
+            model: Any = AutoModelForCausalLM.from_config(model_config, **kwargs)
+        except (ValueError, ImportError) as error:
+            raise ModelError(f"model.attention is {attention}: {first_sentence(error)}") from error
+        if config.lora is not None:
+            model = _with_adapters(model, config.lora, None)
+    if config.model.gradient_checkpointing:
+        _checkpoint_layers(model)
 
 
 def save_policy(policy: Any, tokenizer: Any, folder: Path) -> None:

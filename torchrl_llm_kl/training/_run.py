@@ -23,10 +23,7 @@ from torchrl_llm_kl.scoring import ReferenceUpdater
 from torchrl_llm_kl.tasks import make_env
 from torchrl_llm_kl.training._build import (
     build_training,
-    file_digests,
-    load_prompts,
     load_reference,
-    load_reward,
     make_loggers,
     measured_kl,
     sampling_of,
@@ -34,7 +31,8 @@ from torchrl_llm_kl.training._build import (
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints, write_whole
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
 from torchrl_llm_kl.training._evaluation import evaluate
-from torchrl_llm_kl.training._models import chat_tokenizer, export_policy, load_policy, save_policy
+from torchrl_llm_kl.training._inputs import RunInputs, check_kept, load_inputs
+from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._report import (
     Figures,
     FiguresFile,
@@ -155,6 +153,8 @@ class Run:
     Keyword Args:
         saved: the checkpoint to go on from; None to begin.
         say: takes lines for the user.
+        inputs: what :func:`load_inputs` returned; None to load them.
+        begin: called when all is loaded, before the first file is written.
 
     Example:
         >>> run = Run(read_config("config.yaml"))  # doctest: +SKIP
@@ -162,15 +162,28 @@ class Run:
         0.25
     """
 
-    def __init__(self, config: TrainConfig, *, saved: Checkpoint | None = None, say: Say = print) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        saved: Checkpoint | None = None,
+        say: Say = print,
+        inputs: RunInputs | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
         self.config, self.out, self.say = config, Path(config.run.out), say
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
-        seed_everything(config.run.seed)
         self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
-        self.prompts, self.held_out = load_prompts(config)
-        self.reward, self.files = load_reward(config), file_digests(config)
-        self.tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
+        inputs = load_inputs(config) if inputs is None else inputs
+        self.prompts, self.held_out, self.reward, self.files = (
+            inputs.prompts,
+            inputs.held_out,
+            inputs.reward,
+            inputs.files,
+        )
+        self.tokenizer = inputs.tokenizer
+        seed_everything(config.run.seed)
         self.policy = load_policy(config, None if saved is None else saved.folder / "model")
         self.reference = load_reference(config, self.policy)
         self.training = build_training(config, self.policy, self.reference)
@@ -184,6 +197,8 @@ class Run:
         if saved is not None:
             rows, evaluations = (read_figures(saved.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
             self._load(saved)
+        if begin is not None:
+            begin()
         self.rows = FiguresFile(self.out / "metrics.jsonl", rows)
         self.evaluations = FiguresFile(self.out / "evaluations.jsonl", evaluations)
         self.sampler = self._sampler(greedy=False)
@@ -445,17 +460,23 @@ def train(
 
 def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Callable[..., Run]) -> TrainResult:
     saved = None if fresh else _saved(config, out)
-    if fresh and (earlier := keep_earlier(out, WRITTEN)) is not None:
-        say(f"{out} held an earlier run: moved it to {earlier}.")
-    settings = out / "config.yaml"
-    if settings.exists() and not settings.read_text(encoding="utf-8").startswith(_ALL_SETTINGS):
-        say(f"moved {settings}, which no run wrote, to {keep_earlier(out, [settings.name])}.")
-    write_whole(settings, _ALL_SETTINGS + config.to_yaml())
+    if saved is None:
+        check_kept(config, WRITTEN)
+
+    def begin() -> None:
+        """Move what is in the way: the last thing before the run writes, so that nothing is moved for one that cannot begin."""
+        if fresh and (earlier := keep_earlier(out, WRITTEN)) is not None:
+            say(f"{out} held an earlier run: moved it to {earlier}.")
+        settings = out / "config.yaml"
+        if settings.exists() and not settings.read_text(encoding="utf-8").startswith(_ALL_SETTINGS):
+            say(f"moved {settings}, which no run wrote, to {keep_earlier(out, [settings.name])}.")
+        write_whole(settings, _ALL_SETTINGS + config.to_yaml())
+
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
         warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy
-        run = build(config, saved=saved, say=say)
+        run = build(config, saved=saved, say=say, inputs=load_inputs(config), begin=begin)
         if saved is not None:
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
             before = saved.numbers.get("files", run.files)

@@ -1,0 +1,159 @@
+"""What a run reads, loaded and checked before its models: a mistake costs seconds, and nothing is written or moved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensordict
+from jinja2 import TemplateError
+
+from torchrl_llm_kl._registry import first_sentence
+from torchrl_llm_kl.tasks import Prompts, make_env
+from torchrl_llm_kl.training._build import (
+    check_algorithm,
+    check_loggers,
+    check_ray,
+    file_digests,
+    load_prompts,
+    load_reward,
+    reward_scripts,
+)
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig
+from torchrl_llm_kl.training._models import ModelError, chat_tokenizer, check_device, check_policy, load_model_config
+from torchrl_llm_kl.training._steps import seed_everything
+
+
+@dataclass(frozen=True, eq=False)
+class RunInputs:
+    """What a run reads but for its models.
+
+    Args:
+        prompts: to train on.
+        held_out: for the evaluation; None if there are none.
+        reward: as :func:`~torchrl_llm_kl.tasks.make_env` takes it.
+        files: SHA-256 of the files with prompts and rewards, by path.
+        tokenizer: of the policy.
+    """
+
+    prompts: Prompts
+    held_out: Prompts | None
+    reward: Any
+    files: dict[str, str]
+    tokenizer: Any
+
+
+def load_inputs(config: TrainConfig) -> RunInputs:
+    """Load what a run reads but for its models, and check all that needs no weights; writes nothing.
+
+    The algorithm, the device, the packages, the models' configurations, the adapters' layers, the prompts, the reward functions
+    and the tokenizer are checked, and the first prompt is rendered.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        ConfigError: for settings that no run can have, or a reward that is not there.
+        ModelError: for a model, a tokenizer or a device that is not there.
+        PromptError, FileNotFoundError: for prompts that are not there.
+
+    Example:
+        >>> inputs = load_inputs(read_config("config.yaml"))  # doctest: +SKIP
+        >>> len(inputs.prompts)  # doctest: +SKIP
+        190
+    """
+    out = Path(config.run.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"run.out is {out}, a file: pass a folder.")
+    check_algorithm(config)
+    check_device(config.model.device, name="model.device")
+    check_loggers(config)
+    if config.reference.service is not None:
+        check_ray()
+    prompts, held_out = load_prompts(config)
+    if held_out is None and config.checkpoints.final == "best":
+        raise ConfigError(
+            "checkpoints.final=best takes the best evaluation, and there are no held-out prompts: set data.held_out or "
+            "data.held_out_share, or take last."
+        )
+    _check_models(config)
+    tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
+    seed_everything(config.run.seed)  # a module of rewards may draw
+    reward, files = load_reward(config), file_digests(config)
+    for some in (prompts, held_out):
+        if some is not None:
+            _render_first(config, some, reward, tokenizer)
+    return RunInputs(prompts, held_out, reward, files, tokenizer)
+
+
+def check_kept(config: TrainConfig, written: tuple[str, ...]) -> None:
+    """Raise if a run would move away or replace what it reads.
+
+    Args:
+        config: of the run.
+        written: what it writes into its folder.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    places = {key: value for key, value in _models(config)}
+    places |= {"data.prompts": config.data.prompts, "data.held_out": config.data.held_out}
+    places |= {f"reward.functions ({script})": script for script in reward_scripts(config)}
+    for key, value in places.items():
+        for name in written:
+            if value is not None and _is_within(value, Path(config.run.out, name)):
+                raise ConfigError(
+                    f"{key} is {value}, of an earlier run in run.out, which this run would move or replace: copy it to another "
+                    "folder, or pass another run.out."
+                )
+
+
+def _is_within(path: str, folder: Path) -> bool:
+    """Whether a file or folder is within another one, by its name or by what links point to."""
+    if not folder.exists():
+        return False
+    expanded = os.path.expanduser(path)
+    return any(Path(whole(expanded)).is_relative_to(whole(folder)) for whole in (os.path.abspath, os.path.realpath))
+
+
+def _models(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
+    """The settings that name a model or a tokenizer."""
+    yield "model.name", config.model.name
+    yield "model.tokenizer", config.model.tokenizer
+    if config.reference.name not in ("start", "base", "none"):
+        yield "reference.name", config.reference.name
+    yield "algorithm.teacher", config.algorithm.teacher
+
+
+def _check_models(config: TrainConfig) -> None:
+    for key, name in _models(config):
+        if name is None or key == "model.tokenizer":  # which is loaded
+            continue
+        try:
+            found = load_model_config(name)
+        except ModelError as error:
+            raise ModelError(f"{key}: {error}") from error
+        if key == "model.name":
+            check_policy(config, found)
+
+
+def _render_first(config: TrainConfig, prompts: Prompts, reward: Any, tokenizer: Any) -> None:
+    """Build the env of some prompts, which renders the first."""
+    with tensordict.set_list_to_stack(True):
+        try:
+            make_env(
+                prompts,
+                reward,
+                tokenizer,
+                group_size=1,
+                system_prompt=config.data.system_prompt,
+                timeout=config.reward.timeout,
+            )
+        except TemplateError as error:
+            system = "" if config.data.system_prompt is None else ", or leave data.system_prompt out"
+            raise ConfigError(
+                f"the tokenizer's chat template refuses the first prompt ({first_sentence(error)}): change the prompts{system}."
+            ) from error
