@@ -70,7 +70,7 @@ NOT_THERE = {
     "data.prompts={lab}": "is a folder",
     "data.prompts={tmp}/odd.jsonl": "line 1 of {tmp}/odd.jsonl has no prompt",
     "reward=nowhere.py:f": "there is no file nowhere.py",
-    "reward={lab}/rewards.py:nothing": "has no function 'nothing': it has vowels, digits",
+    "reward={lab}/rewards.py:nothing": "has no function 'nothing'. Known: vowels, digits",
     "reward.functions={{a: {{function: 3}}}}": "reward.functions.a is {{'function': 3}}: expected module.py:function",
     "reward.functions={{a: {{function: math:sqrt, weight: 1e400}}}}": "weight is inf: expected a finite number",
     "model.name=./nowhere": "model.name: there is no folder ./nowhere",
@@ -80,13 +80,15 @@ NOT_THERE = {
     "model.name={tmp}/encoder": "model.name: {tmp}/encoder is no causal language model: found a configuration of t5",
     "model.tokenizer=./nowhere": "there is no folder ./nowhere: pass the path of a tokenizer",
     "model.attention=flash": "model.attention is flash: ",
-    "model.device=gpu": "model.device is 'gpu', which cannot be used",
+    "model.device=gpu": "model.device='gpu' is no device of this process",
     "reference.name=./nowhere": "reference.name: there is no folder ./nowhere",
     "lora={{r: 2, targets: [nope]}}": "lora.targets is ['nope']: ",
     "algorithm.name=dpo": "learns from given answers",
     "algorithm.minibatches=9": "algorithm.minibatches is 9: expected at most 8, the answers of a step",
     "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "there are no held-out prompts",
-    "data.system_prompt=no; model.name={tmp}/strict": "the tokenizer's chat template refuses the first prompt (no system prompts)",
+    "data.system_prompt=no; model.name={tmp}/strict": (
+        "the tokenizer's chat template refuses the first prompt (no system prompts)"
+    ),
     "run.out={tmp}/config.yaml": "run.out is {tmp}/config.yaml, a file",
 }
 
