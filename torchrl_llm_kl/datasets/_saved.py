@@ -328,7 +328,7 @@ def _missing(names: set[str], read: Callable[[str], bytes]) -> list[str]:
         parts = name.split("/")
         for i, part in enumerate(parts):
             children.setdefault("/".join(parts[:i]), set()).add(part)
-    missing = []
+    missing: list[str] = []
     for name in sorted(names):
         folder, _, last = name.rpartition("/")
         if last == "meta.json":

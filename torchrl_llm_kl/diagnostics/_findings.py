@@ -259,7 +259,8 @@ def _best(found: list[Finding]) -> float:
 
 def _explained(found: list[Finding]) -> float:
     """The confidence that a difference is explained, where several causes explain it alike."""
-    return max((_confidence(float(each.evidence.get("explained", 0.0))) for each in found), default=0.0)
+    shares = [float(each.evidence["explained"]) for each in found if "explained" in each.evidence]
+    return _confidence(max(shares)) if shares else 0.0
 
 
 def _confidence(explained: float) -> float:
