@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import torchrl_llm_kl
 from torchrl_llm_kl._foreign import FOREIGN, foreign_hint
-from torchrl_llm_kl.algorithms import AlgorithmOverrides, make_algorithm
+from torchrl_llm_kl.algorithms import Algorithm, AlgorithmOverrides, make_algorithm
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "build_elsewhere_table.py"
 
@@ -39,3 +40,34 @@ def test_every_setting_outside_or_refused_says_what_to_do() -> None:
 def test_hint(name: str, start: str) -> None:
     assert foreign_hint(name).startswith(start)
     assert bool(foreign_hint(name)) == bool(start)
+
+
+def test_names_of_trinitys_table_exist() -> None:
+    """Whatever begins with a name of this package, with its attributes."""
+    page = (SCRIPT.parent / "differences.md").read_text(encoding="utf-8")
+    table = page.partition("## Trinity-RFT's classes and methods")[2]
+    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
+    layers = [
+        torchrl_llm_kl,
+        *(getattr(torchrl_llm_kl, layer) for layer in ("advantages", "algorithms", "estimators", "losses")),
+    ]
+    checked = set()
+    for _, here, *_ in rows:
+        for name, attribute in re.findall(r"`([A-Za-z_]+)(?:\.([a-z_]+))?(?=[`(])", here):
+            owners = [getattr(layer, name) for layer in layers if hasattr(layer, name)]
+            if name in ("ReplayBuffer", "torchrl_llm_kl", "none") or name in Algorithm.__dataclass_fields__:
+                continue
+            assert owners, name
+            if attribute:
+                fields = {*dir(owners[0]), *getattr(owners[0], "__dataclass_fields__", ())}
+                assert attribute in fields, (name, attribute)
+            checked.add(name)
+    methods = {
+        "KLFn.apply_kl_penalty_to_reward",
+        "KLFn.calculate_kl_loss",
+        "KLFn.update_kl_coef",
+        "PolicyLossFn.select_keys",
+    }
+    assert methods <= {name for row in rows for name in re.findall("`([^`]+)`", row[0])}
+    assert len(rows) > 25
+    assert {"KLComputation", "KLToReference", "EntropyBonus", "ObjectiveSpec", "informative_groups"} <= checked
