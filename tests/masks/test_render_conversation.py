@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torchrl_llm_kl.masks import (
     render_conversation,
     render_conversations,
 )
+from torchrl_llm_kl.masks._template import _unused_nonce, core_of
 from toy_tokenizer import CHATML, build_tokenizer
 
 END = "<|im_end|>"
@@ -371,3 +373,18 @@ def test_importing_the_masks_loads_neither_transformers_nor_torchrl():
     code = "import sys, torchrl_llm_kl.masks; print({'transformers', 'torchrl', 'ray'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_marks_are_placed_in_linear_time() -> None:
+    """What is quadratic takes minutes for one of these texts."""
+    long = 200_000
+    start = time.process_time()
+    assert core_of("x" + "<a> " * long) == (0, 1)
+    assert core_of(" <a>[b] x" + " " * long) == (8, 9)
+    assert core_of("<a>" * long) == (3 * long, 3 * long)
+    assert core_of("x" + "]" * long) == (0, 1 + long)
+    assert core_of("x<" + ">" * long) == (0, 1)
+    used = "".join(f"_0{k}" for k in range(7391, 7391 + long)) + "_"
+    assert _unused_nonce(used) == f"_0{7391 + long}_"
+    assert _unused_nonce("_07391") == "_07391_"
+    assert time.process_time() - start < 20

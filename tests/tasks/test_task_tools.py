@@ -535,3 +535,125 @@ def test_templates_that_hide_tools_or_results() -> None:
     hides = HERMES.replace("{{ m.content }}</tool_response>", "</tool_response>")
     with pytest.raises(ValueError, match="does not render results of tools"):
         toy_env(make_tokenizer(hides))
+
+
+# ---------------------------------------------------------------------- any text: linear work, no error
+
+
+_LONG = 200_000
+_HOSTILE = [
+    head + (unit * (_LONG // len(unit))) + tail
+    for head, unit, tail in (
+        ("<tool_call>a", " ", ""),
+        ("<tool_call>", "\n", "<x"),
+        ("", "<tool_call>", ""),
+        ("", "<tool_call>a", "</tool_call>"),
+        ("<tool_call>", "<function=", ""),
+        ("<tool_call>a", "<parameter=a>", ""),
+        ("<tool_call>a", "<parameter=", ""),
+        ("<tool_call>a<parameter=a>", "\n", ""),
+        ("<tool_call>a<parameter=a>'", "\\'", "</parameter>"),
+        ("<tool_call>a", "<arg_key>", "</arg_key>"),
+        ("<tool_call>a", "<arg_key>k</arg_key> ", ""),
+        ("<tool_call>a<arg_key>k</arg_key>", "<arg_value>", ""),
+        ("", "[TOOL_CALLS]a{", ""),
+        ("{", '"a":{', ""),
+        ("", "<think>", ""),
+        ("", "</think>", ""),
+    )
+]
+
+
+@pytest.mark.parametrize("parse", [parse_hermes, parse_tagged, parse_mistral, parse_llama])
+def test_work_grows_with_the_length_alone(parse: Any) -> None:
+    """What is quadratic takes minutes for one of these texts."""
+    start = time.process_time()
+    for text in _HOSTILE:
+        read_calls(parse, text)
+    assert time.process_time() - start < 30
+
+
+def test_the_end_is_stripped_in_linear_time() -> None:
+    start = time.process_time()
+    assert strip_end("x" + "<end><pad>" * 100_000, ("<end>", "<pad>")) == "x"
+    assert strip_end("<pad>" * 200_000, ("<end>", "<pad>")) == ""
+    assert strip_end("x<pad>", ()) == "x<pad>"
+    assert strip_end("xaba", ("ba", "a")) == "x"
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_hermes, '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>'),
+        (parse_mistral, '[TOOL_CALLS][{"name": "add", "arguments": {"a": %s}}]'),
+        (parse_mistral, '[TOOL_CALLS]add[ARGS]{"a": %s}'),
+        (parse_llama, '{"name": "add", "parameters": {"a": %s}}'),
+        (parse_tagged, "<tool_call>add<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
+    ],
+)
+def test_a_call_that_is_nested_too_deeply_is_told(parse: Any, text: str) -> None:
+    def nested(depth: int) -> list[ToolCall]:
+        return read_calls(parse, text % ("[" * depth + "]" * depth)).calls
+
+    (call,) = nested(63)  # and the object of the arguments
+    assert call.name == "add"
+    assert not call.error
+    assert isinstance(call.arguments["a"], list)
+    for depth in (64, 900):
+        (call,) = nested(depth)
+        assert (call.arguments, call.error) == ({}, "its arguments are nested more than 64 levels deep")
+    (call,) = nested(100_000)
+    if parse is parse_tagged:  # what cannot be read is text
+        assert call.arguments == {"a": "[" * 100_000 + "]" * 100_000}
+    else:
+        assert "nested too deeply" in call.error
+
+
+def test_too_many_calls_are_told() -> None:
+    one = '<tool_call>{"name": "add"}</tool_call>'
+    assert len(parse_hermes(one * 1000).calls) == 1000
+    for parse, text in ((parse_hermes, one * 1001), (parse_hermes, f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>")):
+        (call,) = read_calls(parse, text).calls
+        assert call.error == "an answer has at most 1000 calls"
+
+
+def test_numbers_of_many_digits_are_told() -> None:
+    (call,) = parse_hermes(f'<tool_call>{{"name": "add", "arguments": {{"a": {"1" * 5000}}}}}</tool_call>').calls
+    assert call.error.startswith("the call is not JSON: Exceeds the limit")
+
+
+_ROUND_TRIP = ["it's", 'say "x"', 'it\'s "x"', "\\", "a\nb\x07", True, None, {"k": [1.5, -2, "True"]}]
+
+
+@pytest.mark.parametrize("value", [*_ROUND_TRIP, _ROUND_TRIP])
+def test_values_as_python_prints_them(value: Any) -> None:
+    text = repr(value) if not isinstance(value, str) else repr([value])
+    text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
+    assert parse_tagged(text).calls == [ToolCall("f", {"a": [value] if isinstance(value, str) else value})]
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        (
+            "<parameter=a>\n\n1\n\n</parameter>",
+            {"a": 1},
+        ),  # JSON reads white space; one newline of each side is the tags'
+        ("<parameter=a>\n\nx\n\n</parameter>", {"a": "\nx\n"}),
+        ("<parameter=a>x<parameter=b>1</parameter>", {"a": "x<parameter=b>1"}),
+        ("<parameter=a></arg_value></parameter><parameter=b>2", {"a": "</arg_value>"}),
+        ("<arg_key>a</arg_key>\n<arg_value>True</arg_value><arg_key>b</arg_key>", {"a": True}),
+        ("<arg_key>a</arg_key>x<arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value>", {"b": 2}),
+        ("<arg_key>a</arg_key><arg_key>b</arg_key><arg_value>2</arg_value>", {"b": 2}),
+        ("<parameter=a>'x</parameter>", {"a": "'x"}),
+        ("<parameter=a>True story</parameter>", {"a": "True story"}),
+    ],
+)
+def test_arguments_with_tags(body: str, arguments: dict[str, Any]) -> None:
+    assert parse_tagged(f"<tool_call><function=f>{body}</function></tool_call>").calls == [ToolCall("f", arguments)]
+
+
+def test_blocks_without_a_head_are_text() -> None:
+    found = parse_tagged("a <tool_call><x><tool_call>f</tool_call> b <tool_call>g")
+    assert found == Parsed("a <tool_call><x> b", [ToolCall("f"), ToolCall("g")])

@@ -373,18 +373,21 @@ def core_of(text: str) -> Span:
     match = _TAGS.match(text)
     start, end = match.end() if match else 0, len(text)
     while start < end:
-        stripped = start + len(text[start:end].rstrip())
-        tag = {">": "<", "]": "["}.get(text[stripped - 1]) if stripped > start else None
-        opened = text.rfind(tag, start, stripped) if tag else -1
+        if text[end - 1].isspace():
+            end -= 1
+            continue
+        tag = {">": "<", "]": "["}.get(text[end - 1])
+        opened = text.rfind(tag, start, end) if tag else -1
         if opened < 0:
-            return start, stripped
+            break
         end = opened
-    return start, start
+    return start, end
 
 
 def _unused_nonce(text: str) -> str:
     """The beginning of a mark that the text does not contain: digits and underscores, which no filter changes."""
-    return next(nonce for nonce in (f"_0{k}_" for k in count(7391)) if nonce not in text)
+    used = set(re.findall(r"_0([0-9]+)(?=_)", text))
+    return next(f"_0{k}_" for k in count(7391) if str(k) not in used)
 
 
 def _unused_quotes(text: str) -> tuple[str, str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice, starmap
 from typing import Any
 
 from torchrl_llm_kl.masks import render_conversation
@@ -44,38 +44,86 @@ class Parsed:
 
 
 # ------------------------------------------------------------------ calls in an answer
+# An answer may be any text: each parser looks at a character a fixed number of times.
+
+#: Levels of lists and objects in the arguments of a call: less than what copies and templates can follow.
+_DEEPEST = 64
+#: Calls of an answer: each is rendered with its result.
+_MOST_CALLS = 1000
 
 
 def _call(value: Any) -> ToolCall:
     """A call from any form of a parsed one."""
     if isinstance(value, ToolCall):
-        return value
+        return _not_too_deep(value)
     if hasattr(value, "tool") and hasattr(value, "args"):  # torchrl's
-        return ToolCall(str(value.tool), dict(value.args))
+        return _not_too_deep(ToolCall(str(value.tool), dict(value.args)))
     value = value.get("function", value) if isinstance(value, Mapping) else None
     arguments = value.get("arguments", value.get("parameters")) if isinstance(value, Mapping) else None
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+            arguments = _read_json(arguments)
+        except ValueError as error:
             return ToolCall(str(value.get("name")), error=f"its arguments are not JSON: {error}")
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall("", error="a call is a JSON object with `name` and `arguments`")
     if arguments is not None and not isinstance(arguments, Mapping):
         return ToolCall(value["name"], error="its arguments are not a JSON object")
-    return ToolCall(value["name"], dict(arguments or {}))
+    return _not_too_deep(ToolCall(value["name"], dict(arguments or {})))
 
 
-def _json_calls(text: str) -> list[ToolCall]:
+def _not_too_deep(call: ToolCall) -> ToolCall:
+    level: list[Any] = [call.arguments]
+    for _ in range(_DEEPEST):
+        items = (item for each in level for item in (each.values() if isinstance(each, Mapping) else each))
+        level = [item for item in items if isinstance(item, (Mapping, list, tuple))]
+        if not level:
+            return call
+    return ToolCall(call.name, error=f"its arguments are nested more than {_DEEPEST} levels deep")
+
+
+def _bounded(calls: Iterable[ToolCall]) -> list[ToolCall]:
+    """The calls, or one that tells that there are too many."""
+    found = list(islice(calls, _MOST_CALLS + 1))
+    return found if len(found) <= _MOST_CALLS else [ToolCall("", error=f"an answer has at most {_MOST_CALLS} calls")]
+
+
+def _read_json(text: str) -> Any:
+    """A ValueError for whatever cannot be read, also for text that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _json_calls(text: str) -> Iterable[ToolCall]:
     """The calls of JSON text: one object or a list of them."""
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
+        found = _read_json(text)
+    except ValueError as error:
         return [ToolCall("", error=f"the call is not JSON: {error}")]
-    return [_call(item) for item in (found if isinstance(found, list) else [found])]
+    return map(_call, found if isinstance(found, list) else [found])
 
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _tagged_blocks(text: str, head: re.Pattern[str]) -> tuple[str, list[tuple[re.Match[str], str]]]:
+    """What begins with ``<tool_call>`` and the head, up to ``</tool_call>`` or the end: the text around, heads and bodies."""
+    content, blocks, kept = [], [], 0
+    at = text.find(_OPEN)
+    while at >= 0:
+        after = at + len(_OPEN)
+        if found := head.match(text, after):
+            end = text.find(_CLOSE, found.end())
+            content.append(text[kept:at])
+            blocks.append((found, text[found.end() : end if end >= 0 else len(text)]))
+            kept = after = end + len(_CLOSE) if end >= 0 else len(text)
+        at = text.find(_OPEN, after)
+    return "".join([*content, text[kept:]]).strip(), blocks
+
+
+_NO_HEAD = re.compile("")
 
 
 def parse_hermes(text: str) -> Parsed:
@@ -85,9 +133,8 @@ def parse_hermes(text: str) -> Parsed:
         >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
         Parsed(content='Let me see.', calls=[ToolCall(name='add', arguments={'a': 1}, error='')])
     """
-    return Parsed(
-        _HERMES.sub("", text).strip(), [call for found in _HERMES.findall(text) for call in _json_calls(found)]
-    )
+    content, blocks = _tagged_blocks(text, _NO_HEAD)
+    return Parsed(content, _bounded(call for _, body in blocks for call in _json_calls(body.strip())))
 
 
 def parse_mistral(text: str) -> Parsed:
@@ -98,14 +145,14 @@ def parse_mistral(text: str) -> Parsed:
         [ToolCall(name='add', arguments={'a': 1}, error='')]
     """
     content, *parts = text.split("[TOOL_CALLS]")
-    calls: list[ToolCall] = []
-    for part in map(str.strip, parts):
-        name, brace, rest = part.partition("{")
-        if part.startswith("[") or not brace:
-            calls += _json_calls(part)
-        else:
-            calls.append(_call({"name": name.removesuffix("[ARGS]").strip(), "arguments": brace + rest}))
-    return Parsed(content.strip(), calls)
+    return Parsed(content.strip(), _bounded(call for part in parts for call in _mistral_calls(part.strip())))
+
+
+def _mistral_calls(part: str) -> Iterable[ToolCall]:
+    name, brace, rest = part.partition("{")
+    if part.startswith("[") or not brace:
+        return _json_calls(part)
+    return [_call({"name": name.removesuffix("[ARGS]").strip(), "arguments": brace + rest})]
 
 
 def parse_llama(text: str) -> Parsed:
@@ -118,13 +165,11 @@ def parse_llama(text: str) -> Parsed:
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
         return Parsed(text.strip(), [])
-    return Parsed("", _json_calls(body))
+    return Parsed("", _bounded(_json_calls(body)))
 
 
-_TAGGED = re.compile(r"<tool_call>\s*(?:<function=([^>\n]+)>|([^<\n]+))(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_TAGGED_ARGUMENT = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
-)
+_TAGGED = re.compile(r"\s*(?:<function=([^<>\n]+)>|([^<\n]+))")
+_TAG = re.compile(r"<parameter=([^<>\n]+)>|</parameter>|</?arg_(?:key|value)>")
 
 
 def parse_tagged(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed:
@@ -137,22 +182,66 @@ def parse_tagged(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed
         [ToolCall(name='add', arguments={'a': 1}, error='')]
     """
     functions = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
-    calls = []
-    for function, plain, body in _TAGGED.findall(text):
-        name = (function or plain).strip()
+    content, blocks = _tagged_blocks(text, _TAGGED)
+
+    def call(head: re.Match[str], body: str) -> ToolCall:
+        name = (head[1] or head[2]).strip()
         types = functions.get(name, {}).get("properties", {})
-        found = [(key or other, value or text) for key, value, other, text in _TAGGED_ARGUMENT.findall(body)]
-        calls.append(ToolCall(name, {key: _value(value, types.get(key, {}).get("type")) for key, value in found}))
-    return Parsed(_TAGGED.sub("", text).strip(), calls)
+        given = dict(_tagged_arguments(body))
+        arguments = {key: _value(value, types.get(key, {}).get("type")) for key, value in given.items()}
+        return _not_too_deep(ToolCall(name, arguments))
+
+    return Parsed(content, _bounded(starmap(call, blocks)))
+
+
+def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
+    """``<parameter=key>value</parameter>`` or ``<arg_key>key</arg_key><arg_value>value</arg_value>``, from left to right."""
+    key, awaited, start = "", "", 0  # the tag that ends what is open, and where that began
+    for tag in _TAG.finditer(body):
+        if awaited and tag[0] != awaited:
+            if awaited != "<arg_value>":
+                continue  # part of a key or a value
+            awaited = ""
+        text, start = body[start : tag.start()], tag.end()
+        if awaited == "</parameter>":
+            yield key, text.removeprefix("\n").removesuffix("\n")
+            awaited = ""
+        elif awaited == "</arg_key>":
+            key, awaited = text, "<arg_value>"
+        elif awaited == "<arg_value>":
+            awaited = "</arg_value>" if not text.strip() else ""
+        elif awaited == "</arg_value>":
+            yield key, text
+            awaited = ""
+        elif tag[1]:
+            key, awaited = tag[1], "</parameter>"
+        elif tag[0] == "<arg_key>":
+            awaited = "</arg_key>"
 
 
 def _value(text: str, kind: Any) -> Any:
     if kind == "string":
         return text
-    for read in (json.loads, ast.literal_eval):  # some templates write True, others true
-        with suppress(ValueError, SyntaxError):
-            return read(text)
+    for written in (text, _json_of_python(text)):  # some templates write True, others true
+        with suppress(ValueError):
+            return _read_json(written)
     return text
+
+
+_PYTHON = re.compile(r"\b(?:True|False|None)\b|(['\"])((?:(?!\1)[^\\]|\\.)*)(\1)?", re.DOTALL)
+_ESCAPE = re.compile(r'"|\\.', re.DOTALL)
+_IN_JSON = {"True": "true", "False": "false", "None": "null", '"': '\\"', "\\'": "'", "\\x": "\\u00"}
+
+
+def _json_of_python(text: str) -> str:
+    """A value as Python prints it, in JSON; Python's own parser is slow, and deep on other text."""
+
+    def written(found: re.Match[str]) -> str:
+        if not found[3]:  # a word, or a string without end
+            return _IN_JSON.get(found[0], found[0])
+        return f'"{_ESCAPE.sub(lambda escape: _IN_JSON.get(escape[0], escape[0]), found[2])}"'
+
+    return _PYTHON.sub(written, text)
 
 
 def read_calls(parser: Callable[[str], Any], text: str) -> Parsed:
@@ -164,7 +253,7 @@ def read_calls(parser: Callable[[str], Any], text: str) -> Parsed:
         content, calls = str(found.get("text", "")), found.get("calls") or []
     else:
         content, calls = (found.content, found.calls) if isinstance(found, Parsed) else (answer, found or [])
-    return Parsed(thought + tag + content + "".join(unfinished), [_call(call) for call in calls])
+    return Parsed(thought + tag + content + "".join(unfinished), _bounded(map(_call, calls)))
 
 
 # ------------------------------------------------------------------ tools
@@ -447,9 +536,14 @@ def strip_end(text: str, special: tuple[str, ...]) -> str:
         >>> strip_end("42<end><pad><pad>", ("<end>", "<pad>"))
         '42'
     """
-    while special and text.endswith(special):
-        text = text[: -next(len(token) for token in special if text.endswith(token))]
-    return text
+    found = _reversed(special).match(text[::-1])
+    return text[: len(text) - (found.end() if found else 0)]
+
+
+@lru_cache(maxsize=64)
+def _reversed(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Any of the tokens, any number of times, each from its last character to its first."""
+    return re.compile(f"(?:{'|'.join(re.escape(token[::-1]) for token in tokens)})*")
 
 
 def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = False) -> list[dict[str, Any]]:
@@ -458,15 +552,15 @@ def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = 
     Each result has its call, as templates demand, even if that could not be read.
     """
     out: list[dict[str, Any]] = []
+    answer: dict[str, Any] = {}  # the last one
     for message in map(dict, messages):
         if message["role"] == "assistant":
-            message = {"role": "assistant", "content": "x"}
+            message = answer = {"role": "assistant", "content": "x"}
         elif message["role"] == "tool" and out and out[-1]["role"] in ("assistant", "tool"):
-            answer = next(m for m in reversed(out) if m["role"] == "assistant")
             arguments: Any = "{}" if json_arguments else {}
             function = {"name": message.get("name", "unknown"), "arguments": arguments}
             call = {"id": message.get("tool_call_id", _call_id(0)), "type": "function", "function": function}
-            answer["tool_calls"] = [*answer.get("tool_calls", []), call]
+            answer.setdefault("tool_calls", []).append(call)
         out.append(message)
     return out
 
