@@ -86,9 +86,7 @@ NOT_THERE = {
     "algorithm.name=dpo": "learns from given answers",
     "algorithm.minibatches=9": "algorithm.minibatches is 9: expected at most 8, the answers of a step",
     "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "there are no held-out prompts",
-    "data.system_prompt=no; model.name={tmp}/strict": (
-        "the tokenizer's chat template refuses the first prompt (no system prompts)"
-    ),
+    "data.system_prompt=no; model.name={tmp}/strict": "chat template refuses the first prompt (no system prompts)",
     "run.out={tmp}/config.yaml": "run.out is {tmp}/config.yaml, a file",
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from train_lab import ANSWERS, HELD_OUT, assert_same_run, build_lab, figures, same, settings, steps_in, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +24,7 @@ from torchrl_llm_kl.training import (
     load_model,
     load_prompts,
     read_config,
+    step_figures,
     summary,
     train,
 )
@@ -124,6 +126,65 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
         config, [{"step": 0, "tokens": 38_811.0, "seconds": 7_500.0}, {"tokens": 1.0, "seconds": 7_500.0}], []
     )
     assert long["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
+
+
+def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, whole: Path, tmp_path: Path) -> None:
+    """Constant rewards, those of the prompt alone for algorithms with and without groups, and those of the answer."""
+    (tmp_path / "r.py").write_text(
+        "def same(q, a, m):\n    return 0.25\ndef of_prompt(q, a, m):\n    return float(len(m['answer'] + q) + ord(q[-1]))\n"
+    )
+
+    def run(name: str, *changes: str) -> tuple[list[float], list[str], str, str]:
+        said: list[str] = []
+        config = settings(lab, tmp_path / name, "optimizer.warmup_steps=0", "evaluation.every=0", *changes)
+        result = train(config, say=said.append)
+        warned = [line for line in said if line.startswith("warning: ")]
+        card = (tmp_path / name / "final" / "README.md").read_text()
+        return [row["equal_rewards"] for row in result.rows], warned, result.figures["groups with equal rewards"], card
+
+    shares, warned, report, card = run("equal", f"reward={tmp_path / 'r.py'}:same", "run.steps=2")
+    assert shares == [1.0, 1.0], "also when the KL that is charged differs"
+    assert len(warned) == 1
+    assert "all answers that are compared have the same reward (mean 0.25), so that nothing is learnt" in warned[0]
+    assert report == "all: nothing was learnt from the rewards"
+    assert f"| groups with equal rewards | {report} |" in card
+    of_prompt = f"reward={tmp_path / 'r.py'}:of_prompt"
+    shares, warned, report, _ = run("of the prompt", of_prompt, "run.steps=1")
+    assert (shares, len(warned)) == ([1.0], 1)
+    shares, warned, report, _ = run("whole step", of_prompt, "run.steps=1", "algorithm.name=reinforce_plus_plus")
+    assert (shares, warned, report) == ([0.0], [], "0 %, mean of all steps")
+    shares = [row["equal_rewards"] for row in figures(whole / "metrics.jsonl")]
+    assert min(shares) < 1
+    report = f"{100 * sum(shares) / 4:.3g} %, mean of all steps"
+    assert f"| groups with equal rewards | {report} |" in (whole / "final" / "README.md").read_text()
+
+
+def test_the_share_of_groups_with_equal_rewards() -> None:
+    """Three groups in any order: equal, equal but for the KL that was charged, and unequal by a little."""
+
+    class Coefficient(torch.nn.Module):
+        def forward(self) -> torch.Tensor:
+            return torch.tensor(0.3)
+
+    earned = torch.tensor([0.7, 2.0, 0.5, 0.7, 2.0, 0.501])
+    group = torch.tensor([4, 9, 1, 4, 9, 1])
+    kl = torch.tensor([[0.1, -0.4, 3.0]] * 3 + [[0.2, 5.0, -0.7]] * 3)
+    charged = torch.cat([torch.zeros(6, 2), earned[:, None]], 1) - 0.3 * kl
+
+    def share(reward: torch.Tensor, rows: slice = slice(None), **how: Any) -> float:
+        after = TensorDict(reward=reward[..., None], kl_penalty=kl, batch_size=[6])
+        batch = TensorDict(next=after, group=group[:, None], batch_size=[6])
+        return step_figures(batch[rows], **how)["equal_rewards"]
+
+    assert share(earned[:, None]) == pytest.approx(2 / 3)
+    assert share(charged, coefficient=Coefficient(), charged=True) == pytest.approx(2 / 3)
+    assert share(charged) == 0.0, "the KL alone tells them apart"
+    assert share(earned[:, None], slice(0, 1)) == 1.0
+    assert share(earned[:, None], compares=False) == 0.0
+    assert share(torch.full((6, 1), 0.7), compares=False) == 1.0
+    assert "equal_rewards" not in step_figures(
+        TensorDict(next=TensorDict(reward=earned[:, None], batch_size=[6]), batch_size=[6])
+    )
 
 
 # ------------------------------------------------------------------ resuming

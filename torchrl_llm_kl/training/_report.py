@@ -327,10 +327,17 @@ def summary(
         target = "" if config.kl.target is None else f", target {config.kl.target:g}"
         mean = sum(row["kl"] for row in last_half) / len(last_half)
         found["KL to the reference, mean of the last half"] = f"{mean:.3g} nats per answer{target}"
+    shares = [row["equal_rewards"] for row in rows if "equal_rewards" in row]
+    if shares and config.algorithm.teacher is None:  # which needs no rewards
+        found["groups with equal rewards"] = _equal_groups(sum(shares) / len(shares))
     if rows:
         tokens, seconds = sum(row.get("tokens", 0.0) for row in rows), rows[-1]["seconds"]
         found["training"] = f"{counted(len(rows), 'step')}, {counted(int(tokens), 'token')}, {lasting(seconds)}"
     return found
+
+
+def _equal_groups(share: float) -> str:
+    return "all: nothing was learnt from the rewards" if share == 1 else f"{100 * share:.3g} %, mean of all steps"
 
 
 def with_error(row: Figures) -> str:

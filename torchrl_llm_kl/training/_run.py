@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.scoring import ReferenceUpdater
 from torchrl_llm_kl.tasks import make_env
@@ -267,7 +268,18 @@ class Run:
         batch = self.sample()
         with apart(self.step):  # how often the doctor looks changes no random number of the run
             self.monitor.look(self.step, batch)
-        figures = step_figures(batch, coefficient=self.training.coefficient, charged=self.training.charged)
+        figures = step_figures(
+            batch,
+            coefficient=self.training.coefficient,
+            charged=self.training.charged,
+            compares=get_algorithm(algorithm.name).compares_answers,  # type: ignore[arg-type]
+        )
+        if self.step == 0 and figures.get("equal_rewards") == 1 and algorithm.teacher is None:
+            self.say(
+                "warning: in the first step all answers that are compared have the same reward (mean "
+                f"{figures['reward']:.4g}), so that nothing is learnt from the rewards: look at the reward function, choose "
+                "prompts that are neither too easy nor too hard, or raise data.group_size."
+            )
         figures["lr"] = self.optimizer.param_groups[0]["lr"]
         learn(
             self.parts,

@@ -263,7 +263,7 @@ def make_schedule(
 
 
 def step_figures(
-    batch: TensorDictBase, *, coefficient: nn.Module | None = None, charged: bool = False
+    batch: TensorDictBase, *, coefficient: nn.Module | None = None, charged: bool = False, compares: bool = True
 ) -> dict[str, float]:
     """Means over the answers of a step.
 
@@ -273,10 +273,13 @@ def step_figures(
     Keyword Args:
         coefficient: of the KL, if there is one.
         charged: whether the KL was subtracted from the rewards, times the coefficient.
+        compares: whether the algorithm compares the answers of a group; else those of the whole step are one.
 
     Returns:
-        ``reward`` and each named part ``reward/<name>``; ``kl``, nats per answer; with a coefficient ``coefficient`` and, if it
-        is charged to the reward, ``penalised_reward``; ``reward_failures``; ``answer_tokens`` and ``tokens`` of all answers.
+        ``reward`` and each named part ``reward/<name>``; with an entry ``"group"``, ``equal_rewards``, the share of groups
+        whose answers all have the same reward, before a KL is charged; ``kl``, nats per answer; with a coefficient
+        ``coefficient`` and, if it is charged to the reward, ``penalised_reward``; ``reward_failures``; ``answer_tokens`` and
+        ``tokens`` of all answers.
 
     Example:
         >>> from tensordict import TensorDict
@@ -287,14 +290,21 @@ def step_figures(
     after = batch["next"]
     rewards = after["reward"].flatten(1).sum(-1)
     figures = {"reward": rewards.mean().item()}
+    group, earned, rounding = batch.get("group", None), rewards, torch.zeros_like(rewards)
     if "kl_penalty" in after.keys():  # noqa: SIM118  # of a TensorDict
-        kl = after["kl_penalty"].flatten(1).sum(-1).mean().item()
+        per_token = after["kl_penalty"].flatten(1)
+        kl = per_token.sum(-1).mean().item()
         if coefficient is not None:
             value = coefficient().item()
             if charged:
                 figures = {"reward": figures["reward"] + value * kl, "penalised_reward": figures["reward"]}
+                earned = rewards + value * per_token.sum(-1)
+                rounding = 1e-5 * (rewards.abs() + value * per_token.abs().sum(-1))
             figures["coefficient"] = value
         figures["kl"] = kl
+    if group is not None:
+        group = group.flatten()
+        figures["equal_rewards"] = _equal_share(earned, rounding, group if compares else torch.zeros_like(group))
     parts = after.get("rewards", None)
     if parts is not None:
         figures |= {f"reward/{name}": parts[name].float().mean().item() for name in parts.keys()}  # noqa: SIM118
@@ -307,6 +317,19 @@ def step_figures(
         figures["answer_tokens"] = real[:, width:].sum().item()
         figures["tokens"] = real.sum().item()
     return figures
+
+
+def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
+    """The share of groups whose rewards are equal, but for rounding; ``[B]`` each."""
+    groups, index = group.to(rewards.device).unique(return_inverse=True)
+    largest, slack = (
+        torch.empty(len(groups), dtype=values.dtype, device=values.device).scatter_reduce(
+            0, index, values, "amax", include_self=False
+        )
+        for values in (rewards, rounding)
+    )
+    smallest = torch.empty_like(largest).scatter_reduce(0, index, rewards, "amin", include_self=False)
+    return (largest - smallest <= slack).float().mean().item()
 
 
 # ------------------------------------------------------------------ random numbers
