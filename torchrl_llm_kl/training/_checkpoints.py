@@ -203,6 +203,7 @@ def _read_record(file: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, 
     del values["checksum"]
     if data != _record_of(values):  # the values, their checksum or the text around them
         raise ValueError("its checksum is of another content")
+    step: Any
     step, numbers, files = (values.get(name) for name in ("step", "numbers", "files"))
     if not (_is_count(step) and isinstance(numbers, dict) and isinstance(files, dict)):
         raise ValueError("expected a step, numbers and files")
