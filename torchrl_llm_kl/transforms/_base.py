@@ -263,7 +263,7 @@ class RayVariant(_RayServiceMetaClass, ABCMeta):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The constructor's, which ``inspect.signature`` would take from the metaclass."""
-        constructor = inspect.signature(cls.__init__)
+        constructor = inspect.signature(cls.__init__)  # type: ignore[misc]
         return constructor.replace(parameters=list(constructor.parameters.values())[1:])
 
     @property
