@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-numeric test-slow mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-numeric test-slow durations mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -35,22 +35,31 @@ study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, re
 study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an hour, resumable); writes docs/kl_study.md
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
-test: $(READY)  ## Run the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+test: $(READY)  ## Run all units and a smoke test of every other tier (6 minutes)
+	$(PYTEST) -m "smoke and not slow and not gpu" $(ARGS)
 
-# What is about numbers, without processes, compilation and runs that learn: two minutes.
-NUMERIC := tests/estimators tests/head tests/losses tests/advantages tests/algorithms tests/ragged tests/rollouts tests/scoring tests/transforms
-NOT_NUMERIC := *_compile.py *_learning_*.py *_ranks.py *_out_of_memory.py
+test-all: $(READY)  ## Run every test that is not slow (14 minutes)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-rest: $(READY)  ## Run what `make test-all` has and `make test` has not
+	$(PYTEST) -m "not smoke and not slow and not gpu" $(ARGS)
+
+# Without what needs memory to run out. Two minutes.
+NUMERIC := tests/units/estimators tests/units/head tests/units/losses tests/units/advantages tests/units/algorithms tests/units/ragged tests/units/rollouts tests/units/scoring tests/units/transforms
+NOT_NUMERIC := *_out_of_memory.py
 CPU ?= default
-test-numeric: $(READY)  ## Run the tests of numbers with the instructions of an older processor (CPU=avx2; default: none)
-	ATEN_CPU_CAPABILITY=$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" \
-		$(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
+test-numeric: $(READY)  ## Run the units of numbers with the instructions of an older processor (CPU=avx2; default: none)
+	ATEN_CPU_CAPABILITY=$(CPU) $(PYTEST) -m "not slow and not gpu" $(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
+durations: $(READY)  ## Run `make test-all` and write its slowest hundred tests and fixtures to tests/durations.txt
+	$(PYTEST) -m "not slow and not gpu" --durations-file tests/durations.txt $(ARGS)
+
 mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (minutes)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/lab $(BIN)/python -m mutants $(ARGS)
 
 matrix: $(READY)  ## Test the oldest and the newest releases that are allowed; writes docs/versions.md (gigabytes)
 	$(BIN)/python .ci/matrix.py $(ARGS)

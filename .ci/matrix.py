@@ -38,12 +38,12 @@ EXTRAS = ("ray", "lora")
 TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "rich>=13", "typer>=0.12", "pyarrow>=15")
 #: What the package is for, from token ids to losses, without the tutorials, the tools around it and other libraries.
 CORE = (
-    *(f"tests/{layer}" for layer in ("ragged", "masks", "head", "estimators", "rollouts", "scoring", "transforms")),
-    *(f"tests/{layer}" for layer in ("advantages", "losses")),
-    "tests/algorithms/test_make_algorithm.py",
-    "tests/algorithms/test_prepare.py",
-    "tests/service/test_service.py",
-    "tests/service/test_service_transforms.py",
+    *(f"tests/units/{layer}" for layer in ("ragged", "masks", "head", "estimators", "rollouts", "scoring", "transforms")),
+    *(f"tests/units/{layer}" for layer in ("advantages", "losses")),
+    "tests/units/algorithms/test_make_algorithm.py",
+    "tests/units/algorithms/test_prepare.py",
+    "tests/ray/test_service.py",
+    "tests/ray/test_service_transforms.py",
 )
 
 #: Instructions of older processors, as PyTorch and MKL let one choose them on a newer one.

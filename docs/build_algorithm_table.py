@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "algorithms"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab"))
 from learned import LEARNED
-
 from torchrl_llm_kl.algorithms import SCHEMAS, algorithm_table, flag_table, source_table
 
 PAGE = Path(__file__).with_name("algorithms.md")

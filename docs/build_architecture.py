@@ -1,6 +1,6 @@
 """Draw ``docs/architecture.png`` and write the table of ``docs/architecture.md`` from the package's own imports.
 
-Run ``make docs`` after a change to the layers. ``tests/test_layers.py`` checks the code against :data:`LAYERS`.
+Run ``make docs`` after a change to the layers. ``tests/site/test_layers.py`` checks the code against :data:`LAYERS`.
 """
 
 from __future__ import annotations

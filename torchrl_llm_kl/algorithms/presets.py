@@ -1,7 +1,7 @@
 """The presets, with a source for each value, and tables of them.
 
 To add an algorithm, add an :class:`~torchrl_llm_kl.algorithms.Algorithm` to this file, its name to :data:`AlgorithmName`, and a
-row to ``tests/algorithms/test_presets.py``; outside the package: ``ALGORITHMS.add(name, Algorithm(...))``.
+row to ``tests/units/algorithms/test_presets.py``; outside the package: ``ALGORITHMS.add(name, Algorithm(...))``.
 """
 
 from __future__ import annotations

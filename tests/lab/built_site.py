@@ -1,0 +1,90 @@
+"""The built site, and what its pages hold: links, anchors, text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from html.parser import HTMLParser
+from os import environ
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+from project import PROJECT
+
+
+def build(folder: Path) -> str:
+    """Build the site into a folder, with warnings as errors, as ``make docs`` does; what the build printed.
+
+    Raises:
+        RuntimeError: if it fails, with all that it printed.
+    """
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"mkdocs build --strict failed with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done.stderr
+
+
+class Page(HTMLParser):
+    """A page's anchors, the targets of its links, what it loads, and its text outside code."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.path = path
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.text: list[str] = []
+        self._code = 0
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        if name := found.get("id") or (found.get("name") if tag == "a" else None):
+            self.anchors.add(name)
+        if tag == "a" and found.get("href"):
+            self.links.append(str(found["href"]))
+        elif tag in ("img", "script", "iframe") and found.get("src"):
+            self.loads.append(str(found["src"]))
+        elif tag == "link" and found.get("href") and found.get("rel") not in ("canonical", "next", "prev"):
+            self.loads.append(str(found["href"]))
+        self._code += tag in ("code", "pre", "script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._code -= tag in ("code", "pre", "script", "style")
+
+    def handle_data(self, data: str) -> None:
+        if not self._code:
+            self.text.append(data)
+
+
+@dataclass
+class Site:
+    """A built site.
+
+    Args:
+        folder: its root.
+        printed: what the build said.
+    """
+
+    folder: Path
+    printed: str
+    _pages: dict[Path, Page] = field(default_factory=dict)
+
+    @cached_property
+    def pages(self) -> dict[Path, Page]:
+        """Path of each page -> the page."""
+        return {path: Page(path) for path in sorted(self.folder.rglob("*.html"))}
+
+    def page(self, name: str) -> Page:
+        """``"concepts"`` -> ``concepts/index.html``."""
+        return self.pages[self.folder / name / "index.html"]
+
+    def resolve(self, page: Page, target: str) -> tuple[Path, str]:
+        """The file and the anchor that a relative link leads to."""
+        place, anchor = urldefrag(target)
+        path = (page.path.parent / unquote(place)).resolve() if place else page.path
+        return (path / "index.html" if path.is_dir() else path), unquote(anchor)

@@ -1,0 +1,53 @@
+"""Models whose layers are checkpointed in each of the ways that users do it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+
+def layers(model: Any) -> nn.ModuleList:
+    body = model.get_decoder()
+    return body.h if hasattr(body, "h") else body.layers
+
+
+def enable(model: Any, reentrant: bool) -> None:
+    """What transformers' users call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated in favour of a name that transformers 5.0 does not have
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+def wrap(model: Any, reentrant: bool) -> None:
+    """What users of FSDP call."""
+    implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    for i, layer in enumerate(layers(model)):
+        layers(model)[i] = checkpoint_wrapper(layer, implementation)
+
+
+def in_own_code(model: Any, reentrant: bool) -> None:
+    """Layers that call torch's checkpoint in their forward."""
+    for layer in layers(model):
+
+        def forward(hidden: Tensor, *args: Any, plain: Callable[..., Any] = layer.forward, **options: Any) -> Any:
+            return checkpoint(lambda x: plain(x, *args, **options), hidden, use_reentrant=reentrant)
+
+        layer.forward = forward
+
+
+def enable_and_wrap(model: Any, reentrant: bool) -> None:
+    """A checkpoint within a checkpoint."""
+    enable(model, reentrant)
+    wrap(model, reentrant)
+
+
+def enable_in_own_code(model: Any, reentrant: bool) -> None:
+    """One that the scorer follows within one that it does not."""
+    in_own_code(model, reentrant)
+    for layer in layers(model):
+        layer.self_attn = checkpoint_wrapper(layer.self_attn)

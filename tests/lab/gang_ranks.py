@@ -1,0 +1,151 @@
+"""What each rank of a gang does without Ray: shard a model as its actor would, score, take weights; against one process.
+
+And the factories of gangs, which their actors import.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from load import sequences
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.service._wire import Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.engines._gang import split
+from torchrl_llm_kl.service.engines._rank import RankEngine, may_split, shard_model
+from toy_models import tiny_model
+
+
+def build(seed: int = 0, dtype: str = "float64", family: str = "qwen2", **config: Any) -> nn.Module:
+    return tiny_model(family, seed=seed, **config).to(getattr(torch, dtype))
+
+
+def by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
+    """A function for ``shard=``: the root alone."""
+    fully_shard(model, mesh=mesh)
+
+
+def difference(shard: str, dtype: str = "float64") -> list[float]:
+    """Largest difference of log-probs and entropies from one process: before and after an update, and with a part of it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    how = by_hand if shard == "by_hand" else shard
+    whole = TransformersEngine(build(0, dtype), tokens_per_batch=16)
+    made = shard_model(build(0, dtype), how, mesh)
+    engine = RankEngine(made, tokens_per_batch=16)
+    settings = Settings(temperature=1.3, entropy=True)
+    rows = sequences(3, 8)
+    mask = rows.positions > 0
+    found = []
+
+    def compare() -> None:
+        want = whole.evaluate(rows, mask, settings)
+        mine, start = rows, 0
+        chosen = mask
+        if may_split(made, how):
+            shares = split(rows, mask, dist.get_world_size())
+            share = shares[dist.get_rank()]
+            start = sum(x.mask.size for x in shares[: dist.get_rank()])
+            mine = type(rows).from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
+            chosen = torch.tensor(share.mask)
+        got = engine.evaluate(mine, chosen, settings)
+        end = start + mine.values.shape[0]
+        pairs = [(got.log_prob, want.log_prob), (got.entropy, want.entropy)]
+        again = whole.score(rows, mask, Settings())
+        # The second call reads the cache.
+        pairs += [(engine.score(mine, chosen, Settings(remember=True)), again) for _ in range(2)]
+        found.append(max(float((one.values - other.values[start:end]).abs().max()) for one, other in pairs))
+
+    compare()
+    new = build(1, dtype).state_dict()
+    for weights in (new, {"lm_head.weight": build(2, dtype).state_dict()["lm_head.weight"]}):
+        engine.update_weights(weights)
+        whole.update_weights(weights)
+        compare()
+    for wrong in (torch.zeros(2), torch.full_like(new["lm_head.weight"], torch.nan)):
+        try:
+            engine.update_weights({**new, "lm_head.weight": wrong})
+        except ValueError:
+            continue
+        raise AssertionError("weights that do not fit were taken")
+    compare()
+    return found
+
+
+def replayed(shard: str) -> tuple[float, list[list[str]], dict[str, str]]:
+    """Difference from one process over recorded tokens; the names of the tensors, and of weights as a wrapper names them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = TransformersEngine(build())
+    made = shard_model(build(), shard, mesh)
+    engine = RankEngine(made)
+    rows = sequences(3, 8)
+    mask = rows.positions > 0
+    counts = rows.values % 5 + 1
+    ids = torch.cat([(token + torch.arange(int(n)) * 7) % 97 for token, n in zip(rows.values, counts, strict=True)])
+    kept = Kept(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    settings = Settings(temperature=1.3, entropy=True, keep_top_k=3)
+    want = whole.evaluate(rows, mask, settings, kept=kept)
+    split_rows = may_split(made, shard)
+    shares = split(rows, mask, dist.get_world_size() if split_rows else 1, kept)
+    share = shares[dist.get_rank() if split_rows else 0]
+    start = sum(x.mask.size for x in shares[: dist.get_rank()]) if split_rows else 0
+    mine = type(rows).from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
+    got = engine.evaluate(mine, torch.tensor(share.mask), settings, kept=Kept(*map(torch.tensor, share.kept)))
+    end = start + mine.values.shape[0]
+    pairs = [(got.log_prob, want.log_prob), (got.entropy, want.entropy)]
+    found = max(float((one.values - other.values[start:end]).abs().max()) for one, other in pairs)
+    wrapped = [f"model.{name}" for name in build().state_dict()]
+    return found, engine.tensors(), engine.own_names(wrapped)
+
+
+def refusal(shard: str, **config: Any) -> str:
+    """The message for a model that cannot be sharded so."""
+    try:
+        shard_model(build(**config), shard, init_device_mesh("cpu", (dist.get_world_size(),)))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+# ------------------------------------------------------------------ factories
+
+
+def recorded(folder: str, pause: float = 0.0) -> nn.Module:
+    """:func:`build` with a slower forward; leaves a file named after rank and process in ``folder``."""
+    made = build()
+    made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=pause))
+    (Path(folder) / f"{dist.get_rank()}-{os.getpid()}").touch()
+    return made
+
+
+def _pause(module: nn.Module, args: Any, *, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def broken_on_one_rank() -> nn.Module:
+    if dist.get_rank() == 1:
+        raise OSError("no such checkpoint: /nowhere")
+    return build()
+
+
+def pids(folder: Path, rank: int) -> list[int]:
+    """Processes that were this rank, oldest first, those that have ended included."""
+    marks = sorted(folder.glob(f"{rank}-*"), key=lambda path: path.stat().st_mtime_ns)
+    return [int(path.name.split("-")[1]) for path in marks]
+
+
+def alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,105 @@
+"""Callers that keep a service busy and check every answer."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import ray
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from remote_models import model
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.service import RemoteModel
+from waits import LONG
+
+
+def sequences(seed: int = 0, count: int = 5) -> Ragged:
+    """Sequences that differ between seeds, so that an answer belongs to one request."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 12, (count,), generator=rng).tolist()
+    return Ragged.from_list([torch.randint(97, (n,), generator=rng) for n in lengths])
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def clone(remote: RemoteModel, *, timeout: float | None = None) -> RemoteModel:
+    """A copy as another process receives it."""
+    found: RemoteModel = pickle.loads(pickle.dumps(remote))
+    found.timeout = found.timeout if timeout is None else timeout
+    return found
+
+
+@dataclass
+class Load:
+    """Results of the callers: answers by seed, and errors."""
+
+    answers: dict[int, Tensor] = field(default_factory=dict)
+    errors: list[Exception] = field(default_factory=list)
+    asked: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def next_seed(self) -> int:
+        with self._lock:
+            self.asked += 1
+            return self.asked - 1
+
+    def run(self, remote: RemoteModel, calls: int | None) -> None:
+        scorer = clone(remote).make_scorer()
+        done = 0
+        while not self.stop.is_set() and done != calls:
+            seed = self.next_seed()
+            try:
+                self.answers[seed] = scorer.score(sequences(seed)).values
+            except Exception as error:
+                self.errors.append(error)
+            done += 1
+
+    def assert_all_right(self, *scorers: LogProbScorer) -> None:
+        """Every request has its own answer, from one of the given models."""
+        assert not self.errors, self.errors[0]
+        assert len(self.answers) == self.asked > 0
+        for seed, answer in self.answers.items():
+            expected = [scorer.score(sequences(seed)).values for scorer in scorers]
+            assert any(torch.allclose(answer, one, rtol=1e-6, atol=1e-6) for one in expected), f"request {seed}"
+
+
+@contextmanager
+def callers(remote: RemoteModel, count: int = 4, calls: int | None = None) -> Iterator[Load]:
+    """Threads that call repeatedly, until the block ends or each has made its calls."""
+    load = Load()
+    threads = [threading.Thread(target=load.run, args=(remote, calls), daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        if calls is None:
+            load.stop.set()
+        for thread in threads:
+            thread.join(timeout=LONG)
+        assert not any(thread.is_alive() for thread in threads), "a caller hangs"
+
+
+@ray.remote(num_cpus=0)
+class Client:
+    """A caller in a process of its own."""
+
+    def __init__(self) -> None:
+        self._local = LogProbScorer(model())
+
+    def ask(self, handle: bytes, seeds: list[int], *, at: float = 0.0) -> list[Tensor]:
+        """Scores of the sequences of each seed, requested at a given time of the clock."""
+        scorer = pickle.loads(handle).make_scorer()
+        scorer.model.call(0, "health")  # connected
+        time.sleep(max(at - time.time(), 0.0))
+        return [scorer.score(sequences(seed)).values for seed in seeds]

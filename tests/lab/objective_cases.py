@@ -1,0 +1,63 @@
+"""Random batches for objectives, and the hyper-parameters of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cases_policy
+import cases_supervised
+from torchrl_llm_kl.losses import get_objective, spec_of
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {**cases_policy.CASES, **cases_supervised.CASES}
+
+
+def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Every input of an objective; ``[rows, width]``. Rows are pairs: chosen, rejected, chosen, ...
+
+    Ratios lie on both sides of all usual clip bounds, advantages are never 0, some rows have few masked-in tokens, and
+    the mask leaves holes. ``expert_mask`` is True for every row of every other pair.
+    """
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return torch.randn(rows, width, generator=rng, dtype=torch.float64) * scale
+
+    log_prob = -normal(1.0).abs() - 0.05
+    old = (log_prob + normal(0.4)).clamp(max=-1e-3)
+    mask = torch.rand(rows, width, generator=rng) < 0.7
+    mask[torch.arange(rows), torch.randint(width, (rows,), generator=rng)] = True
+    advantage = normal(1.0)
+    advantage = torch.where(advantage.abs() < 0.1, 0.5, advantage)
+    return {
+        "log_prob": log_prob.to(dtype),
+        "mask": mask,
+        "old_log_prob": old.to(dtype),
+        "ref_log_prob": (log_prob + normal(0.3)).clamp(max=-1e-3).to(dtype),
+        "advantage": advantage.to(dtype),
+        "expert_mask": (torch.arange(rows) // 2 % 2 == 1).unsqueeze(-1).expand(rows, width).clone(),
+    }
+
+
+def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with the inputs that this objective takes beside those of all: of a whole batch, whatever its rows."""
+    spec, rows = spec_of(get_objective(name)), torch.arange(len(batch["mask"]))
+    more = {
+        "chosen": rows % 2 == 0,
+        "reference_point": torch.where(batch["expert_mask"][:, 0], 0.5, -0.25).to(batch["log_prob"].dtype),
+        "match_id": rows // 2,
+        "sharp_log_prob": 0.5 * batch["log_prob"].detach(),
+        # Multiples by powers of two are exact in half precision.
+        "teacher_divergence": -batch["log_prob"],
+        "outcomes": torch.stack([batch["log_prob"] * factor for factor in (1.0, 0.5, 2.0)], -1),
+        "teacher_outcomes": torch.stack([batch["ref_log_prob"] * factor for factor in (2.0, 1.0, 0.5)], -1),
+    }
+    taken = {*spec.needs, *spec.needs_if, *(() if spec.once is None else (spec.once.name,))}
+    return {**batch, **{key: value for key, value in more.items() if key in taken}}
+
+
+def rows_of(batch: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
+    """Some rows of a batch."""
+    return {key: value[index] for key, value in batch.items()}

@@ -1,0 +1,255 @@
+"""A small server that returns the log-probs of prompts as vLLM and SGLang document it, from a toy model.
+
+It runs in a process of its own (:class:`PromptServer`), computes with plain transformers, and has a switch for each of the
+servers' traps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+MODEL = "toy"
+FIXED = {
+    "tempered": False,  # log-probs at the temperature of the request
+    "scrambled": False,  # log-probs at a temperature that nobody requested
+    "decimals": None,  # of numbers in replies
+    "cache": "",  # "null": tokens in the cache have no scores; "missing": no entries; "stale": numbers of other requests
+    "salts": True,  # whether cache_salt keeps requests apart
+    "recomputes": True,  # whether logprob_start_len recomputes what is in the cache
+    "retokenises": False,  # one token comes back as another
+    "starts": False,  # adds a start token
+    "forbids": None,  # a token whose logit is -inf
+    "fails": [],  # statuses of the next replies; 0 drops the connection
+    "delay": 0.0,  # seconds of each reply
+    "seed": 0,  # of the model
+    "old": False,  # vLLM before `return_token_ids`
+    "max_logprobs": 20,
+    "key": None,
+    "odd": False,  # JSON of another form
+}
+
+
+class PromptServer:
+    """The server's process, and its switches."""
+
+    def __init__(self, port: int = 0) -> None:
+        root = Path(__file__).parent
+        command = [sys.executable, __file__, str(root), str(port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    @contextlib.contextmanager
+    def set(self, **switches: Any) -> Iterator[None]:
+        """Context in which switches differ from their defaults."""
+        assert switches.keys() <= FIXED.keys()
+        self._post({**FIXED, **switches})
+        try:
+            yield
+        finally:
+            self._post(FIXED)
+
+    def change(self, **switches: Any) -> None:
+        """Change switches until the end of the context."""
+        self._post(switches)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Bodies of the requests since the last change of a switch."""
+        with urllib.request.urlopen(f"{self.url}/requests") as reply:
+            found: list[dict[str, Any]] = json.load(reply)
+        return found
+
+    def _post(self, switches: dict[str, Any]) -> None:
+        data = json.dumps(switches).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/switches", data)).close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+# ------------------------------------------------------------------ in its process
+
+
+class Refused(Exception):
+    pass
+
+
+class Toy:
+    """The models, the prefix cache, and the log-probs."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from toy_models import tiny_model
+
+        torch.set_num_threads(1)
+        self.models = [tiny_model(seed=seed).double() for seed in (0, 1)]
+        self.switches: dict[str, Any] = dict(FIXED)
+        self.requests: list[dict[str, Any]] = []
+        self.cached: set[tuple[Any, ...]] = set()
+        self.lock = Lock()
+
+    def positions(self, ids: list[int], temperature: float, k: int) -> list[dict[int, float] | None]:
+        """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
+        import torch
+
+        s = self.switches
+        if not all(0 <= token < 97 for token in ids):
+            raise Refused("Token id is out of vocabulary")
+        if len(ids) > 64:
+            raise Refused("This model's maximum context length is 64 tokens")
+        with torch.no_grad():
+            logits = self.models[s["seed"]](torch.tensor([ids])).logits[0, :-1]
+        if s["forbids"] is not None:
+            logits[:, s["forbids"]] = -torch.inf
+        if s["scrambled"]:
+            logits = logits / temperature**2
+        elif s["tempered"]:
+            logits = logits / temperature
+        log_probs = logits.log_softmax(-1)
+        out: list[dict[int, float] | None] = [None]
+        for token, row in zip(ids[1:], log_probs, strict=True):
+            chosen = [int(token), *row.topk(k).indices.tolist()]
+            out.append({i: self.rounded(float(row[i])) for i in chosen})
+        return out
+
+    def rounded(self, value: float) -> float:
+        decimals = self.switches["decimals"]
+        return value if decimals is None or math.isinf(value) else round(value, decimals)
+
+    def in_cache(self, ids: list[int], salt: Any) -> int:
+        """Leading tokens that an earlier request had too; all but the last are kept."""
+        with self.lock:
+            known = [n for n in range(len(ids)) if (salt, *ids[:n]) in self.cached]
+            self.cached |= {(salt, *ids[:n]) for n in range(1, len(ids) + 1)}
+        return max(known, default=0) if self.switches["cache"] else 0
+
+    def vllm(self, body: dict[str, Any]) -> dict[str, Any]:
+        s = self.switches
+        if body["model"] != MODEL:
+            raise FileNotFoundError(f"The model `{body['model']}` does not exist.")
+        if body["max_tokens"] < 1 or body["prompt_logprobs"] > s["max_logprobs"]:
+            raise Refused("Requested prompt logprobs is greater than max allowed")
+        sent = body["prompt"]
+        ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in sent]
+        found = self.positions(ids, body["temperature"], body["prompt_logprobs"])
+        cached = self.in_cache(ids, body.get("cache_salt") if s["salts"] else None)
+        for t in range(1, cached):
+            if s["cache"] == "null":
+                found[t] = None
+            elif s["cache"] == "stale":
+                found[t] = {token: -20 * random.random() for token in found[t] or ()}
+        if s["cache"] == "missing":
+            found = [None, *found[max(cached, 1) :]]
+        entries = [
+            None
+            if position is None
+            else {
+                str(i): {"logprob": max(x, -9999.0), "rank": 1 + n, "decoded_token": f"<{i}>"}
+                for n, (i, x) in enumerate(position.items())
+            }
+            for position in found
+        ]
+        choice = {"index": 0, "text": "<1>", "prompt_logprobs": entries}
+        if body.get("return_token_ids") and not s["old"]:
+            choice["prompt_token_ids"] = ids
+        return {"object": "text_completion", "model": MODEL, "choices": [choice]}
+
+    def sglang(self, body: dict[str, Any]) -> dict[str, Any]:
+        s, sampling = self.switches, body["sampling_params"]
+        ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in body["input_ids"]]
+        start, k = body.get("logprob_start_len", -1), body["top_logprobs_num"]
+        assert body["return_logprob"]
+        found = self.positions(ids, sampling["temperature"], max(k, 1))
+        cached = self.in_cache(ids, None)
+        if s["recomputes"] and start == 0:
+            cached = 0  # all of the input is computed again
+        first = len(ids) - 1 if start < 0 else max(start, cached if s["cache"] == "missing" else 0)
+        entries: list[Any] = [[None, ids[first], None]]
+        tops: list[Any] = [None]
+        for t in range(first + 1, len(ids)):
+            position = found[t] or {}
+            gone = s["cache"] == "null" and t < cached
+            value = None if gone or math.isinf(position[ids[t]]) else position[ids[t]]
+            entries.append([value, ids[t], None])
+            best = sorted(((x, i, None) for i, x in position.items() if x > -math.inf), reverse=True)[:k]
+            tops.append(None if gone else best)
+        info = {"prompt_tokens": len(ids), "cached_tokens": cached, "input_token_logprobs": entries}
+        if k:
+            info["input_top_logprobs"] = tops
+        return {"text": "", "meta_info": info}
+
+
+class Handler(BaseHTTPRequestHandler):
+    toy: Toy
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/requests":
+            self.reply(200, self.toy.requests)
+        elif self.path == "/get_model_info":
+            self.reply(200, {"model_path": MODEL})
+        else:
+            self.reply(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        toy = self.toy
+        if self.path == "/switches":
+            toy.switches = {**toy.switches, **body}
+            toy.requests = []
+            toy.cached = set()
+            return self.reply(200, {})
+        toy.requests.append(body)
+        time.sleep(toy.switches["delay"])
+        with toy.lock:
+            status = toy.switches["fails"].pop(0) if toy.switches["fails"] else 200
+        if status == 0:
+            self.close_connection = True
+            return None
+        if status == 299:
+            return self.reply(200, None, b"<html>not JSON</html>")
+        if status != 200:
+            return self.reply(status, {"error": {"message": "switched off", "code": status}})
+        if toy.switches["key"] and self.headers["Authorization"] != f"Bearer {toy.switches['key']}":
+            return self.reply(401, {"error": "Unauthorized"})
+        try:
+            answer = {"/v1/completions": toy.vllm, "/generate": toy.sglang}[self.path](body)
+        except Refused as error:
+            return self.reply(400, {"error": {"message": str(error)}})
+        except FileNotFoundError as error:
+            return self.reply(404, {"error": {"message": str(error)}})
+        self.reply(200, {"detail": "ok"} if toy.switches["odd"] else answer)
+
+    def reply(self, status: int, content: Any, data: bytes = b"") -> None:
+        data = data or json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    Handler.toy = Toy()
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler)
+    server.daemon_threads = True
+    print(server.server_address[1], flush=True)
+    server.serve_forever()

@@ -1,0 +1,70 @@
+"""What Ray's actors make: envs, policies and models, equal in every process.
+
+Models are float64: in no number does the shape of a batch show.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import tensordict
+import torch
+from torchrl.envs import EnvBase
+
+from group_rollouts import GROUP, group_env
+from torchrl_llm_kl import RetrieveKL, make_env
+from toy_rollouts import make_model, make_policy, make_scoring_wrapper, make_tokenizer
+
+CPUS = {"num_cpus": 0.2}
+
+
+@cache
+def scoring_model(seed: int) -> Any:
+    """The policy (seed 0) or the reference (seed 1), as a wrapper that scores."""
+    tokenizer = make_tokenizer()
+    key = "ref_log_probs" if seed else "log_probs"
+    return make_scoring_wrapper(make_model(tokenizer, seed).double(), tokenizer, pad_output=False, log_probs_key=key)
+
+
+def sampling_policy() -> Any:
+    """A policy that samples from what is scored."""
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer()
+    policy = make_policy(make_model(tokenizer, 0).double(), tokenizer, pad_output=False)
+    policy.generate_kwargs["top_k"] = 0
+    return policy
+
+
+def text_policy() -> Any:
+    """:func:`sampling_policy` for rendered prompts."""
+    policy = sampling_policy()
+    return make_policy(policy.model, policy.tokenizer, pad_output=False, input_mode="text")
+
+
+def plain_env(rows: int = 2 * GROUP) -> EnvBase:
+    """Groups of answers with a reward."""
+    tensordict.set_list_to_stack(True).set()
+    return group_env(make_tokenizer(), rows=rows)
+
+
+def scoring_env(rows: int = 2 * GROUP) -> EnvBase:
+    """The same, scored under the collector's own policy and the reference."""
+    tensordict.set_list_to_stack(True).set()
+    return group_env(make_tokenizer(), RetrieveKL("from_collector", scoring_model(1), add_to_reward=False), rows=rows)
+
+
+def task_env(turns: int = 1) -> EnvBase:
+    """An env of ``make_env``: groups of answers, rewards of a sync and an async function, maybe a user who asks again."""
+    tensordict.set_list_to_stack(True).set()
+
+    async def number(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        return metadata["number"]
+
+    rewards = {"length": (0.5, lambda question, answer, metadata: len(answer)), "number": number}
+    several = {"max_turns": turns, "reply": lambda messages, metadata: "And now?"} if turns > 1 else {}
+    kl = RetrieveKL("from_collector", scoring_model(1), add_to_reward=False)
+    rows = [{"question": f"question {i}", "number": i} for i in range(4)]
+    return make_env(
+        rows, rewards, make_tokenizer(), group_size=GROUP, num_prompts=2, seed=None, kl_transform=kl, **several
+    )

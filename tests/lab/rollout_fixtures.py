@@ -1,0 +1,46 @@
+"""Fixtures for the test folders that use rollouts; each `conftest.py` imports them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensordict
+
+from toy_rollouts import make_model, make_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _lists_become_stacks():
+    with tensordict.set_list_to_stack(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def policy_model(tokenizer: Any) -> Any:
+    return make_model(tokenizer, seed=0)
+
+
+@pytest.fixture(scope="session")
+def ref_model(tokenizer: Any) -> Any:
+    return make_model(tokenizer, seed=1)
+
+
+@pytest.fixture(params=[False, True], ids=["nested", "padded"])
+def padded(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _tables_have_no_head() -> Iterator[None]:
+    """Scorers warn that a table of logits is no body with a head."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="LogProbScorer takes the model's full forward")
+        yield

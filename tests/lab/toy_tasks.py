@@ -1,0 +1,200 @@
+"""Language tasks so small that every answer can be listed: exact policies, sampled batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_llm_kl.ragged import Ragged
+
+#: What a sampler of experts' tasks never draws: answers below this probability.
+MIN_P = 0.03
+
+
+class TabularPolicy(nn.Module):
+    """Logits of the next token from a table with a row for each prefix: any autoregressive policy is one of these."""
+
+    def __init__(self, vocab: int, longest: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.table = nn.Parameter(torch.zeros(sum(vocab**n for n in range(1, longest + 1)), vocab))
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        row, rows = torch.full_like(input_ids[:, 0], -1), []
+        for token in input_ids.unbind(1):
+            row = (row + 1) * self.vocab + token
+            rows.append(row)
+        return (self.table[torch.stack(rows, 1)],)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts of one token, answers of a few, and the reward of each answer to each prompt.
+
+    Args:
+        vocab: number of tokens.
+        prompts: one token each.
+        answers: all that there are; the last token of each ends it.
+        reward: ``[P, R]``, of each answer to each prompt.
+        reference: log-probs of a reference policy; ``[P, R]``.
+    """
+
+    vocab: int
+    prompts: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+    reward: Tensor
+    reference: Tensor
+
+    @property
+    def longest(self) -> int:
+        return 1 + max(len(answer) for answer in self.answers)
+
+    def policy(self, log_probs: Tensor | None = None) -> TabularPolicy:
+        """The policy with these log-probs of answers ``[P, R]``; by default the reference's."""
+        model = TabularPolicy(self.vocab, self.longest)
+        mass = (self.reference if log_probs is None else log_probs).exp()
+        with torch.no_grad():
+            for p, prompt in enumerate(self.prompts):
+                for prefix in sorted({answer[:n] for answer in self.answers for n in range(len(answer))}):
+                    row = -1
+                    for token in (prompt, *prefix):
+                        row = (row + 1) * self.vocab + token
+                    for token in range(self.vocab):
+                        inside = [i for i, a in enumerate(self.answers) if a[: len(prefix) + 1] == (*prefix, token)]
+                        model.table[row, token] = mass[p, inside].sum().log()
+                    model.table[row] -= model.table[row].mean()
+        return model
+
+    @property
+    def _padded(self) -> tuple[Tensor, Tensor]:
+        """Of each prompt with each answer the tokens ``[P, R, T]``, and where they are real."""
+        width = self.longest
+        rows = [[[p, *a, *[0] * (width - 1 - len(a))] for a in self.answers] for p in self.prompts]
+        lengths = torch.tensor([1 + len(a) for a in self.answers])
+        return torch.tensor(rows), (torch.arange(width) < lengths.unsqueeze(-1)).expand(len(self.prompts), -1, -1)
+
+    @torch.no_grad()
+    def log_probs(self, model: nn.Module) -> Tensor:
+        """Of every answer to every prompt, by the chain rule; ``[P, R]`` float64."""
+        full, real = self._padded
+        logits = model(input_ids=full.flatten(0, 1))[0].double().log_softmax(-1)
+        each = logits[:, :-1].gather(-1, full.flatten(0, 1)[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return torch.where(real.flatten(0, 1)[:, 1:], each, 0).sum(-1).reshape(full.shape[:2])
+
+    def sample(
+        self, model: nn.Module, rows: int, rng: torch.Generator, group_size: int = 1, min_p: float = 0.0
+    ) -> TensorDict:
+        """Answers of a policy, as many to each prompt, none less likely than ``min_p``; groups lie one after the other.
+
+        Each group is an exact draw of independent answers, from one point of a scrambled Sobol sequence: the groups of a
+        batch are spread evenly, so that a few hundred rows have the mean of many more.
+        """
+        chosen = []
+        p = self.log_probs(model).exp()
+        for cdf in torch.where(p < min_p, 0, p).cumsum(-1):
+            seed = int(torch.randint(2**31, (), generator=rng))
+            points = torch.quasirandom.SobolEngine(group_size, scramble=True, seed=seed)
+            uniform = points.draw(rows // len(self.prompts) // group_size).double().flatten()
+            chosen.append(torch.searchsorted(cdf, uniform * cdf[-1]).clamp(max=len(cdf) - 1))
+        answers = torch.stack(chosen)
+        prompts = torch.arange(len(answers)).repeat_interleave(answers.shape[1])
+        data = self.batch(prompts, answers.flatten())
+        data["query"] = torch.arange(len(data)) // group_size
+        return data
+
+    def batch(self, prompts: Tensor, answers: Tensor) -> TensorDict:
+        """Rows of answers to prompts, by their numbers ``[B]``."""
+        full, real = (x[prompts, answers] for x in self._padded)
+        return TensorDict(
+            {
+                "tokens": {"full": full, "prompt": full[:, :1]},
+                "masks": {"all_attention_mask": real},
+                "next": {"reward": self.reward[prompts, answers].float().unsqueeze(-1)},
+            },
+            batch_size=[len(full)],
+        )
+
+
+def _listed(vocab: int, longest: int, end: int | None, prefix: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    for token in range(vocab):
+        answer = (*prefix, token)
+        if token == end or len(answer) == longest:
+            yield answer
+        else:
+            yield from _listed(vocab, longest, end, answer)
+
+
+def _task(vocab: int, longest: int, end: int | None, prompts: Sequence[int], seed: int, spread: float) -> Task:
+    rng = torch.Generator().manual_seed(seed)
+    answers = tuple(_listed(vocab, longest, end))
+    reward = torch.rand(len(prompts), len(answers), generator=rng, dtype=torch.float64) * 2 - 1
+    reference = (spread * torch.randn(reward.shape, generator=rng, dtype=torch.float64)).log_softmax(-1)
+    return Task(vocab, tuple(prompts), answers, reward, reference)
+
+
+def chain(seed: int = 0) -> Task:
+    """Answers of one or two tokens, 3 ends one early: rewards and reference of whole answers, one clearly best."""
+    task = _task(4, 2, 3, (1, 2), seed, spread=0.7)
+    task.reward.clamp_(max=0.7)
+    task.reward[torch.arange(2), torch.tensor([5, 10])] = 1.5
+    return task
+
+
+def bandit(seed: int) -> Task:
+    """Answers of one token."""
+    return _task(5, 1, None, (0, 3), seed, spread=0.7)
+
+
+def product(seed: int = 0) -> Task:
+    """Answers of two tokens that have nothing to do with each other: rewards add up, the reference's log-probs too."""
+    rng = torch.Generator().manual_seed(seed)
+    reward, reference = torch.randn(2, 2, 2, 3, generator=rng, dtype=torch.float64).unbind()
+    reference = (0.7 * reference).log_softmax(-1)
+    both = [(x[:, 0, :, None] + x[:, 1, None, :]).flatten(1) for x in (reward, reference)]
+    return Task(3, (0, 2), tuple(_listed(3, 2, None)), *both)
+
+
+def total_variation(log_prob: Tensor, target: Tensor) -> float:
+    """Half the sum of differences between two distributions over answers ``[P, R]``, for the prompt where it is largest."""
+    return float((log_prob.exp() - target.exp()).abs().sum(-1).max() / 2)
+
+
+class TabularCritic(nn.Module):
+    """A value for each prefix."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.values = TabularPolicy(task.vocab, task.longest)
+
+    def forward(self, tokens: Ragged, mask: Tensor) -> Ragged:
+        padded = self.values(tokens.to_padded())[0][..., 0]
+        before = nn.functional.pad(padded[:, :-1], (1, 0))[tokens.padding_mask()]
+        return tokens.like(torch.where(mask, before, 0))
+
+    @torch.no_grad()
+    def of(self, *prefix: int) -> float:
+        return float(self.values(torch.tensor([prefix]))[0][0, -1, 0])
+
+
+def unlikely(task: Task) -> TabularPolicy:
+    """The reference, but one in a hundred of its answers are the best, which a sampler with ``MIN_P`` never draws."""
+    log_probs = task.reference.clone()
+    log_probs[torch.arange(2), task.reward.argmax(-1)] = math.log(0.01)
+    return task.policy(log_probs.log_softmax(-1))
+
+
+def experts(task: Task, rows: int) -> TensorDictBase:
+    prompts = torch.arange(2).repeat(rows // 2)
+    return task.batch(prompts, task.reward.argmax(-1)[prompts])
+
+
+def mixed(task: Task, actor: TabularPolicy, rng: torch.Generator) -> TensorDictBase:
+    usual, expert = task.sample(actor, 96, rng, 8, min_p=MIN_P), experts(task, 32)
+    usual["expert_mask"], expert["expert_mask"] = torch.zeros(96, dtype=torch.bool), torch.ones(32, dtype=torch.bool)
+    expert["query"] = -1 - torch.arange(32)
+    return torch.cat([usual, expert])

@@ -1,0 +1,368 @@
+"""Values equal those of Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16, where their code follows its formulas, and of torchrl.
+
+The comparison runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.testing import assert_close
+from torchrl.objectives.llm import MCAdvantage
+
+from peers import VARIABLE, load
+from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage, jsd
+
+FOLDER = "trinity.algorithm.advantage_fn"
+GROUP = [4, 4, 9, 4, 9, 2, 2, 2, 2]
+REWARD = torch.tensor([1.0, 0.5, 0.0, 3.0, 1.0, 0.25, -1.0, 0.75, 2.0])
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.fixture
+def trinity(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def module(name: str) -> ModuleType:
+        return load(monkeypatch, "trinity", f"{FOLDER}.{name}", stubs=["verl", "trinity.common.experience"])
+
+    def group_by(items: list[Any], id_type: str) -> dict[Any, list[Any]]:
+        found: dict[Any, list[Any]] = {}
+        for item in items:
+            found.setdefault(item.eid.task if id_type == "task" else item.eid.rid, []).append(item)
+        return found
+
+    def get(name: str, class_name: str, **hyper: Any) -> Any:
+        found = module(name)
+        if hasattr(found, "group_by"):
+            monkeypatch.setattr(found, "group_by", group_by)
+        return getattr(found, class_name)(**hyper)
+
+    return get
+
+
+def own(name: str, hyper: dict[str, Any]) -> dict[str, Any]:
+    return advantage_spec(get_advantage(name)).hyperparameters.translate(hyper)
+
+
+def experiences(task: list[int], run: list[int], step: list[int], reward: Tensor) -> list[Any]:
+    return [
+        SimpleNamespace(
+            eid=SimpleNamespace(task=t, rid=(t, r), step=s), reward=x, action_mask=torch.ones(1), row=i, info=None
+        )
+        for i, (t, r, s, x) in enumerate(zip(task, run, step, reward.tolist(), strict=True))
+    ]
+
+
+def of_experiences(function: Any, items: list[Any]) -> Tensor:
+    if hasattr(function, "process"):
+        assert len(function.process(list(items))[0]) == len(items)
+    else:
+        for group in function.group_experiences(items).values():
+            function.calculate_group_advantage("", group)
+    out = torch.zeros(len(items))
+    for item in items:
+        out[item.row] = item.advantages.item()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "class_name", "hyper"),
+    [
+        ("grpo", "grpo_advantage", "GRPOGroupedAdvantage", {"epsilon": 0.3}),
+        ("grpo", "grpo_advantage", "GRPOGroupedAdvantage", {"epsilon": 0.3, "std_cal_level": "batch"}),
+        ("opmd", "opmd_advantage", "OPMDGroupAdvantage", {}),
+        ("opmd", "opmd_advantage", "OPMDGroupAdvantage", {"opmd_baseline": "logavgexp", "tau": 0.6}),
+        ("asymre", "asymre_advantage", "ASYMREGroupAdvantage", {"baseline_shift": -0.3}),
+        ("rec", "rec_advantage", "RECGroupedAdvantage", {}),
+        ("rec", "rec_advantage", "RECGroupedAdvantage", {"std_normalize": True, "epsilon": 0.4}),
+        ("reinforce", "reinforce_advantage", "REINFORCEGroupAdvantage", {}),
+    ],
+)
+def test_outcomes(trinity: Any, name: str, module: str, class_name: str, hyper: dict[str, Any]) -> None:
+    theirs = trinity(module, class_name, **hyper)
+    rows = list(range(len(GROUP)))
+    want = of_experiences(theirs, experiences(GROUP, rows, rows, REWARD))
+    inputs = {"reward": REWARD} if name == "reinforce" else {"reward": REWARD, "group": torch.tensor(GROUP)}
+    assert_close(get_advantage(name)(**inputs, **own(name, hyper)), want, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "hyper", [{"epsilon": 0.3}, {"epsilon": 0.3, "enable_step_norm": True}, {"epsilon": 0.3, "std_cal_level": "batch"}]
+)
+def test_step_wise_grpo(trinity: Any, hyper: dict[str, Any]) -> None:
+    theirs = trinity("multi_step_grpo_advantage", "StepWiseGRPOAdvantageFn", **hyper)
+    task, run, step = [0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 2, 0, 1, 1, 1, 2], [0, 1, 0, 0, 0, 0, 1, 2, 0]
+    want = of_experiences(theirs, experiences(task, run, step, REWARD))
+    ids = {"group": torch.tensor(task), "run": torch.tensor(run), "step": torch.tensor(step)}
+    assert_close(get_advantage("step_wise_grpo")(REWARD, **ids, **own("step_wise_grpo", hyper)), want, **CLOSE)
+
+
+@pytest.mark.parametrize("fnorm", ["none", "std"])
+def test_gigpo(trinity: Any, fnorm: str) -> None:
+    """Where every task has several runs and states of its own; Trinity compares equal states of different tasks."""
+    hyper = {"omega": 0.4, "gamma": 0.7, "fnorm": fnorm, "epsilon": 0.2 if fnorm == "std" else 0.0}
+    theirs = trinity("gigpo_advantage", "GiGPOAdvantageFn", **hyper)
+    task, run, step = [0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 2, 0, 1, 1, 1, 2], [0, 1, 0, 0, 0, 0, 1, 2, 0]
+    state = [5, 6, 5, 6, 8, 8, 7, 8, 9]
+    items = experiences(task, run, step, REWARD)
+    for item, s in zip(items, state, strict=True):
+        item.eid.rid = f"{item.eid.task}/{item.eid.rid[1]}"
+        item.info = {"step_reward": item.reward, "env_state_hash": s}
+    want = of_experiences(theirs, items)
+    ids = {"group": torch.tensor(task), "run": torch.tensor(run), "step": torch.tensor(step)}
+    got = get_advantage("gigpo")(REWARD, **ids, state=torch.tensor(state), **hyper)
+    assert_close(got, want, **CLOSE)
+
+
+def token_batch() -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    mask = torch.arange(6) < torch.tensor([6, 3, 5, 1]).unsqueeze(-1)
+    numbers = {
+        name: torch.randn(4, 6, generator=rng) * mask
+        for name in ("token_level_rewards", "values", "old_log_probs", "teacher_logprobs")
+    }
+    return {**numbers, "response_mask": mask, "reward_baselines": torch.randn(4, generator=rng)}
+
+
+def of_batch(function: Any, batch: dict[str, Tensor], group: list[int] | None = None) -> dict[str, Tensor]:
+    given = {key: x.float() if x.dtype == torch.bool else x.clone() for key, x in batch.items()}
+    function(SimpleNamespace(batch=given, non_tensor_batch={"uid": group}))
+    return given
+
+
+def test_gae(trinity: Any) -> None:
+    """Without holes in the mask; the value after the last token is 0 in both."""
+    batch = token_batch()
+    theirs = of_batch(trinity("ppo_advantage", "PPOAdvantageFn", gamma=0.9, lam=0.7), batch)
+    mask = batch["response_mask"]
+    ours, target = get_advantage("ppo")(
+        batch["token_level_rewards"], batch["values"], mask, gamma=0.9, lam=0.7, whiten=True
+    )
+    assert_close(ours, theirs["advantages"] * mask, **CLOSE)
+    assert_close(target, theirs["returns"] * mask, **CLOSE)
+
+
+def test_reinforce_plus_plus(trinity: Any) -> None:
+    batch = token_batch()
+    theirs = of_batch(trinity("reinforce_plus_plus_advantage", "REINFORCEPLUSPLUSAdvantageFn", gamma=0.8), batch)
+    ours = get_advantage("reinforceplusplus")(batch["token_level_rewards"], batch["response_mask"], gamma=0.8)
+    assert_close(ours, theirs["advantages"], **CLOSE)
+
+
+def test_remax_and_rloo_of_outcomes(trinity: Any) -> None:
+    batch = token_batch()
+    mask = batch["response_mask"]
+    last = torch.tensor([5, 2, 4, 0])
+    outcome = torch.tensor([1.0, -0.5, 2.0, 0.25])
+    batch["token_level_rewards"] = torch.zeros(4, 6).index_put((torch.arange(4), last), outcome)
+    group = [1, 1, 0, 1]
+    theirs = of_batch(trinity("remax_advantage", "REMAXAdvantageFn"), batch)
+    ours = get_advantage("remax")(outcome, batch["reward_baselines"])
+    assert_close(ours.unsqueeze(-1) * mask, theirs["advantages"], **CLOSE)
+    theirs = of_batch(trinity("rloo_advantage", "RLOOAdvantageFn"), batch, group)
+    ours = get_advantage("rloo")(outcome, torch.tensor(group))
+    several = torch.tensor([True, True, False, True])  # Trinity: a single row has its reward
+    assert_close((ours.unsqueeze(-1) * mask)[several], theirs["advantages"][several], **CLOSE)
+
+
+def test_on_policy_distill(trinity: Any) -> None:
+    batch = token_batch()
+    theirs = of_batch(trinity("on_policy_distill_advantage", "OnPolicyDistillAdvantage", kl_coef=0.3), batch)
+    ours = get_advantage("on_policy_distill")(
+        batch["old_log_probs"], batch["teacher_logprobs"], batch["response_mask"], kl_coef=0.3
+    )
+    assert_close(ours, theirs["advantages"], **CLOSE)
+
+
+def test_trinitys_jsd_rewards_tokens_that_the_teacher_dislikes(trinity: Any) -> None:
+    """It is never negative: where student and teacher differ, in either direction, the token becomes likelier."""
+    student = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    teacher = torch.tensor([[0.9, 0.1]], dtype=torch.float64).log()
+    mask = torch.tensor([[True, True]])
+    batch = {"old_log_probs": student, "teacher_logprobs": teacher, "response_mask": mask}
+    theirs = of_batch(trinity("jsd_advantage", "JSDAdvantage", lambda_coef=0.3), batch)["advantages"]
+    ours = jsd(student, teacher, mask, beta=0.3)
+    assert (theirs > 0).all()
+    assert (ours > 0).tolist() == [[True, False]]
+    # With equal probabilities the policy gradient follows the difference: away from the teacher.
+    assert theirs[0, 1] > theirs[0, 0]
+
+
+@pytest.mark.parametrize("trajectory_return", ["sum", None])
+def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
+    """Groups of three trajectories, of one step each for the outcome, and steps by themselves without one."""
+    rng = torch.Generator().manual_seed(1)
+    reward = torch.randn(6, 1, 1, generator=rng)
+    query = torch.tensor([8, 3, 8, 8, 3, 3])
+    data = TensorDict(
+        query=query[:, None],
+        next=TensorDict(reward=reward, done=torch.ones(6, 1, 1, dtype=torch.bool), batch_size=[6, 1]),
+        batch_size=[6, 1],
+    )
+    theirs = MCAdvantage(grpo_size=3, trajectory_return=trajectory_return).inv(data.clone())
+    ours = Advantage("grpo", epsilon=0.0)(data.clone())
+    order = theirs["query"].flatten().argsort(stable=True), query.argsort(stable=True)
+    want, got = theirs["advantage"].reshape(6)[order[0]], ours["advantage"].reshape(6)[order[1]]
+    assert ours["advantage"].shape == reward.shape
+    assert_close(got, want)
+    one_trajectory_each = Advantage("step_wise_grpo", epsilon=0.0)(data.clone())
+    assert_close(one_trajectory_each["advantage"], ours["advantage"])
+
+
+# ------------------------------------------------------------------ verl
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
+    monkeypatch.setattr(module.verl_F, "get_device_name", lambda: "cpu", raising=False)
+    return module
+
+
+LENGTHS = torch.tensor([3, 1, 4, 2, 4, 2, 3, 1, 5])
+RESPONSE = (torch.arange(5) < LENGTHS.unsqueeze(-1)).float()
+ON_LAST = torch.zeros(9, 5, dtype=torch.float64).index_put((torch.arange(9), LENGTHS - 1), REWARD.double())
+INDEX = np.array(GROUP)
+
+
+def of_verl(function: Any, mask: Tensor = RESPONSE, **given: Any) -> Tensor:
+    """The first of its results, in float64."""
+    given = {"token_level_rewards": ON_LAST.clone(), "index": INDEX, **given}
+    return function(response_mask=mask.double(), **given)[0]
+
+
+def test_opo(verl: Any) -> None:
+    want = of_verl(verl.compute_opo_outcome_advantage)
+    got = get_advantage("opo")(REWARD.double(), torch.tensor(GROUP), LENGTHS)
+    assert_close(got.unsqueeze(-1) * RESPONSE, want)
+
+
+@pytest.mark.parametrize("std", [False, True])
+def test_pass_at_k(verl: Any, std: bool) -> None:
+    settings = {"norm_adv_by_std_in_grpo": std}
+    want = of_verl(verl.compute_grpo_passk_outcome_advantage, epsilon=0.3, config=settings)
+    got = get_advantage("grpo_passk")(REWARD.double(), torch.tensor(GROUP), **own("pass_at_k", settings), epsilon=0.3)
+    assert_close(got.unsqueeze(-1) * RESPONSE, want)
+    with pytest.raises(ValueError, match="at least 2 samples"):  # here 0
+        of_verl(verl.compute_grpo_passk_outcome_advantage, index=np.arange(9), config=settings)
+
+
+def test_reinforce_plus_plus_baseline(verl: Any) -> None:
+    want = of_verl(verl.compute_reinforce_plus_plus_baseline_outcome_advantage)
+    got = get_advantage("reinforce_plus_plus_baseline")(REWARD.double(), torch.tensor(GROUP), RESPONSE.bool())
+    assert_close(got, want)
+
+
+def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
+    """verl whitens over tokens, the paper and this package over sequences."""
+    second = torch.tensor([0.5, 1.0, -2.0, 0.5, 3.0, 1.0, 0.0, 4.0, 2.0], dtype=torch.float64)
+    one = torch.ones(9, 1)
+    given = {
+        "config": {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [0.7, 0.4]},
+        "non_tensor_batch": {"a": REWARD.numpy(), "b": second.numpy()},
+        "batch": {"prompts": torch.zeros(9, 2), "attention_mask": torch.ones(9, 3, dtype=torch.long)},
+    }
+    want = of_verl(verl.compute_gdpo_outcome_advantage, one, token_level_rewards=REWARD[:, None], epsilon=0.3, **given)
+    rewards, hyper = torch.stack([REWARD.double(), second], 1), own("gdpo", {"gdpo_reward_weights": [0.7, 0.4]})
+    got = get_advantage("gdpo")(rewards, torch.tensor(GROUP), **hyper, epsilon=0.3)
+    # verl's epsilon is not in the deviation of the batch.
+    total = sum(
+        w * get_advantage("grpo")(r, torch.tensor(GROUP), epsilon=0.3)
+        for w, r in zip((0.7, 0.4), rewards.unbind(1), strict=True)
+    )
+    assert_close(got * (total.std() + 0.3) / total.std(), want.squeeze(1), rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo_of_trl() -> None:
+    """Executes the lines of its trainer: three answers to each of three prompts, its own epsilon in both places."""
+    top = Path(os.environ.get(VARIABLE) or "/nonexistent") / "trl" / "trl" / "trainer" / "grpo_trainer.py"
+    if not top.is_file():
+        pytest.skip(f"{VARIABLE} names no folder with trl: unzip the wheel of trl into $PEERS/trl")
+    text = top.read_text(encoding="utf-8")
+    branch = text[text.index('elif self.multi_objective_aggregation == "normalize_then_sum":') :]
+    lines = branch[branch.index("\n") + 1 : branch.index("is_std_zero")].rstrip()
+    rewards = torch.stack([REWARD, REWARD.flip(0) * 10], 1).double()
+    weights = torch.tensor([0.7, 0.4], dtype=torch.float64)
+    scope = {
+        "torch": torch,
+        "nanstd": lambda x, dim=None, keepdim=False: x.std(dim=dim, keepdim=keepdim),
+        "rewards_per_func": rewards,
+        "num_generations": 3,
+        "self": SimpleNamespace(reward_funcs=[0, 1], reward_weights=weights),
+        "device": "cpu",
+        "unscorable_mask": torch.zeros(9, dtype=torch.bool),
+    }
+    exec(textwrap.dedent(lines), scope)
+    got = get_advantage("gdpo")(rewards, torch.arange(9) // 3, reward_weights=weights.tolist(), epsilon=1e-4)
+    assert_close(got, scope["advantages"])
+
+
+@pytest.mark.parametrize("handle_zero_tail", [False, True])
+@pytest.mark.parametrize("turns", [False, True])
+def test_optimal_token_baseline(verl: Any, handle_zero_tail: bool, turns: bool) -> None:
+    rng = torch.Generator().manual_seed(3)
+    log_p = (2 * torch.randn(9, 5, 6, generator=rng, dtype=torch.float64)).log_softmax(-1)
+    log_prob, collision = log_p[..., 0], log_p.exp().square().sum(-1)
+    reward, mask = torch.randn(9, 5, generator=rng, dtype=torch.float64), RESPONSE.clone()
+    name = "compute_optimal_token_baseline_advantage"
+    if turns:  # holes, which only its variant for several turns skips
+        name = "compute_multi_turn_optimal_token_baseline_advantage"
+        mask[torch.arange(9), torch.tensor([0, 3, 1, 0, 2, 4, 1, 3, 2])] = 0
+    want = of_verl(
+        getattr(verl, name),
+        mask,
+        token_level_rewards=reward,
+        old_log_probs=log_prob,
+        sum_pi_squared=collision,
+        handle_zero_tail=handle_zero_tail,
+    )
+    got = get_advantage("optimal_token_baseline")(
+        reward, torch.tensor(GROUP), log_prob, collision, mask.bool(), handle_zero_tail=handle_zero_tail
+    )
+    some = mask.any(-1)
+    assert_close(got[some], want[some], rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------ Trinity's entropy control
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [
+        ("clipb", {"mu": 0.7, "epsilon": 0.3}),
+        ("clipb", {"mu": 0.3, "epsilon": 0.3}),
+        ("clipv", {"mu": 0.8, "max_frac": 1.0, "epsilon": 0.3}),
+        ("clipv", {"mu": 0.2, "max_frac": 0.1, "epsilon": 0.3}),
+        ("clipv", {"mu": 0.2, "max_frac": 0.01, "epsilon": 0.3}),
+    ],
+)
+def test_clip_b_and_clip_v(trinity: Any, name: str, hyper: dict[str, float]) -> None:
+    """Trinity takes the tokens out of the mask; here their advantage is 0."""
+    rng = torch.Generator().manual_seed(5)
+    log_p = (2 * torch.randn(9, 5, 6, generator=rng)).log_softmax(-1)
+    sampled = log_p[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    nec = (log_p.exp().square() * (entropy.unsqueeze(-1) + log_p)).sum(-1)
+    batch = {
+        "token_level_rewards": ON_LAST.float(),
+        "response_mask": RESPONSE,
+        "rollout_log_probs": sampled,
+        "old_log_probs": sampled,
+        "entropys": entropy,
+        "necs": nec,
+    }
+    theirs = of_batch(trinity(f"{name}_advantage", f"Clip{name[-1].upper()}AdvantageFn", **hyper), batch, GROUP)
+    more = {"discriminator": nec} if name == "clipv" else {}
+    given = {"old_log_prob": sampled, "entropy": entropy, "mask": RESPONSE.bool(), **more}
+    got = get_advantage(name)(REWARD, torch.tensor(GROUP), **given, **hyper)
+    assert_close(got, theirs["advantages"] * theirs["response_mask"], **CLOSE)
+    plain = get_advantage("grpo")(REWARD, torch.tensor(GROUP), epsilon=0.3).unsqueeze(-1) * RESPONSE
+    assert 0 < int((got != plain).sum()) < int((plain < 0).sum())

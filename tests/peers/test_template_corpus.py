@@ -1,0 +1,204 @@
+"""The mask of every chat template that a package ships: right, or an error, never silently wrong."""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+pytest.importorskip("trl", reason="the conversations are those of TRL's pairs")
+
+import template_corpus
+from template_oracle import CONVERSATIONS, OPTIONS, Template, check, expected_spans
+from torchrl_llm_kl.masks import render_conversation
+from toy_tokenizer import CHATML
+
+TEMPLATES = template_corpus.templates()
+
+
+@cache
+def template(name: str) -> Template:
+    return Template(name, TEMPLATES[name])
+
+
+@pytest.mark.skipif(not TEMPLATES, reason=template_corpus.HOW_TO)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_mask_is_silently_wrong(name):
+    if not template(name).is_chat:
+        pytest.skip("does not show both a question and its answer")
+    outcomes = {kind: check(template(name), kind) for kind in CONVERSATIONS}
+    assert not {kind: outcome for kind, outcome in outcomes.items() if outcome.status == "silent"}
+    assert any(outcome.status == "right" for outcome in outcomes.values())
+
+
+@pytest.mark.skipif(not TEMPLATES, reason=template_corpus.HOW_TO)
+def test_the_corpus_is_complete():
+    packages = {f"{template_corpus.slug(package)}-{version}" for package, version, _ in template_corpus.PACKAGES}
+    assert {name.partition("__")[0] for name in TEMPLATES} == packages
+    assert len(TEMPLATES) > 400
+
+
+def test_there_are_24_conversations():
+    assert len(CONVERSATIONS) == 24
+    assert OPTIONS.keys() <= CONVERSATIONS.keys()
+
+
+# ------------------------------------------------------------------ the oracle against hand-written spans
+
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+INST = (
+    "{% for m in messages %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+)
+BETWEEN = (
+    "{% for m in messages %}{{ '' if loop.first else '<end>' }}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<end><assistant>{% endif %}"
+)
+ALWAYS = "{% for m in messages %}<start><{{ m.role }}>{{ m.content }}<end>{% endfor %}<start><assistant>"
+TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}</tool>{% else %}<{{ m.role }}>"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "{% if m.tool_calls %}<tool>{% else %}{{ m.content }}<end>{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<assistant>{% endif %}"
+)
+BY_HAND = [
+    (CHATML, "multi", ["Hello there<|im_end|>", "Hi<|im_end|>"]),
+    (CHATML, "empty first", ["<|im_end|>", "Bye bye<|im_end|>"]),
+    (CHATML, "spaces", ["  Hello  <|im_end|>", "\nBye\n\n<|im_end|>"]),
+    (CHATML, "prompted", ["Hello<|im_end|>", "Bye bye<|im_end|>"]),
+    (CHATML, "two in a row", ["Hello<|im_end|>", "there<|im_end|>", "Bye bye<|im_end|>"]),
+    (PHI, "multi", ["Hello there<|end|>", "Hi<|end|>"]),
+    (THINKS, "reasoning", ["3<|im_end|>", "two and two\n</think>\n\n4<|im_end|>"]),
+    (INST, "short", ["a<EOS>", ".<EOS>"]),
+    (BETWEEN, "multi", ["Hello there<end>", "Hi"]),
+    (ALWAYS, "multi", ["Hello there<end>", "Hi<end>"]),
+    (
+        TOOLS,
+        "tools",
+        ['<call>{"a": 1, "b": 2}</call><tool>', "It is 3.<end>", "Welcome<end>"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "kind", "expected"), BY_HAND)
+def test_the_oracle_finds_the_turns(source, kind, expected):
+    tested, prompt = Template("toy", source), kind == "prompted"
+    text = tested.render(tested.form(CONVERSATIONS[kind]), prompt)
+    spans = expected_spans(tested, CONVERSATIONS[kind], prompt)
+    assert [text[start:end] for start, end, _ in spans] == expected
+
+
+# ------------------------------------------------------------------ wrong masks are noticed
+
+
+def shifted(left: int, right: int):
+    def mask(*args, **kwargs):
+        rendered = render_conversation(*args, **kwargs)
+        spans = tuple((start + left, end + right) for start, end in rendered.assistant_spans)
+        return replace(rendered, assistant_spans=spans)
+
+    return mask
+
+
+def without_last_turn(*args, **kwargs):
+    rendered = render_conversation(*args, **kwargs)
+    return replace(rendered, assistant_spans=rendered.assistant_spans[:-1])
+
+
+def without_last_token(*args, **kwargs):
+    rendered = render_conversation(*args, **kwargs)
+    mask = rendered.assistant_mask.clone()
+    mask[mask.nonzero()[-1]] = False
+    return replace(rendered, assistant_mask=mask)
+
+
+def crashes(*args, **kwargs):
+    raise RuntimeError("boom")
+
+
+WRONG = {
+    "header": shifted(-1, 0),
+    "first character": shifted(1, 0),
+    "end token": shifted(0, -1),
+    "white space": shifted(0, 1),
+    "last turn": without_last_turn,
+    "last token": without_last_token,
+    "crash": crashes,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("source", [CHATML, PHI, THINKS])
+def test_a_wrong_mask_is_reported_as_silent(source, wrong):
+    tested = Template("toy", source)
+    assert check(tested, "multi").status == "right"
+    assert check(tested, "multi", WRONG[wrong]).status == "silent"
+
+
+def test_a_refusal_is_no_error_of_the_mask():
+    refusing = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
+    tested = Template("toy", refusing)
+    assert check(tested, "single").status == "right"
+    assert check(tested, "multi").status == "refused"
+    assert "too long" in check(tested, "multi").reason
+
+
+# ------------------------------------------------------------------ templates in packages
+
+
+def test_templates_of_an_archive(tmp_path):
+    loop = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    files = {
+        "p/chat.jinja": loop,
+        "p/other.jinja": "{{ documents }}",
+        "p/Model-1B/tokenizer_config.json": f'{{"chat_template": "{loop}1"}}',
+        "p/two.json": f'[{{"chat_template": [{{"name": "tool_use", "template": "{loop}2"}}]}}]',
+        "p/lines.json": f'{{"model": {{"chat_template": ["{loop}", "3"]}}}}',
+        "p/code.py": f'def f():\n    chat = "{loop}" "4" + "5"\n    return "no template of messages {{% %}}"\n',
+        "p/tests/test_code.py": f'toy = "{loop}6"\n',
+        "p/chat-template-automap.ts": f'[{{model: "library/x:1b",\n\t\tgguf: "{loop}7"}}]',
+    }
+    for path, content in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    with tarfile.open(tmp_path / "p.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "p", "p")
+    assert dict(template_corpus.extract(tmp_path / "p.tar.gz")) == {
+        "chat": loop,
+        "Model-1B": loop + "1",
+        "two.tool_use": loop + "2",
+        "lines": loop + "3",
+        "code.chat": loop + "45",
+        "x:1b": loop + "7",
+    }
+
+
+# ------------------------------------------------------------------ borders of white space
+
+
+@pytest.mark.parametrize(
+    ("separator", "prompt", "expected"),
+    [
+        ("", " ", ["Hello there</s>", "Hi</s>"]),  # the prompt holds the space before the answer
+        (" ", "", [" Hello there</s>", " Hi</s>"]),  # the model writes it
+    ],
+)
+def test_the_white_space_of_the_prompt_is_not_the_models(separator, prompt, expected):
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+        "{% if not loop.last %}SEPARATOR{% endif %}{% else %}{{ SPACE + m.content + '</s>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}PROMPT{% endif %}"
+    )
+    source = source.replace("SEPARATOR", separator).replace("SPACE", repr(prompt)).replace("PROMPT", prompt)
+    rendered = render_conversation(Template("toy", source).tokenizer, CONVERSATIONS["multi"])
+    assert [rendered.text[start:end] for start, end in rendered.assistant_spans] == expected

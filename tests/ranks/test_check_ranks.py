@@ -1,0 +1,303 @@
+"""Two ranks that train apart, or with another gradient than that of the whole batch, are told what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDictBase
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.pool import RankPool
+from policy_batches import batch, total
+from torchrl_llm_kl import AdaptiveKLCoefficient
+from torchrl_llm_kl.losses import KLToReference, PolicyLoss, ValueLoss
+from torchrl_llm_kl.scoring import TokenCritic
+from toy_models import tiny_model
+
+SHARES = ([0, 1, 2, 4], [3, 5])  # of six sequences: 5 + 3 + 1 + 2 and 5 + 4 response tokens
+PARTS = ([[0], [1, 2, 3]], [[1], [0]])  # of a share
+
+
+def make_loss(critic: bool = False, seed: int = 0) -> Any:
+    if not critic:
+        return PolicyLoss(tiny_model(seed=seed), "ppo", terms=[KLToReference(AdaptiveKLCoefficient(0.2, 0.5, 100))])
+    torch.manual_seed(seed)
+    loss = ValueLoss(TokenCritic(tiny_model(seed=seed).model))
+    nn.init.normal_(loss.critic_network.head.weight, std=0.1)
+    return loss
+
+
+def share(rank: int) -> TensorDictBase:
+    data = batch()
+    data["value_target"] = torch.linspace(-1, 2, 54).reshape(6, 9)
+    return data[torch.tensor(SHARES[rank])]
+
+
+def train(loss: Any, data: TensorDictBase, rank: int, *, scale: float = 1.0) -> list[TensorDictBase]:
+    """The micro-batches of a step, whose gradients are added up."""
+    parts = [data[torch.tensor(rows)] for rows in PARTS[rank]]
+    for part in parts:
+        (total(loss(part)) * scale).backward()
+    return parts
+
+
+def combine(loss: Any, *, average: bool = True) -> None:
+    for p in loss.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= 2 if average else 1
+
+
+# ------------------------------------------------------------------ what the ranks run
+
+
+def right(rank: int, critic: bool, average: bool) -> None:
+    loss = make_loss(critic)
+    parts = train(loss, loss.count(share(rank), ranks_average=average), rank)
+    combine(loss, average=average)
+    before = [p.grad.clone() for p in loss.parameters() if p.grad is not None]
+    state = torch.get_rng_state()
+    loss.check_ranks(*parts)
+    loss.check_ranks()
+    assert all(map(torch.equal, before, [p.grad for p in loss.parameters() if p.grad is not None]))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def wrapped(rank: int, critic: bool) -> None:
+    """As the advice says: DDP around the loss; the last micro-batch synchronises."""
+    loss = make_loss(critic)
+    ddp, data = DistributedDataParallel(loss), loss.count(share(rank))
+    parts = [data[torch.tensor(rows)] for rows in PARTS[rank]]
+    with ddp.no_sync():
+        total(ddp(parts[0])).backward()
+    total(ddp(parts[1])).backward()
+    loss.check_ranks(*parts)
+    loss.zero_grad()
+    total(ddp(data)).backward()  # and the next step still synchronises
+    loss.check_ranks(data)
+
+
+def unwrapped(rank: int, critic: bool) -> None:
+    ddp = DistributedDataParallel(make_loss(critic))
+    loss = ddp.module
+    loss.check_ranks(*train(loss, loss.count(share(rank)), rank))
+
+
+def other_weights(rank: int, critic: bool) -> None:
+    loss = make_loss(critic, seed=rank)
+    parts = train(loss, loss.count(share(rank)), rank)
+    combine(loss)
+    loss.check_ranks(*parts)
+
+
+def other_coefficient(rank: int) -> None:
+    loss = make_loss()
+    loss.terms[0].coeff.update(0.55 - 0.1 * rank, n=4)
+    train(loss, loss.count(share(rank)), rank)
+    combine(loss)
+    loss.check_ranks()
+
+
+def other_frozen(rank: int) -> None:
+    loss = make_loss()
+    if rank:
+        loss.actor_network.lm_head.weight.requires_grad_(False)
+    train(loss, loss.count(share(rank)), rank)
+    loss.check_ranks()
+
+
+def divided(rank: int, critic: bool) -> None:
+    """Accelerate's division by its accumulation steps, after the counts."""
+    loss = make_loss(critic)
+    parts = train(loss, loss.count(share(rank)), rank, scale=1 / 2)
+    combine(loss)
+    loss.check_ranks(*parts)
+
+
+def divided_thrice(rank: int) -> None:
+    loss = make_loss()
+    parts = train(loss, loss.count(share(rank)), rank, scale=1 / 3)
+    combine(loss)
+    loss.check_ranks(*parts)
+
+
+def combined(rank: int, critic: bool, counted: bool, average: bool) -> None:
+    loss = make_loss(critic)
+    data = loss.count(share(rank), ranks_average=counted)
+    loss.zero_grad()
+    total(loss(data)).backward()
+    combine(loss, average=average)
+    loss.check_ranks(data)
+
+
+def uncounted(rank: int, critic: bool) -> None:
+    """The mean of the ranks' means: 11 and 9 tokens weigh the same."""
+    loss = make_loss(critic)
+    parts = train(loss, share(rank), rank, scale=1 / 2)
+    combine(loss)
+    loss.check_ranks(*parts)
+
+
+def counted_alone(rank: int) -> None:
+    loss = make_loss()
+    parts = train(loss, loss.count(share(rank), all_ranks=False), rank)
+    combine(loss)
+    loss.check_ranks(*parts)
+
+
+def a_part_forgotten(rank: int) -> None:
+    loss = make_loss()
+    parts = train(loss, loss.count(share(rank)), rank)
+    combine(loss)
+    loss.check_ranks(parts[0])
+
+
+def two_steps(rank: int) -> None:
+    loss = make_loss()
+    data = loss.count(share(rank))
+    total(loss(data[:1])).backward()
+    parts = train(loss, data, rank)
+    combine(loss)
+    loss.check_ranks(*parts)
+
+
+# ------------------------------------------------------------------ the ranks
+
+
+def answer(case: str, options: dict[str, Any]) -> str:
+    """Run a case on this rank; what it raised as text."""
+    try:
+        globals()[case](dist.get_rank(), **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+@pytest.fixture
+def both(pool: RankPool) -> Callable[..., str]:
+    """Runs a case on two ranks and returns what both said."""
+
+    def run(case: Callable[..., None], **options: Any) -> str:
+        first, second = pool.run("test_check_ranks:answer", case=case.__name__, options=options)
+        assert first == second, "each rank must raise, or the other waits for ever"
+        return first
+
+    return run
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_right_step_passes_and_nothing_changes(both: Any, critic: bool, average: bool) -> None:
+    assert both(right, critic=critic, average=average) == "ok"
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_loss_in_ddp_passes(both: Any, critic: bool) -> None:
+    assert both(wrapped, critic=critic) == "ok"
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        (
+            unwrapped,
+            {},
+            ["RuntimeError: the gradients of ranks 0 and 1 of 2 differ in", "DistributedDataParallel(PolicyLoss"],
+        ),
+        (
+            other_weights,
+            {},
+            ["the parameters of ranks 0 and 1 of 2 differ in", "Start all ranks from the same weights"],
+        ),
+        (
+            divided,
+            {},
+            ["the gradient is 0.5 times", "divided by 2, the number of parts", "gradient_accumulation_steps=1"],
+        ),
+        (combined, {"counted": True, "average": False}, ["is 2 times", "added up", "count(..., ranks_average=False)"]),
+        (combined, {"counted": False, "average": True}, ["is 0.5 times", "averaged", "count(..., ranks_average=True)"]),
+        (
+            uncounted,
+            {},
+            ["the gradient is not that of the 2 parts", "call loss.count(batch) before the batch is split"],
+        ),
+    ],
+)
+def test_a_wrong_step_is_explained(both: Any, critic: bool, case: Any, options: Any, message: list[str]) -> None:
+    said = both(case, critic=critic, **options)
+    assert all(some in said for some in message), said
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            other_coefficient,
+            ["the buffers of ranks 0 and 1 of 2 differ in 1 of", "update adaptive ones, alike on all ranks"],
+        ),
+        (
+            other_frozen,
+            ["ranks 0 and 1 of 2 have different gradients: actor_network.lm_head.weight on one of them only"],
+        ),
+        (divided_thrice, ["the gradient is 0.3333 times", "Look for what else multiplies it"]),
+        (counted_alone, ["divided by [0.45, 0.55] times the count of all parts of 2 rank(s)", "over all ranks"]),
+        (a_part_forgotten, ["divided by [1.111111] times the count", "pass all parts of the share"]),
+        (two_steps, ["the gradient is not that of the 2 parts of this rank"]),
+    ],
+)
+def test_other_mistakes(both: Any, case: Any, message: list[str]) -> None:
+    said = both(case)
+    assert all(some in said for some in message), said
+
+
+# ------------------------------------------------------------------ one process
+
+
+def test_parts_of_one_process() -> None:
+    loss, data = make_loss(), batch()
+    loss.count(data)
+    with pytest.raises(RuntimeError, match=r"no parameter has a gradient: call check_ranks after backward\(\)"):
+        loss.check_ranks(data)
+    parts = train(loss, data, 0)
+    with pytest.raises(RuntimeError, match=r"divided by \[1.428571\] times the count of all parts .*; expected 1\."):
+        loss.check_ranks(*parts)  # four of six rows
+    loss.zero_grad()
+    total(loss(data)).backward()
+    loss.check_ranks(data)
+
+
+def test_accelerate_divides_counted_losses() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    for steps in (1, 2):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        loss, data = make_loss(), batch()
+        parts = loss.count(data).split(3)
+        for part in parts:
+            accelerator.backward(total(loss(part)))
+        if steps == 1:
+            loss.check_ranks(*parts)
+            continue
+        with pytest.raises(RuntimeError, match=r"is 0\.5 times .* Accelerator\.backward\(\) divides"):
+            loss.check_ranks(*parts)
+
+
+def test_ranks_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, but torch\.distributed is not initialised"):
+        make_loss().check_ranks()
+
+
+def test_what_cannot_be_compared() -> None:
+    loss = PolicyLoss(tiny_model(seed=0), aggregation="none")
+    loss(batch())["loss_objective"].sum().backward()
+    with pytest.raises(ValueError, match="aggregation 'none' has no gradient that ranks could share"):
+        loss.check_ranks(batch())
+    loss.__dict__["_modules"]["sharded"] = type("FullyShardedDataParallel", (nn.Module,), {})()
+    with pytest.raises(ValueError, match=r"these are sharded \(FullyShardedDataParallel\)"):
+        loss.check_ranks()

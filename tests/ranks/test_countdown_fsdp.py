@@ -1,0 +1,203 @@
+"""The parts of the sharded recipe, and its command line. ``tests/ranks/test_saving.py`` compares numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from project import PROJECT
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+typer = pytest.importorskip("typer")
+from typer.testing import CliRunner  # noqa: E402
+
+from distributed.saving import other_algorithms  # noqa: E402
+
+TUTORIALS = PROJECT / "tutorials"
+import countdown_fsdp  # noqa: E402
+from countdown.ranks import Gumbel, Ranks, Stop, generator, problem_at  # noqa: E402
+from countdown.task import all_problems, split_problems  # noqa: E402
+
+SMALL = ("--warmup-steps", "15", "--num-prompts", "3", "--group-size", "4", "--steps", "3")
+
+
+# ------------------------------------------------------------------ random numbers and shares
+
+
+def test_gumbel_noise_samples_from_the_softmax():
+    """Frequencies of 20000 draws, each within 4.5 standard deviations."""
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    draws = 20000
+    noise = Gumbel(draws)
+    noise.start([generator(0, "draws")])
+    found = noise(torch.zeros(draws, 1), probabilities.log().expand(draws, -1)).argmax(-1)
+    for token, p in enumerate(probabilities.tolist()):
+        deviation = math.sqrt(draws * p * (1 - p))
+        assert abs((found == token).sum().item() - draws * p) < 4.5 * deviation
+
+
+def test_noise_of_a_problem_does_not_depend_on_the_problems_beside_it():
+    scores = torch.randn(6, 5)
+
+    def drawn(*problems: int) -> list[torch.Tensor]:
+        noise = Gumbel(2)
+        noise.start([generator(3, "answers", problem) for problem in problems])
+        rows = len(problems) * 2
+        return [noise(torch.zeros(rows, 1), scores[:rows] * 0) for _ in range(3)]
+
+    both, alone = drawn(7, 9, 8), drawn(9)
+    for together, single in zip(both, alone, strict=True):
+        assert torch.equal(together[2:4], single)
+    assert not torch.equal(both[0], both[1]), "each token has its own"
+    assert len({float(value) for value in both[0].flatten()}) == both[0].numel(), "each answer too"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_shares_of_all_ranks_are_the_whole_in_order(count):
+    shares = [Ranks(number, count).share(range(10, 17)) for number in range(count)]
+    assert [index for share in shares for index in share] == list(range(10, 17))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_each_problem_comes_once_in_each_round():
+    problems = all_problems(4)
+    rounds = [
+        [problem_at(problems, epoch * len(problems) + i, seed=5) for i in range(len(problems))] for epoch in (0, 1)
+    ]
+    assert all(Counter(found) == Counter(problems) for found in rounds)
+    assert rounds[0] != rounds[1]
+    assert [problem_at(problems, i, seed=6) for i in range(len(problems))] != rounds[0]
+
+
+def test_a_signal_is_kept_for_the_end_of_the_step():
+    stop, before = Stop(), signal.getsignal(signal.SIGTERM)
+    with stop.on_signals():
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# ------------------------------------------------------------------ one process
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(countdown_fsdp.app, arguments)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_are_held_out():
+    """Faster than 200."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(countdown_fsdp, "split_problems", partial(split_problems, num_held_out=24))
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that never stops."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    return folder, run(*SMALL, "--out", str(folder))
+
+
+def test_a_run_that_is_stopped_and_resumed_is_the_same(whole, tmp_path):
+    folder, output = whole
+    assert "greedy accuracy after RL" in output
+    out = tmp_path / "out"
+    stopped = run(*SMALL, "--out", str(out), "--stop-after", "2")
+    assert f"2 of 3 RL steps are done: continue with --resume {out}" in stopped
+    assert "greedy accuracy after RL" not in stopped
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(metrics(out)) == 2
+    (out / "metrics.jsonl").open("a").write('{"step": 2, "lost": 1}\n')  # a step after the checkpoint, then a crash
+    resumed = run("--resume", str(out))
+    for row, other in zip(metrics(out), metrics(folder), strict=True):
+        assert row == pytest.approx(other, abs=1e-9)  # the reference's cache was lost: sums in another order
+    assert [row["step"] for row in metrics(out)] == [0, 1, 2]
+    table = re.compile(r"greedy accuracy \w+ RL ([\d.]+%)")
+    assert table.findall(resumed) == table.findall(output)
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_the_recipe_runs_all_algorithms_that_need_no_further_data():
+    assert sorted((*other_algorithms(), "grpo")) == sorted(countdown_fsdp.SUPPORTED)
+
+
+def test_what_cannot_be_run_is_said(whole, tmp_path):
+    folder, _ = whole
+    out = ("--out", str(tmp_path))
+    for arguments, message in [
+        (("--resume", str(folder), "--lr", "0.1"), "a resumed run keeps its own --lr"),
+        (("--resume", str(folder), *out), "a resumed run keeps its own --out"),
+        (("--resume", str(tmp_path)), "holds no checkpoint: expected run.json"),
+        (("--algorithm", "mix", *out), "mix needs expert answers or a teacher"),
+        (("--algorithm", "dpo", *out), "'dpo' is none of"),
+        (("--dtype", "float16", *out), "'float16' is neither float32 nor float64"),
+        (("--algorithm", "dapo", "--kl-target", "1", *out), "dapo has no KL penalty"),
+        (("--lr", "0", *out), "0 is not greater than 0"),
+    ]:
+        assert message in run(*arguments, code=2)
+
+
+# ------------------------------------------------------------------ torchrun
+
+
+def torchrun(ranks: int, *arguments: str, log: Path) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *(str(TUTORIALS / "countdown_fsdp.py"), *arguments),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as file:
+        return subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, text=True, start_new_session=True
+        )
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_a_run_that_other_ranks_continue(monkeypatch, tmp_path):
+    """As a user sees it: Ctrl-C reaches torchrun and all ranks."""
+    monkeypatch.setattr(countdown_fsdp, "split_problems", split_problems)  # other processes hold out 200
+    folder = tmp_path / "whole"
+    run(*SMALL, "--out", str(folder))
+    out, log = tmp_path / "out", tmp_path / "log"
+    process = torchrun(2, *SMALL, "--out", str(out), log=log)
+    limit = time.monotonic() + 300
+    while not ((out / "metrics.jsonl").exists() and metrics(out)):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=120) != 0
+    text = log.read_text()
+    saved = json.loads((out / "run.json").read_text())["step"]
+    assert 0 < saved < 3, text
+    assert text.count("continue with --resume") == 1, "one rank speaks"
+    assert text.count("warm-up: 15 steps") == 1
+    last = torchrun(3, "--resume", str(out), log=log)
+    assert last.wait(timeout=300) == 0, log.read_text()
+    found, want = metrics(out), metrics(folder)
+    assert len(found) == 3
+    for row, other in zip(found, want, strict=True):
+        assert row == pytest.approx(other, abs=1e-6)
+    assert "greedy accuracy after RL" in log.read_text()

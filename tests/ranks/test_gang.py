@@ -1,0 +1,277 @@
+"""A gang of ranks scores as one process does, and starts and ends as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from distributed.pool import RankPool
+from gang_ranks import alive, broken_on_one_rank, build, pids, recorded
+from load import assert_same, callers, sequences
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.service import EngineLost, GangEngine, ScoringService, WeightVersionError
+from torchrl_llm_kl.service._weights import keeper_of
+from torchrl_llm_kl.service._wire import Request, Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.engines._gang import split
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from waits import LONG, until
+
+CPUS = {"num_cpus": 0.1}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def local() -> LogProbScorer:
+    return LogProbScorer(build())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+def gang(folder: Path, **options: object) -> partial[GangEngine]:
+    """Two ranks with a slow forward, so that a kill hits a batch, in float64: tensor parallel sums are rounded differently."""
+    return partial(GangEngine, partial(recorded, str(folder), 0.03), ranks=2, **CPUS, **options)
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[ScoringService]:
+    with ScoringService(factory=gang(folder), name="gang", timeout=LONG, **CPUS) as found:
+        yield found
+        found.shutdown()
+
+
+def groups() -> list[str]:
+    """States of all placement groups."""
+    return [group["state"] for group in ray.util.placement_group_table().values()]
+
+
+# ------------------------------------------------------------------ without Ray
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["fsdp2", "tp", "none", "by_hand"])
+def test_ranks_score_as_one_process(pool: RankPool, shard: str) -> None:
+    for found in pool.run("gang_ranks:difference", shard=shard):
+        assert max(found) < 1e-12
+
+
+@pytest.mark.slow
+def test_single_precision(pool: RankPool) -> None:
+    for shard in ("fsdp2", "tp"):
+        for found in pool.run("gang_ranks:difference", shard=shard, dtype="float32"):
+            assert max(found) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["fsdp2", "tp", "none"])
+def test_ranks_replay_and_name_their_tensors(pool: RankPool, shard: str) -> None:
+    """Shards have the names of the whole tensors, also after a score, and tied ones share a place."""
+    names = build().state_dict().keys()
+    for found, tensors, own in pool.run("gang_ranks:replayed", shard=shard):
+        assert found < 1e-12
+        assert sorted(name for tied in tensors for name in tied) == sorted(names)
+        assert own == {f"model.{name}": name for name in names}
+
+
+@pytest.mark.slow
+def test_models_that_have_no_plan_are_refused(pool: RankPool) -> None:
+    for message in pool.run("gang_ranks:refusal", shard="tp", num_key_value_heads=1):
+        assert "the model has 1 heads of keys and values, which 2 ranks cannot share equally" in message
+    for message in pool.run("gang_ranks:refusal", shard="tp", family="gpt2"):
+        assert "transformers has no plan for GPT2LMHeadModel" in message
+
+
+def test_sequences_are_split_by_tokens() -> None:
+    rows = Ragged.from_list([torch.full((n,), n) for n in (3, 3, 1, 1, 2, 2)])
+    mask = rows.positions > 0
+    one, other = split(rows, mask, 2)
+    assert one is not None
+    assert other is not None
+    assert one.lengths.tolist() == [3, 3]
+    assert other.lengths.tolist() == [1, 1, 2, 2]
+    assert [*one.tokens, *other.tokens] == rows.values.tolist()
+    assert [*one.mask, *other.mask] == mask.tolist()
+    alone = split(Ragged.from_list([torch.tensor([7, 8])]), torch.tensor([False, True]), 3)
+    assert [None if share is None else share.tokens.tolist() for share in alone] == [None, [7, 8], None]
+
+
+def test_a_lost_engine_is_no_answer() -> None:
+    """It ends the replica instead, without scoring the requests of the batch one by one."""
+    engine = TransformersEngine(build())
+    calls = []
+
+    def lose(*args: object) -> None:
+        calls.append(args)
+        raise EngineLost("gone")
+
+    engine.evaluate = lose  # type: ignore[method-assign, assignment]
+    one = Request.of(torch.tensor([1, 2]), torch.tensor([2]), None, Settings(), version=None, caller="")
+    with pytest.raises(EngineLost, match="gone"):
+        ScoringCore(engine).score([one, one])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks must be a whole number of at least 1, got 0"),
+        ({"ranks": 2, "shard": "fsdp1"}, "shard must be 'fsdp2', 'tp', 'none' or a function, got 'fsdp1'"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GangEngine(build, **options)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ as a replica
+
+
+def test_a_service_of_gangs_scores_as_the_model(service: ScoringService, local: LogProbScorer) -> None:
+    scorer = service.model.make_scorer(temperature=1.3)
+    for count in (8, 1):  # with one sequence a rank has nothing to score
+        rows = sequences(count, count)
+        found = scorer.evaluate(rows, entropy=True)
+        want = LogProbScorer(local.model, temperature=1.3).evaluate(rows, entropy=True)
+        assert_same(found.log_prob.values, want.log_prob.values)
+        assert found.entropy is not None
+        assert want.entropy is not None
+        assert_same(found.entropy.values, want.entropy.values)
+    assert service.stats()[0]["failures"] == 0
+
+
+def test_an_error_names_the_sequence_of_the_caller(service: ScoringService) -> None:
+    good = torch.randint(97, (12,), generator=torch.Generator().manual_seed(0))
+    bad = good.clone()
+    bad[4] = 97
+    with pytest.raises(ValueError, match="token id 97 at sequence 4, position 4 is outside the vocabulary"):
+        service.model.make_scorer().score([good, good, good, good, bad])
+    with pytest.raises(ValueError, match="sequence 1 has 70 tokens but the model's configuration allows 64"):
+        service.model.make_scorer().score([good, torch.zeros(70, dtype=torch.long)])
+    with pytest.raises(ValueError, match="float7"):
+        service.model.make_scorer(dtype="float7").score([good])  # type: ignore[arg-type]
+
+
+def test_weights_reach_every_rank(service: ScoringService, local: LogProbScorer) -> None:
+    new = build(1).state_dict()
+    with pytest.raises(ValueError, match="the model has shape"):
+        service.update_weights({**new, "lm_head.weight": torch.zeros(2)}, version=1)
+    rows = sequences(5)
+    assert_same(service.model.make_scorer().score(rows).values, local.score(rows).values)
+    service.update_weights(new, version=1)
+    want = LogProbScorer(build(1)).score(rows).values
+    assert_same(service.model.make_scorer().score(rows).values, want)
+    service.update_weights(build().state_dict(), version=2)
+    assert_same(service.model.make_scorer().score(rows).values, local.score(rows).values)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_mid_batch(service: ScoringService, local: LogProbScorer, folder: Path) -> None:
+    """The gang is started again with all its ranks and takes the pushed weights; no answer is lost or wrong."""
+    version = service.update_weights(build().state_dict())
+    before = [pids(folder, rank)[-1] for rank in (0, 1)]
+    with callers(service.model, calls=10) as load:
+        until(lambda: len(load.answers) >= 8)
+        os.kill(before[1], signal.SIGKILL)
+    load.assert_all_right(local)
+    assert load.asked == 40
+    after = [pids(folder, rank)[-1] for rank in (0, 1)]
+    assert not set(after) & set(before)
+    until(lambda: not any(alive(pid) for pid in before))
+    assert service.stats()[0]["version"] == version
+    assert groups().count("CREATED") == 1
+
+
+@pytest.mark.slow
+def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(
+    service: ScoringService, local: LogProbScorer, folder: Path
+) -> None:
+    """The keeper of weights is killed, then the gang, which starts from its factory: a part would leave it half old."""
+    service.update_weights(build(1).state_dict())
+    scorer, rows, before = service.model.make_scorer(), sequences(5), len(pids(folder, 0))
+    keeper = keeper_of(service.model.spec)
+    os.kill(ray.get(keeper.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+    os.kill(service.stats()[0]["pid"], signal.SIGKILL)
+    until(lambda: len(pids(folder, 0)) > before)
+    some = {"lm_head.weight": build(2).state_dict()["lm_head.weight"]}
+    with pytest.raises(WeightVersionError, match="push all tensors of the model"):
+        service.update_weights(some)
+    wrapped = {f"model.{name}": value for name, value in build().state_dict().items()}  # as in a TorchRL wrapper
+    service.update_weights(wrapped)
+    assert_same(scorer.score(rows).values, local.score(rows).values)
+    service.update_weights(some)
+    mixed = build()
+    mixed.load_state_dict(some, strict=False)
+    assert_same(scorer.score(rows).values, LogProbScorer(mixed).score(rows).values)
+    service.update_weights(build().state_dict())
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_nobody_calls(service: ScoringService, folder: Path) -> None:
+    service.model.call(0, "health")
+    before = len(pids(folder, 0))
+    os.kill(pids(folder, 0)[-1], signal.SIGKILL)
+    until(lambda: len(pids(folder, 0)) > before)
+
+
+@pytest.mark.slow
+def test_the_replica_killed(service: ScoringService, local: LogProbScorer, folder: Path) -> None:
+    """Its ranks and their placement group end with it."""
+    before = [pids(folder, rank)[-1] for rank in (0, 1)]
+    with callers(service.model, calls=10) as load:
+        until(lambda: len(load.answers) >= 8)
+        os.kill(service.stats()[0]["pid"], signal.SIGKILL)
+    load.assert_all_right(local)
+    until(lambda: not any(alive(pid) for pid in before))
+    until(lambda: groups().count("CREATED") == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["fsdp2", "tp"])
+def test_a_rank_that_hangs(tmp_path: Path, local: LogProbScorer, shard: str) -> None:
+    factory = gang(tmp_path, shard=shard, timeout=4.0)
+    with ScoringService(factory=factory, timeout=LONG, **CPUS) as service:
+        try:
+            with callers(service.model, calls=6) as load:
+                until(lambda: len(load.answers) >= 4)
+                before = pids(tmp_path, 1)[-1]
+                os.kill(before, signal.SIGSTOP)
+            load.assert_all_right(local)
+            assert pids(tmp_path, 1)[-1] != before
+            until(lambda: not alive(before))
+        finally:
+            service.shutdown()
+
+
+@pytest.mark.slow
+def test_the_error_of_one_rank_s_factory() -> None:
+    with pytest.raises(OSError, match="no such checkpoint: /nowhere"):
+        GangEngine(broken_on_one_rank, ranks=2, start_timeout=LONG, **CPUS)
+    until(lambda: groups().count("CREATED") <= 1)
+
+
+@pytest.mark.slow
+def test_no_room_for_the_ranks() -> None:
+    with pytest.raises(TimeoutError, match=r"2 ranks with \{'CPU': 100\} each \(STRICT_PACK\) have no room"):
+        GangEngine(build, ranks=2, num_cpus=100, start_timeout=1.0)
+
+
+def test_a_service_that_ends_frees_its_ranks(service: ScoringService, folder: Path) -> None:
+    service.shutdown()
+    until(lambda: not any(alive(pid) for rank in (0, 1) for pid in pids(folder, rank)))
+    until(lambda: "CREATED" not in groups())

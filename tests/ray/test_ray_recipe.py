@@ -1,0 +1,280 @@
+"""torchrl's ``RayReplayBuffer`` and ``RayLLMCollector`` with the transforms, and the recipe's loops over them.
+
+``tests/ray/test_ray_places.py`` has a ``RayLLMCollector`` with the Ray variants of all transforms.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch.testing import assert_close
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.objectives.llm import MCAdvantage
+from torchrl.trainers.algorithms import GRPOTrainer
+
+from closeness import assert_near
+from group_rollouts import GROUP, even_share, grpo_advantages, of_response, response, without_graph
+from ray_parts import CPUS, plain_env, sampling_policy, scoring_env, scoring_model, task_env, text_policy
+from torchrl_llm_kl import Advantage, PolicyLoss, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.tasks import whole_groups
+from toy_models import FORWARD
+from toy_rollouts import flat, steps
+from waits import until
+
+ray = pytest.importorskip("ray")
+over_ray = pytest.mark.usefixtures("ray_cluster")
+ROWS = 2 * GROUP
+
+
+@contextmanager
+def ray_buffer(**settings: Any) -> Iterator[Any]:
+    from torchrl.data import RayReplayBuffer
+
+    buffer = RayReplayBuffer(
+        storage=partial(LazyStackStorage, 64), **{"batch_size": ROWS // 2, "remote_config": CPUS, **settings}
+    )
+    try:
+        yield buffer
+    finally:
+        buffer.close()
+
+
+@contextmanager
+def ray_collector(env: Any, policy: Any = sampling_policy, **settings: Any) -> Iterator[Any]:
+    from torchrl.collectors.llm import RayLLMCollector
+
+    if "replay_buffer" in settings:
+        settings["replay_buffer"] = settings["replay_buffer"].client()  # the buffer itself cannot be sent to an actor
+    collector = RayLLMCollector(
+        env,
+        policy_factory=policy,
+        remote_config=CPUS,
+        **{"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS, **settings},
+    )
+    try:
+        yield collector
+    finally:
+        ray.kill(collector._collector)
+
+
+def retrieve_kl(**settings: Any) -> RetrieveKL:
+    return RetrieveKL(scoring_model(0), scoring_model(1), **settings)
+
+
+def by_tokens(data: TensorDictBase) -> dict[str, TensorDictBase]:
+    return {str(step["tokens", "full"].tolist()): step for step in steps(data)}
+
+
+KEYS = [
+    ("next", "log_probs", "full"),
+    ("next", "ref_log_probs", "full"),
+    ("next", "kl_penalty"),
+    ("next", "reward"),
+    "advantage",
+]
+
+
+@over_ray
+def test_replay_buffer_on_extend_and_on_sample() -> None:
+    """What the buffer's actor writes is what a local buffer writes; a transform without ``invert`` scores each sample."""
+    torch.manual_seed(0)
+    data = flat(plain_env().rollout(1, sampling_policy()))
+    again = RetrieveLogProb(scoring_model(1), log_probs_full_key=("again", "full"))
+    local = ReplayBuffer(storage=LazyStackStorage(64), batch_size=ROWS // 2)
+    with ray_buffer() as remote:
+        for buffer in (local, remote):
+            buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
+            buffer.append_transform(retrieve_kl(coeff=0.2), invert=True)  # runs first
+            buffer.append_transform(again)
+            buffer.extend(data.clone())
+        expected = by_tokens(local[:])
+        found = by_tokens(remote[:])
+        assert set(found) == set(expected)
+        for sample in (found, by_tokens(remote.sample()), by_tokens(remote.sample())):
+            for tokens, row in sample.items():
+                for key in (*KEYS, ("next", "again", "full")):
+                    assert torch.count_nonzero(expected[tokens][key])
+                    assert_near(row[key], expected[tokens][key], **FORWARD)
+
+
+@contextmanager
+def local_collector(env: Any, **settings: Any) -> Iterator[LLMCollector]:
+    settings = {"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS, **settings}
+    collector = LLMCollector(env(), policy_factory=sampling_policy, **settings)
+    yield collector
+    collector.shutdown()
+
+
+@contextmanager
+def local_buffer(sampler: Any) -> Iterator[ReplayBuffer]:
+    yield ReplayBuffer(storage=LazyStackStorage(64), sampler=sampler(), batch_size=ROWS // 2)
+
+
+@pytest.mark.parametrize("where", ["here", pytest.param("in actors", marks=pytest.mark.slow)])
+def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str, request: pytest.FixtureRequest) -> None:
+    """``"from_collector"`` before and after new weights: log-probs are those of the weights that sampled."""
+    make_buffer, make_collector = local_buffer, local_collector
+    if where == "in actors":
+        request.getfixturevalue("ray_cluster")
+        make_buffer, make_collector = ray_buffer, ray_collector
+    reference, weights = scoring_model(1).model, copy.deepcopy(scoring_model(0).model)
+    with make_buffer(sampler=SamplerWithoutReplacement) as buffer:
+        buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
+        with make_collector(scoring_env, replay_buffer=buffer, track_policy_version=True) as collector:
+            for version in range(2):
+                assert collector.next() is None
+                batch = buffer[:]
+                assert len(batch) == ROWS
+                check_scores(batch, weights, reference)
+                assert {int(x) for x in batch["next", "policy_version"].flatten()} == {version}
+                rewards = [float(even_share(step)) for step in steps(batch)]
+                found = torch.tensor([float(step["advantage"]) for step in steps(batch)])
+                assert_close(found, torch.tensor(grpo_advantages(rewards)), atol=1e-4, rtol=0)
+                with torch.no_grad():
+                    for parameter in weights.parameters():
+                        parameter.mul_(1.1)
+                push(collector, weights)  # which also counts the version
+                buffer.empty(empty_write_count=False)
+
+
+def check_scores(batch: TensorDictBase, policy: Any, reference: Any) -> None:
+    for key, model in ((("next", "log_probs", "full"), policy), (("next", "ref_log_probs", "full"), reference)):
+        for step, want in zip(steps(batch), without_graph(model, batch), strict=True):
+            assert_close(of_response(step, step[key]).float(), want.float(), atol=1e-5, rtol=0)
+
+
+def push(collector: Any, model: Any) -> None:
+    """New weights for the collector's policy; ``TransformersWrapper`` keeps its model under ``"model"``."""
+    collector.update_policy_weights_(TensorDict(model=TensorDict.from_module(model).detach().clone()))
+
+
+@over_ray
+@pytest.mark.slow
+def test_a_task_in_a_collectors_actor() -> None:
+    """An env of ``make_env``: prompts in their order, rewards of functions, log-probs of the collector's own policy."""
+    with ray_collector(task_env, text_policy, total_dialog_turns=3 * ROWS) as collector:
+        batches = [batch.reshape(-1) for batch in iter(collector.next, None)]
+        assert next(iter(collector)) is None  # torchrl's loop goes on after the last batch
+    assert [int(row["metadata"]["number"]) for batch in batches for row in steps(batch)] == [
+        number for batch in ((0, 1), (2, 3), (0, 1)) for number in batch for _ in range(GROUP)
+    ]
+    for batch in batches:
+        check_scores(batch, scoring_model(0).model, scoring_model(1).model)
+        for row in steps(batch):
+            answer = row["text", "response"].removesuffix("<|im_end|>")
+            assert row["next", "reward"].item() == 0.5 * len(answer) + row["metadata"]["number"]
+            assert row["next", "reward_failures"].item() == 0
+
+
+@over_ray
+@pytest.mark.slow
+def test_several_turns_of_a_task_in_a_collectors_actor() -> None:
+    with ray_collector(partial(task_env, 2), text_policy, total_dialog_turns=4 * ROWS) as collector:
+        groups = list(whole_groups(iter(collector.next, None), GROUP))
+    assert [int(group["group"][0]) for group in groups] == [0, 1, 2, 3]
+    for group in groups:
+        assert group["step"].flatten().tolist() == [0, 1] * GROUP
+        assert group["next", "done"].flatten().tolist() == [False, True] * GROUP
+        check_scores(group, scoring_model(0).model, scoring_model(1).model)
+
+
+@over_ray
+@pytest.mark.slow
+def test_asynchronous_loop() -> None:
+    """Two collectors fill a buffer, which waits for groups; a learner takes samples and pushes weights now and then."""
+    model = copy.deepcopy(scoring_model(0).model)
+    loss = PolicyLoss(model, "ppo", terms=[KLToReference(1e-3)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    with ray_buffer(transform_factory=partial(MCAdvantage, grpo_size=GROUP)) as buffer:
+        buffer.insert_transform(0, retrieve_kl(add_to_reward=False), invert=True)  # of whole groups
+        settings = {"replay_buffer": buffer, "track_policy_version": True, "dialog_turns_per_batch": 1}
+        with (
+            ray_collector(partial(plain_env, 1), **settings) as one,
+            ray_collector(partial(plain_env, 1), **settings) as two,
+        ):
+            for collector in (one, two):
+                collector.start()
+            wait_for(buffer, 2 * GROUP)
+            shares = []
+            for step in range(1, 41):
+                batch = buffer.sample(ROWS)
+                assert_close(batch["advantage"].isfinite().all(), torch.tensor(True))
+                out = loss(batch)
+                out.mean(reduce=True).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                shares.append(float(torch.stack([even_share(row) for row in steps(batch)]).mean()))
+                if step % 5 == 0:
+                    for collector in (one, two):
+                        push(collector, model)
+                    wait_for(buffer, buffer.write_count + GROUP)
+            assert all(collector.is_running() for collector in (one, two))
+            assert int(buffer[:]["next", "policy_version"].max()) > 1
+    assert sum(shares[-8:]) > sum(shares[:8]), shares
+
+
+def wait_for(buffer: Any, writes: int, seconds: float = 300.0) -> None:
+    until(lambda: buffer.write_count >= writes, seconds=seconds)
+
+
+@over_ray
+@pytest.mark.slow
+def test_grpo_trainer_over_ray() -> None:
+    """``GRPOTrainer`` with torchrl's Ray parts: the collector fills the buffer, the weights follow each batch."""
+    model = copy.deepcopy(scoring_model(0).model)
+    seen: list[TensorDictBase] = []
+    with ray_buffer(sampler=SamplerWithoutReplacement) as buffer:
+        buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
+        with ray_collector(scoring_env, replay_buffer=buffer, total_dialog_turns=3 * ROWS) as collector:
+
+            class Sender:
+                def update_weights(self) -> None:
+                    push(collector, model)
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trainer = GRPOTrainer(
+                    collector=collector,
+                    total_frames=3 * ROWS,
+                    loss_module=PolicyLoss(model, "ppo", terms=[KLToReference(0.1)]),
+                    optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
+                    replay_buffer=buffer,
+                    weight_sync_sender=Sender(),
+                    empty_replay_buffer_on_weight_update=True,
+                    progress_bar=False,
+                )
+            before: list[Any] = []
+            trainer.register_op("pre_epoch", lambda batch: (before.append(copy.deepcopy(model)), batch)[1])
+            trainer.register_op(
+                "process_optim_batch", lambda batch: (seen.append((len(before) - 1, batch.clone())), batch)[1]
+            )
+            trainer.train()
+    assert len(seen) == 3 * 2
+    for number, batch in seen:
+        check_scores(batch, before[number], scoring_model(1).model)
+        assert all(len(response(row)) for row in steps(batch))
+
+
+# ------------------------------------------------------------------ what RayLLMCollector itself cannot do
+
+
+@over_ray
+def test_properties_that_torchrls_collector_asks_its_actor_for() -> None:
+    """They are no methods, so that Ray cannot call them; and ``sync_iter=False`` needs a ``remote_config``."""
+    from torchrl.collectors.llm import RayLLMCollector
+
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'setdefault'"):
+        RayLLMCollector(plain_env, policy_factory=sampling_policy, dialog_turns_per_batch=ROWS, sync_iter=False)
+    with ray_collector(plain_env) as collector, pytest.raises((TypeError, ValueError, AttributeError)):
+        _ = collector.total_dialog_turns

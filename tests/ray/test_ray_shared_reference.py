@@ -1,0 +1,179 @@
+"""A reference that is shared and killed trains what one in the same process trains, and the tutorial says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+
+from project import PROJECT
+from waits import LONG
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("ray")
+pytest.importorskip("rich")
+pytest.importorskip("typer")
+
+TUTORIALS = PROJECT / "tutorials"
+from countdown.comparison import largest_difference  # noqa: E402
+from countdown.sharing import join  # noqa: E402
+
+STEPS, KILLED, COLLECTORS, ANSWERS = 4, 2, 4, 12  # answers: of each collector in a step
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The tutorial, small, and what it printed. A process of its own: in this one the service's tests may have started Ray."""
+    out = tmp_path_factory.mktemp("ray")
+    command = [
+        *(sys.executable, str(TUTORIALS / "ray_shared_reference.py")),
+        *("--steps", str(STEPS), "--collectors", str(COLLECTORS), "--num-prompts", "3", "--group-size", "4"),
+        *("--warmup-steps", "15", "--seed", "3", "--out", str(out)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return out, done.stdout
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_keeps_its_model_and_plot_and_those_before(tmp_path):
+    """Ctrl-C in a folder that holds an earlier run."""
+    out = tmp_path / "out"
+    out.mkdir()
+    earlier = ("undisturbed.jsonl", "killed.jsonl", "curves.png")
+    for name in earlier:
+        (out / name).write_text(f"{name} of the earlier run")
+    command = [
+        *(sys.executable, str(TUTORIALS / "ray_shared_reference.py"), "--steps", "300", "--collectors", "1"),
+        *("--num-prompts", "2", "--group-size", "2", "--warmup-steps", "2", "--out", str(out)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    limit = time.monotonic() + LONG
+    while not (out / "earlier-1").exists() or len(rows_of(out / "undisturbed.jsonl")) < 2:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=LONG) == 130, (tmp_path / "log").read_text()
+    output = (tmp_path / "log").read_text()
+    assert output.index("run 1: 300 steps") > output.index(f"moved it to {out / 'earlier-1'}")
+    assert (
+        f"interrupted after {len(rows_of(out / 'undisturbed.jsonl'))} of 300 RL steps: wrote {out / 'model'}" in output
+    )
+    assert (out / "model" / "model.safetensors").exists()
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for name in earlier:
+        assert (out / "earlier-1" / name).read_text() == f"{name} of the earlier run"
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def cells(output, what):
+    """The numbers in one row of the table."""
+    (line,) = [line for line in output.splitlines() if what in line]
+    return [[float(number) for number in re.findall(r"[\d.]+", cell)] for cell in line.split("│")[2:-1]]
+
+
+@pytest.mark.slow
+def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(finished):
+    out, output = finished
+    undisturbed, killed = rows_of(out / "undisturbed.jsonl"), rows_of(out / "killed.jsonl")
+    assert [row["step"] for row in killed] == list(range(STEPS))
+    for one, other in zip(undisturbed, killed, strict=True):
+        for name in one.keys() - {"seconds", "collecting"}:
+            assert math.isfinite(one[name])
+            assert other[name] == pytest.approx(one[name], rel=0, abs=1e-6), (one["step"], name)
+    assert "The two runs agree" in output
+    assert "The two runs differ" not in output
+
+
+@pytest.mark.slow
+def test_the_runs_train_and_the_reference_counts(finished):
+    out, _ = finished
+    rows = rows_of(out / "killed.jsonl")
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)  # the policy starts as its reference
+    assert all(row["kl"] != 0 for row in rows[1:]), "the policy moves, the reference stays"
+    assert any(row["kl"] > 1e-3 for row in rows[KILLED:]), "also after it was started again"
+    for row in rows:
+        assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
+        assert COLLECTORS * ANSWERS <= row["answer_tokens"] <= COLLECTORS * ANSWERS * 14
+
+
+@pytest.mark.slow
+def test_the_table_says_that_it_was_killed_and_that_no_request_was_lost(finished):
+    _, output = finished
+    assert cells(output, "restarts of the reference") == [[0], [1]]
+    (before,), (first, second) = cells(output, "requests answered")
+    assert before == STEPS * COLLECTORS
+    # Those of the step of the kill may have been answered, and killed before the answer left: then they were asked twice.
+    assert KILLED * COLLECTORS <= first <= (KILLED + 1) * COLLECTORS
+    assert (STEPS - KILLED - 1) * COLLECTORS <= second <= (STEPS - KILLED) * COLLECTORS
+    assert first + second >= STEPS * COLLECTORS
+    assert cells(output, "seconds lost")[1][0] > 0.5, "a process does not start in less"
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn(finished):
+    out, _ = finished
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def shares():
+    """Two collectors' answers to prompts of 1 and 2 tokens."""
+
+    def share(prompt, full):
+        tokens = torch.tensor([full])
+        return TensorDict(
+            tokens=TensorDict(prompt=torch.tensor([prompt]), full=tokens, batch_size=[1]),
+            masks=TensorDict(all_attention_mask=tokens > 0, batch_size=[1]),
+            next=TensorDict(
+                log_probs=TensorDict(full=-tokens.float(), batch_size=[1]),
+                kl_penalty=tokens / 2,
+                reward=tokens.float()[..., None],
+                success=torch.tensor([[[True]]]),
+                batch_size=[1],
+            ),
+            batch_size=[1],
+        )
+
+    return [share([1], [1, 2, 3]), share([4, 5], [4, 5, 6])]
+
+
+def test_shares_are_joined_where_answers_begin(shares):
+    batch = join(shares)
+    want = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
+    assert batch["tokens", "prompt"].tolist() == [[0, 1], [4, 5]]
+    assert batch["tokens", "full"].tolist() == want.tolist()
+    assert batch["masks", "all_attention_mask"].tolist() == (want > 0).tolist()
+    assert_close(batch["next", "log_probs", "full"], -want.float())
+    assert_close(batch["next", "kl_penalty"], want / 2)
+    assert_close(batch["next", "reward"], want.float()[..., None])
+    assert batch["next", "success"].shape == (2, 1, 1)
+    assert shares[0]["tokens", "full"].shape == (1, 3), "the shares stay as they are"
+
+
+def test_difference_of_runs_leaves_out_the_clocks():
+    run = [{"step": 0, "kl": 0.25, "seconds": 1.0, "collecting": 0.5}, {"step": 1, "kl": 0.5, "seconds": 2.0}]
+    late = [row | {"seconds": 9.0} for row in run]
+    assert largest_difference(run, late) == 0
+    late[1]["kl"] = 0.375
+    assert largest_difference(run, late) == 0.125
+    assert largest_difference(run, run[:1]) == math.inf

@@ -1,0 +1,405 @@
+"""A replay of kept tokens over the wire: the numbers of the local scorer and of masked softmaxes, in transforms and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import ray
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from closeness import assert_near
+from load import clone
+from remote_models import model
+from torchrl_llm_kl import (
+    KLRewardTransform,
+    LogProbScorer,
+    PolicyLoss,
+    Ragged,
+    RememberedModel,
+    RetrieveKL,
+    RetrieveLogProb,
+    Sampling,
+)
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.rollouts import write_kept
+from torchrl_llm_kl.service import (
+    RayKLRewardTransform,
+    RayRetrieveKL,
+    RayRetrieveLogProb,
+    RemoteModel,
+    ScoringService,
+)
+from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.client import _remote
+from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.transforms import RetrieveKL as LocalKL
+
+VOCAB = 97
+WHOLE = Sampling(0.8, top_p=0.8)
+KEPT = Sampling(0.8, top_p=0.8, reference="kept")
+CPUS: dict[str, Any] = {"num_cpus": 0.1}
+
+
+class Loopback:
+    """Models by name, whose requests and replies are packed, scored here and unpacked, without Ray."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cores: dict[str, ScoringCore] = {}
+        loop = self
+
+        class Exchange:
+            def __init__(self, replicas: Any, router: Any, whole: Any, *, timeout: float) -> None:
+                self.parts = whole.divided(router, [0, 1])
+                self._core = loop.cores[replicas.spec.name]
+
+            async def arrival(self) -> None:
+                pass
+
+            def replies(self) -> list[Reply]:
+                found = self._core.score([Request.unpack(part.request.pack()) for part in self.parts])
+                for one in found:
+                    if isinstance(one, Exception):
+                        raise one
+                return [Reply.unpack(one.pack()) for one in found if isinstance(one, Reply)]
+
+        monkeypatch.setattr(_remote, "Exchange", Exchange)
+
+    def serve(self, made: Any, name: str = "model") -> RemoteModel:
+        self.cores[name] = ScoringCore(TransformersEngine(made))
+        remote = RemoteModel(ServiceSpec(name, model, "source", {"max_tokens": 4}, num_replicas=2))
+        remote._interface = self.cores[name].engine.interface()
+        return remote
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Loopback:
+    return Loopback(monkeypatch)
+
+
+def rows_of(seed: int = 0, count: int = 7) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (n,), generator=rng) for n in torch.randint(1, 12, (count,), generator=rng).tolist()]
+
+
+def record_of(rows: list[Tensor], seed: int = 0, most: int = 9) -> Kept:
+    """Up to ``most`` distinct tokens for each token, its own among them, in any order."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = []
+    for token in torch.cat(rows).tolist():
+        others = torch.randperm(VOCAB, generator=rng)[: int(torch.randint(most, (), generator=rng))]
+        some = torch.tensor(sorted({token, *others.tolist()}))
+        ids.append(some[torch.randperm(len(some), generator=rng)])
+    return Kept(torch.cat(ids), torch.tensor([0, *map(len, ids)]).cumsum(0))
+
+
+def by_hand(made: nn.Module, rows: list[Tensor], kept: Kept, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies over the kept tokens of all but the first tokens, 0 at the first."""
+    log_probs, entropies, at = [], [], 0
+    for row in rows:
+        logits = made(input_ids=row[None]).logits[0].double() / temperature
+        for i, token in enumerate(row.tolist()):
+            some = kept.ids[kept.offsets[at] : kept.offsets[at + 1]]
+            log_p = logits[i - 1, some].log_softmax(-1) if i else torch.zeros(len(some)).double()
+            log_probs.append(log_p[some == token][0] if i else log_p.new_zeros(()))
+            entropies.append(-(log_p.exp() * log_p).sum())
+            at += 1
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+# ------------------------------------------------------------------ the scorer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_scores_equal_masked_softmaxes_and_the_local_scorer(loop: Loopback, dtype: torch.dtype, masked: bool) -> None:
+    made, rows = model().to(dtype), rows_of()
+    kept = record_of(rows)
+    settings: dict[str, Any] = {"sampling": Sampling(0.7, top_k=4)}
+    mask = None
+    if masked:
+        mask = [[i > 0 and (i + j) % 3 > 0 for i in range(len(row))] for j, row in enumerate(rows)]
+    found = loop.serve(made).make_scorer(**settings).evaluate(rows, mask, kept=kept, entropy=True)
+    local = LogProbScorer(made, **settings).evaluate(rows, mask, kept=kept, entropy=True)
+    log_prob, entropy = by_hand(made, rows, kept, 0.7)
+    scored = local.log_prob.values != 0
+    assert scored.sum() > 10
+    assert found.entropy is not None
+    assert local.entropy is not None
+    for got, want, exact in (
+        (found.log_prob.values, local.log_prob.values, log_prob),
+        (found.entropy.values, local.entropy.values, entropy),
+    ):
+        assert_close(got, want, atol=1e-6, rtol=1e-6, check_dtype=False)
+        assert_close(got[scored].double(), exact[scored], atol=2e-5 if dtype == torch.float32 else 1e-9, rtol=0)
+    assert torch.equal(
+        loop.serve(made).make_scorer(**settings).score(rows, mask, kept=kept).values, found.log_prob.values
+    )
+
+
+def request(rows: list[Tensor], kept: Kept | None, caller: str, **settings: Any) -> Request:
+    lengths = torch.tensor([len(row) for row in rows])
+    given: dict[str, Any] = {"version": None, "caller": caller, "kept": kept}
+    return Request.of(torch.cat(rows), lengths, None, Settings(**settings), **given)
+
+
+def test_a_batch_of_requests_with_and_without_a_record() -> None:
+    """Equal settings, other settings, and records that are not of the tokens: each has the answer that it has alone."""
+    core = ScoringCore(TransformersEngine(model().double()))
+    rows = [rows_of(seed, 3) for seed in range(6)]
+    wrong = record_of(rows[4])._replace(ids=torch.full_like(record_of(rows[4]).ids, 5))
+    batch = [
+        request(rows[0], record_of(rows[0]), "a", keep_top_p=0.5),
+        request(rows[1], None, "b", keep_top_p=0.5),
+        request(rows[2], record_of(rows[2], 1), "c", keep_top_p=0.5),
+        request(rows[3], record_of(rows[3], 2), "d", temperature=0.6, entropy=True),
+        request(rows[4], wrong, "e", keep_top_p=0.5),
+        request(rows[5], None, "f"),
+    ]
+    for one, found in zip(batch, core.score(batch), strict=True):
+        alone = core.score([one])[0]
+        if one.caller == "e":
+            assert isinstance(found, ValueError)
+            assert "is not among the" in str(found) == str(alone)
+            continue
+        assert isinstance(found, Reply), found
+        assert isinstance(alone, Reply)
+        assert_close(found.log_prob, alone.log_prob, atol=1e-12, rtol=0)
+    for i, temperature in ((0, 1.0), (2, 1.0), (3, 0.6)):
+        found = core.score(batch)[i]
+        assert isinstance(found, Reply)
+        kept = record_of(rows[i], {0: 0, 2: 1, 3: 2}[i])
+        want, _ = by_hand(core.engine.model, rows[i], kept, temperature)  # type: ignore[attr-defined]
+        assert_close(torch.from_numpy(found.log_prob), want[batch[i].flat_mask()], atol=1e-9, rtol=0)
+
+
+def test_equal_requests_with_other_records_are_different() -> None:
+    rows = rows_of()
+    digests = {request(rows, kept, "a").digest() for kept in (None, record_of(rows), record_of(rows, 1))}
+    assert len(digests) == 3
+
+
+def test_what_cannot_be_replayed(loop: Loopback) -> None:
+    rows = [torch.tensor([1, 2]), torch.tensor([3, 4, 5])]
+    scorer, right = loop.serve(model()).make_scorer(), record_of(rows)
+    other = Kept(torch.tensor([1, 2, 3, 4, 9]), torch.arange(6))
+    with pytest.raises(ValueError, match="token 5 at sequence 1, position 2 is not among the 1 that were recorded"):
+        scorer.evaluate(rows, kept=other)
+    with pytest.raises(ValueError, match=r"kept\.offsets must hold 6 numbers"):
+        scorer.evaluate(rows, kept=other._replace(offsets=torch.arange(5)))
+    with pytest.raises(ValueError, match=r"kept\.ids holds token ids from -4 to 5"):
+        scorer.evaluate(rows, kept=Kept(torch.tensor([1, 2, 3, 4, 5, -4]), torch.tensor([0, 1, 2, 3, 4, 6])))
+    with pytest.raises(ValueError, match="to 97; expected 0 to 96"):
+        scorer.evaluate(rows, kept=Kept(torch.tensor([1, 2, 3, 4, 5, 97]), torch.tensor([0, 1, 2, 3, 4, 6])))
+    with pytest.raises(ValueError, match="most probable of all tokens"):
+        scorer.evaluate(rows, kept=right, top_k=3)
+    with pytest.raises(ValueError, match="deterministic=True with kept="):
+        loop.serve(model().float()).make_scorer(deterministic=True).evaluate(rows, kept=right)
+
+    class Plain(TransformersEngine):
+        def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Any:  # type: ignore[override]
+            return super().evaluate(sequences, mask, settings)
+
+    loop.cores["model"] = ScoringCore(Plain(model()))
+    with pytest.raises(ValueError, match="Plain cannot score over recorded tokens: its evaluate"):
+        scorer.evaluate(rows, kept=right)
+    assert scorer.evaluate(rows).log_prob.values.shape == (5,)
+
+
+def test_requests_are_divided_by_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept tokens count: a call whose tokens are few is more than one request if its record is large."""
+    rows = [torch.tensor([1, 2, 3])] * 8
+    kept = record_of(rows, most=30)
+    monkeypatch.setattr(_remote, "_MOST_TOKENS", 60)
+    part = _remote.Part(request(rows, kept, "a"), torch.tensor([False, True, True] * 8))
+    parts = part.divided(_remote.Router(), [0])
+    assert len(parts) > 2
+    assert [int(i) for one in parts for i in one.elements] == part.elements.tolist()
+    for one in parts:
+        assert one.request.replay is not None
+        assert one.request.num_tokens + len(one.request.replay.ids) < 60 + 3 + 60
+    whole = [one.request.replay.ids.tolist() for one in parts if one.request.replay is not None]
+    assert part.request.replay is not None
+    assert [i for some in whole for i in some] == part.request.replay.ids.tolist()
+    plain = _remote.Part(request(rows, None, "a"), part.mask)
+    assert len(plain.divided(_remote.Router(), [0])) == 1
+
+
+# ------------------------------------------------------------------ transforms and losses
+
+
+def data(seed: int = 0, *, recorded: bool = True) -> TensorDictBase:
+    """Three rollouts with prompts of four tokens, the log-probs of their sampler, and what it kept."""
+    rng = torch.Generator().manual_seed(seed)
+    full = torch.randint(VOCAB, (3, 10), generator=rng)
+    mask = torch.arange(10).expand(3, 10) >= 4
+    td = TensorDict(
+        tokens=TensorDict(full=full, prompt=full[:, :4].clone(), batch_size=[3]),
+        masks=TensorDict(all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask, batch_size=[3]),
+        log_probs=TensorDict(full=torch.where(mask, -torch.rand(3, 10, generator=rng), 0.0), batch_size=[3]),
+        next=TensorDict(reward=torch.zeros(3, 1), batch_size=[3]),
+        batch_size=[3],
+    )
+    if not recorded:
+        return td
+    kept = record_of(list(full), seed)
+    counts = torch.where(mask.flatten(), kept.offsets.diff(), 0)
+    ids = kept.take(mask.flatten().nonzero().squeeze(-1)).ids
+    return write_kept(td, "kept", Ragged.from_padded(full), ids, counts)
+
+
+def assert_equal(found: TensorDictBase, want: TensorDictBase, *keys: Any) -> None:
+    """Entries below ``"next"``."""
+    found, want = found["next"], want["next"]
+    for key in keys:
+        assert_close(found[key], want[key], atol=1e-6, rtol=1e-6)
+        assert torch.count_nonzero(found[key]) > 10, key
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_log_probs_of_a_policy_behind_a_service(loop: Loopback, recorded: bool) -> None:
+    found = RetrieveLogProb(loop.serve(model()), sampling=WHOLE)(data(recorded=recorded).exclude("log_probs"))
+    want = RetrieveLogProb(model(), sampling=WHOLE)(data(recorded=recorded).exclude("log_probs"))
+    assert_equal(found, want, ("log_probs", "full"))
+
+
+@pytest.mark.parametrize("sampling", [WHOLE, KEPT], ids=["whole", "kept"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "found"])
+@pytest.mark.parametrize("served", ["reference", "both", "remembered"])
+def test_a_kl_to_a_served_reference(
+    loop: Loopback, served: str, recorded: bool, sampling: Sampling, tmp_path: Any
+) -> None:
+    """Over all tokens, and over those that the policy keeps: recorded, or found by a policy that is scored here."""
+    policy, reference = model().double(), model(1).double()
+    there = loop.serve(reference)
+    ref = RememberedModel(there, tmp_path, fingerprint="x") if served == "remembered" else there
+    gen = loop.serve(policy, "policy") if served == "both" else policy
+    keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"]
+    options: dict[str, Any] = {"sampling": sampling, "coeff": 0.3, "estimator": "k3"}
+    transform = LocalKL(gen, ref, **options)
+    batch = data(recorded=recorded).exclude("log_probs")
+    if served == "both" and not recorded and sampling is KEPT:
+        with pytest.raises(KeyError, match="with a policy in another process needs the tokens that the sampler kept"):
+            transform(batch)
+        return
+    want = RetrieveKL(policy, reference, **options)(data(recorded=recorded).exclude("log_probs"))
+    assert_equal(transform(batch), want, *keys)
+    both = RetrieveKL(policy, reference, **{**options, "sampling": KEPT if sampling is WHOLE else WHOLE})
+    other = both(data(recorded=recorded).exclude("log_probs"))
+    assert float((other["next", "ref_log_probs", "full"] - want["next", "ref_log_probs", "full"]).abs().max()) > 0.1
+
+
+def test_a_reward_transform_with_a_record(loop: Loopback) -> None:
+    """The policy's log-probs are in the data; the reference's are over all tokens, or over the recorded ones."""
+    reference = model(1).double()
+    there = loop.serve(reference)
+    for sampling in (WHOLE, KEPT):
+        found = KLRewardTransform(there, coef=0.3, sampling=sampling)(data())
+        want = KLRewardTransform(reference, coef=0.3, sampling=sampling)(data())
+        assert_equal(found, want, "ref_log_probs", "kl_penalty", "reward")
+        full = data()["tokens", "full"]
+        log_p = (reference(input_ids=full).logits[:, 3:-1] / 0.8).log_softmax(-1)
+        by_all = log_p.gather(-1, full[:, 4:, None]).squeeze(-1)
+        if sampling is not WHOLE:
+            exact, _ = by_hand(reference, list(full), record_of(list(full)), 0.8)
+            by_all = exact.view(3, 10)[:, 4:]
+        assert_near(found["next", "ref_log_probs"][:, 4:, 0].double(), by_all, size=16, dtype=torch.float32)
+    with pytest.raises(KeyError, match="compares over the tokens that the sampler kept: expected them below 'kept'"):
+        KLRewardTransform(there, sampling=KEPT)(data(recorded=False))
+    assert_equal(
+        KLRewardTransform(there, sampling=WHOLE)(data(recorded=False)),
+        KLRewardTransform(reference, temperature=0.8)(data(recorded=False)),
+        "ref_log_probs",
+    )
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "found"])
+def test_a_loss_with_a_served_reference(loop: Loopback, recorded: bool) -> None:
+    """Values and gradients are those of a reference in this process."""
+    reference = model(1).double()
+    found = []
+    for ref in (loop.serve(reference), reference):
+        policy = model().double()
+        batch = data(recorded=recorded)
+        batch["advantage"] = torch.tensor([[1.0], [-1.0], [0.5]])
+        loss = PolicyLoss(policy, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=KEPT)
+        out = loss(batch)
+        out.total_loss.backward()
+        found.append((out["kl_to_ref"].double(), policy.lm_head.weight.grad))
+    assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
+    assert float(found[0][0]) > 0.01
+
+
+# ------------------------------------------------------------------ over Ray
+
+
+def served_reference() -> nn.Module:
+    return model(1)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ScoringService]:
+    """Two replicas that cut requests in pieces of 16 tokens."""
+    with ScoringService(factory=model, num_replicas=2, max_tokens=256, max_wait=0.05, **CPUS) as found:
+        yield found
+        found.shutdown()
+
+
+@pytest.mark.slow
+def test_callers_with_records_and_without_share_the_replicas(service: ScoringService) -> None:
+    """Large and small calls at once, of several settings: each equals its local one."""
+
+    local = model()
+
+    def call(seed: int) -> None:
+        rows = rows_of(seed, 40 if seed % 3 else 4)
+        sampling = Sampling(*([0.7, 4] if seed % 2 else [1.3, 0, 0.9]))
+        kept = None if seed % 4 == 3 else record_of(rows, seed)
+        options: dict[str, Any] = {"kept": kept, "entropy": seed % 5 == 0}
+        found = clone(service.model).make_scorer(sampling=sampling).evaluate(rows, **options)
+        want = LogProbScorer(local, sampling=sampling).evaluate(rows, **options)
+        assert_near(found.log_prob.values, want.log_prob.values, size=16, dtype=torch.float32)
+        if want.entropy is not None:
+            assert found.entropy is not None
+            assert_near(found.entropy.values, want.entropy.values, size=16, dtype=torch.float32)
+        assert not math.isclose(float(want.log_prob.values.sum()), 0.0)
+
+    before = [stats["requests"] for stats in service.stats()]
+    with ThreadPoolExecutor(12) as pool:
+        for done in [pool.submit(call, seed) for seed in range(24)]:
+            done.result()
+    stats = service.stats()
+    assert all(one["requests"] > many for one, many in zip(stats, before, strict=True)), "both replicas scored"
+    assert sum(one["failures"] for one in stats) == 0
+
+
+def test_transforms_over_ray(shared: ScoringService) -> None:
+    options: dict[str, Any] = {"actor_name": "replayed", **CPUS}
+    ref = model(1)
+    with pytest.raises(ValueError, match="token 3 at sequence 0, position 1 is not among the 1"):
+        shared.model.make_scorer().evaluate([[1, 3]], kept=Kept(torch.tensor([1, 2]), torch.tensor([0, 1, 2])))
+    found = RayRetrieveLogProb(shared.model, sampling=WHOLE)(data().exclude("log_probs"))
+    assert_equal(found, RetrieveLogProb(model(), sampling=WHOLE)(data().exclude("log_probs")), ("log_probs", "full"))
+    for sampling in (WHOLE, KEPT):
+        kl = RayRetrieveKL(model(), ref_model_factory=served_reference, sampling=sampling, **options)
+        for recorded in (True, False) if sampling is WHOLE else (True,):
+            batch = data(recorded=recorded).exclude("log_probs")
+            want = RetrieveKL(model(), ref, sampling=sampling)(batch.clone())
+            keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty"]
+            assert_equal(kl(batch), want, *keys)
+        reward = RayKLRewardTransform(ref_model_factory=served_reference, sampling=sampling, **options)
+        want = KLRewardTransform(ref, sampling=sampling)(data())
+        assert_equal(reward(data()), want, "ref_log_probs", "kl_penalty")
+    local_policy = RetrieveKL(model(), kl.ref_model if hasattr(kl, "ref_model") else kl[1].model, sampling=KEPT)
+    want = RetrieveKL(model(), ref, sampling=KEPT)(data(recorded=False).exclude("log_probs"))
+    assert_equal(local_policy(data(recorded=False).exclude("log_probs")), want, ("ref_log_probs", "full"), "kl_penalty")
+    ray.get_actor("replayed:0", namespace=shared.model.spec.namespace)

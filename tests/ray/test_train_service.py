@@ -1,0 +1,49 @@
+"""A run whose reference is behind a service over Ray is the run with a reference of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train_lab import TARGET, build_lab, figures, settings
+
+pytest.importorskip("ray")
+from torchrl_llm_kl.training import Run, TrainConfig, load_reference, train
+
+
+def test_a_run_with_a_shared_reference(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a relative path, and gone on with after a step; a second client keeps the service between the two processes."""
+    lab, runs = build_lab(tmp_path), []
+
+    def build(*args: Any, **kwargs: Any) -> Run:
+        runs.append(Run(*args, **kwargs))
+        return runs[-1]
+
+    def config(name: str, steps: int, *changes: str) -> TrainConfig:
+        common = ("model.name=model", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "evaluation.every=3")
+        # In the loss: in the reward, a KL of 1e-7 in place of 0 would be all that differs in a group of equal rewards.
+        return settings(
+            lab, tmp_path / name, *common, "evaluation.greedy=false", "evaluation.num_prompts=2", f"run.steps={steps}",
+            *changes, kl={**TARGET, "place": "loss"},
+        )  # fmt: skip
+
+    monkeypatch.chdir(lab)
+    train(config("own", 3), say=lambda line: None)
+    other = load_reference(config("shared", 3, "reference.service=of-runs"), None)
+    for steps in (1, 3):
+        train(config("shared", steps, "reference.service=of-runs"), say=lambda line: None, build=build)
+    for file, count in (("metrics.jsonl", 3), ("evaluations.jsonl", 2)):
+        own, shared = (figures(tmp_path / name / file) for name in ("own", "shared"))
+        shared = [row for row in shared if row["step"] != 1 or file == "metrics.jsonl"]  # the end of the first process
+        assert len(own) == count
+        assert own[-1]["kl"] != 0
+        for row, want in zip(shared, own, strict=True):
+            assert row == pytest.approx(want, abs=1e-3, rel=0.02)
+    assert [run.step for run in runs] == [1, 3]
+    assert other.fingerprint() is not None, "it serves the other client"
+    for run in runs:
+        with pytest.raises(Exception, match="was closed"):
+            run.reference.fingerprint()
+    other.close()

@@ -1,0 +1,112 @@
+"""torchrl's ``AsyncEnvPool`` of chat envs with ``RetrieveKL``: each child's KL is that of the env alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.collectors.llm import LLMCollector
+from torchrl.envs import AsyncEnvPool, EnvBase
+from torchrl.modules.llm import TransformersWrapper
+
+from closeness import assert_near
+from pooled_envs import child_env, scoring_models
+from toy_models import FORWARD
+from toy_rollouts import QUERIES, make_model, make_policy, make_tokenizer, steps
+
+CHILDREN = 3
+KEYS = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty"), ("next", "reward")]
+
+
+def greedy_policy() -> TransformersWrapper:
+    """It samples the same tokens in every order."""
+    tokenizer = make_tokenizer()
+    policy = make_policy(make_model(tokenizer, 0), tokenizer, pad_output=False)
+    policy.generate_kwargs["do_sample"] = False
+    return policy
+
+
+@contextmanager
+def pool_of(makers: list[Callable[[], EnvBase]], **settings: Any) -> Iterator[AsyncEnvPool]:
+    pool = AsyncEnvPool(makers, **{"backend": "threading", "stack": "lazy", **settings})
+    try:
+        yield pool
+    finally:
+        pool.close(raise_if_closed=False)
+
+
+def collected(pool: AsyncEnvPool, turns: int) -> list[TensorDictBase]:
+    collector = LLMCollector(
+        pool,
+        policy=greedy_policy(),
+        yield_completed_trajectories=True,
+        dialog_turns_per_batch=1,
+        total_dialog_turns=turns,
+    )
+    batches = [batch.clone() for batch in collector]
+    collector.shutdown()
+    return batches
+
+
+def check(batches: list[TensorDictBase], turns: int) -> None:
+    """Each conversation of the pool is that of an env of its own, tokens and scores."""
+    alone = {
+        query: list(steps(child_env(query, turns=turns).rollout(turns, greedy_policy())))
+        for query in QUERIES[:CHILDREN]
+    }
+    seen = set()
+    for batch in batches:
+        rows = list(steps(batch))
+        query = rows[0]["query"]
+        assert len(rows) == turns
+        for row, expected in zip(rows, alone[query], strict=True):
+            assert torch.equal(row["tokens", "full"], expected["tokens", "full"])
+            for key in KEYS:
+                assert torch.count_nonzero(expected[key]) > 1
+                assert_near(row[key], expected[key], **FORWARD)
+        seen.add(query)
+    assert seen == set(QUERIES[:CHILDREN])
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_threads_that_share_the_models(turns: int) -> None:
+    """With several turns the policy must get conversations of equal length (``min_get``): torchrl cannot batch others."""
+    models = scoring_models()
+    with pool_of([partial(child_env, query, turns=turns, models=models) for query in QUERIES[:CHILDREN]]) as pool:
+        pool.min_get = CHILDREN
+        check(collected(pool, 2 * turns * CHILDREN), turns)
+
+
+@pytest.mark.slow
+def test_processes_with_models_of_their_own() -> None:
+    """By the pool's own methods: torchrl's collector finds no action in the specs that it gets from processes."""
+    makers = [partial(child_env, query) for query in QUERIES[:CHILDREN]]
+    with pool_of(makers, backend="multiprocessing", exchange="queue") as pool:
+        pool.async_step_send(greedy_policy()(pool.reset()))
+        check([row.clone() for row in pool.async_step_recv(min_get=CHILDREN).unbind(0)], turns=1)
+        with pytest.raises(IndexError):
+            collected(pool, CHILDREN)
+
+
+# ------------------------------------------------------------------ what a pool cannot do
+
+
+def test_children_do_not_know_the_collector() -> None:
+    """The pool is registered, its children are not: pass the policy."""
+    models = ("from_collector", scoring_models()[1])
+    makers = [partial(child_env, query, models=models) for query in QUERIES[:2]]
+    with pool_of(makers) as pool, pytest.raises(ValueError, match="The collector is not set"):
+        collected(pool, 2)
+
+
+def test_children_of_a_batch_dimension_have_no_synchronous_step() -> None:
+    """torchrl writes the numbers of the children, one dimension, into a TensorDict of two: take a collector."""
+    with pool_of([partial(child_env, query) for query in QUERIES[:2]]) as pool:
+        chosen = greedy_policy()(pool.reset())
+        with pytest.raises(RuntimeError, match="batch dimension mismatch"):
+            pool.step(chosen)

@@ -1,0 +1,163 @@
+"""Every workload at its smallest, both libraries agreeing, and the report; results and verdicts from known numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+for name in ("matplotlib", "rich"):
+    pytest.importorskip(name)
+typer_testing = pytest.importorskip("typer.testing")
+from benchmarks import __main__ as cli  # noqa: E402
+from benchmarks.agreement import DisagreementError, largest_difference  # noqa: E402
+from benchmarks.measure import Contender, HostMeter, Measured, alternate  # noqa: E402
+from benchmarks.results import Outcome, Result, Run, Targets, Turns  # noqa: E402
+from benchmarks.workloads import WORKLOADS, imports, kl_computation  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def invoke(*arguments: str) -> typer_testing.Result:
+    return typer_testing.CliRunner().invoke(cli.app, arguments)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_imports_in_fresh_processes():
+    """The package alone loads next to nothing."""
+    found = WORKLOADS["f"].measure(cli.Settings(repeats=1, quick=True))
+    assert found.ours.seconds < 0.05 < found.theirs.seconds
+
+
+@pytest.fixture
+def _light_imports(monkeypatch):
+    """Each real one takes seconds."""
+    monkeypatch.setattr(imports, "BEFORE", "")
+    monkeypatch.setattr(imports, "STATEMENTS", {"torchrl": ["import uuid"], "here": ["import cmath", "import uuid"]})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_light_imports")
+def test_every_workload_runs_and_renders_again(tmp_path):
+    result = invoke("run", "--quick", "--repeats", "1", "--threads", "1", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    first = files(tmp_path)
+    assert set(first) == {"results.json", "RESULTS.md", "results.png"}
+    run = Run.load(tmp_path)
+    assert [result.name for result in run.results] == list(WORKLOADS)
+    page = first["RESULTS.md"].decode()
+    for result in run.results:
+        assert f"| **{result.name}** | {result.title} |" in page
+        assert result.outcome.ours.seconds > 0
+        assert result.outcome.difference is None or result.outcome.difference < (
+            1e-2 if result.name == "bf16" else 1e-4
+        )
+    assert {r.name for r in run.results if r.outcome.roofline} == {"a4", "a16", "b"}
+
+    assert invoke("render", "--out", str(tmp_path)).exit_code == 0
+    assert files(tmp_path)["RESULTS.md"] == first["RESULTS.md"]
+
+    # One workload again: the others stay, in their order.
+    one = invoke("run", "--only", "e", "--quick", "--repeats", "2", "--threads", "1", "--out", str(tmp_path))
+    assert one.exit_code == 0, one.output
+    again = Run.load(tmp_path)
+    assert [result.name for result in again.results] == list(WORKLOADS)
+    changed = {new.name for old, new in zip(run.results, again.results, strict=True) if old != new}
+    assert changed == {"e"}
+
+    # Not beside figures of another place.
+    data = json.loads(first["results.json"])
+    data["machine"]["cores"] = "1000"
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    refused = invoke("run", "--only", "e", "--quick", "--threads", "1", "--out", str(tmp_path))
+    assert refused.exit_code == 2
+    assert "--out" in refused.output
+
+
+def test_no_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = invoke("run", "--device", "cuda")
+    assert result.exit_code == 1
+    assert "no CUDA device" in result.output
+
+
+def test_an_unknown_workload():
+    result = invoke("run", "--only", "z")
+    assert result.exit_code == 2
+    assert "'z'" in result.output
+
+
+def test_libraries_that_disagree_are_not_compared(monkeypatch):
+    """Negative control: ours with another coefficient."""
+    ours = kl_computation.KLComputation
+    monkeypatch.setattr(kl_computation, "KLComputation", lambda coeff: ours(coeff=2 * coeff))
+    with pytest.raises(DisagreementError, match="reward"):
+        WORKLOADS["e"].measure(cli.Settings(repeats=1, quick=True))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [([1.0, 2.2], [1.0, 2.0]), ([float("nan"), 2.0], [1.0, 2.0]), ([1.0], [1.0, 2.0]), ([], [])],
+    ids=["too far", "nan", "shapes", "nothing"],
+)
+def test_disagreement(found, expected):
+    with pytest.raises(DisagreementError, match="KL"):
+        largest_difference(torch.tensor(found), torch.tensor(expected), tolerance=0.1, what="KL")
+    assert largest_difference(torch.tensor([1.0, 2.25]), torch.tensor([1.0, 2.0]), tolerance=0.5, what="KL") == 0.25
+
+
+def test_alternation_and_peak():
+    seen = []
+    contenders = {
+        "small": Contender(lambda given: seen.append(given), prepare=lambda: "fresh"),
+        "large": Contender(lambda _: torch.ones(8 * 2**20)),  # 32 MiB
+    }
+    found = alternate(contenders, HostMeter(), repeats=2, warm_up=1, on_run=seen.append)
+    assert seen == ["small", "fresh", "large"] * 3
+    assert [len(measured.all_seconds) for measured in found.values()] == [2, 2]
+    if found["large"].peak_mib is not None:
+        assert 32 <= found["large"].peak_mib < 48
+        assert found["small"].peak_mib < 8
+
+
+def result(targets: Targets) -> Result:
+    """3 times faster, 16 times less memory; a new token of the last turn takes 1.5 times as long as one of the first."""
+    theirs, ours = Measured([9.0, 6.0, 5.0], [160.0, 1.0, 170.0]), Measured([2.0, 1.0, 7.0], [10.0, 30.0, 5.0])
+    turns = Turns([100, 200], theirs=[1.0, 8.0], ours=[1.0, 3.0])
+    return Result("x", "title", targets, Outcome("work", theirs, ours, difference=0.0, turns=turns))
+
+
+@pytest.mark.parametrize(
+    ("targets", "met"),
+    [
+        (Targets(faster=3, smaller=16, growth=1.5), [True, True, True]),
+        (Targets(faster=3.1, smaller=16.1, growth=1.4), [False, False, False]),
+        (Targets(), []),
+    ],
+)
+def test_verdicts(targets, met):
+    goals = result(targets).goals
+    assert [goal.met for goal in goals] == met
+    assert [goal.found for goal in goals] == [3.0, 16.0, 1.5][: len(met)]
+
+
+def test_newer_results_take_the_place_of_older(tmp_path):
+    run = Run("make bench", {}, {}, {}, (result(Targets()), replace(result(Targets()), name="y")))
+    newer = replace(run, command="other", results=(replace(result(Targets(faster=9)), name="y"),))
+    run.updated(newer).save(tmp_path)
+    loaded = Run.load(tmp_path)
+    assert loaded.command == "make bench"
+    assert [(r.name, r.targets.faster) for r in loaded.results] == [("x", None), ("y", 9)]
+    assert loaded.results[0] == run.results[0]

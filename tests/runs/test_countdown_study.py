@@ -1,0 +1,360 @@
+"""The study: its cells, results that survive an interruption, statistics by hand, the true KL by enumeration, a quick run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torchrl.collectors.llm import LLMCollector
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+import countdown_study
+from countdown.direct import direct_batches
+from countdown.model import as_policy, build_model, build_tokenizer, render_prompt, warm_up
+from countdown.study import (
+    DEMO,
+    PLACEMENT_SEEDS,
+    QUICK,
+    SHORT,
+    TARGET_SEEDS,
+    TUNING_SEEDS,
+    Cell,
+    Results,
+    claims_table,
+    differences,
+    interval,
+    placement_cells,
+    processor_table,
+    shown,
+    target_cells,
+    target_summary,
+    target_table,
+    verdict,
+    write_blocks,
+)
+from countdown.task import Problem, all_problems, make_env
+from project import PROJECT
+from torchrl_llm_kl import RetrieveKL
+
+DOCS = PROJECT / "docs"
+
+
+HERE = torch.backends.cpu.get_cpu_capability()
+
+
+def row(cell: Cell, seed: int, scale=SHORT, processor=HERE, **measured):
+    return {"cell": asdict(cell), "seed": seed, "processor": processor, "scale": asdict(scale), **measured}
+
+
+# ------------------------------------------------------------------ cells and results
+
+
+def test_no_seed_is_used_twice():
+    """Settings were chosen on other seeds than those that are reported."""
+    seeds = [*TUNING_SEEDS, *TARGET_SEEDS, *PLACEMENT_SEEDS]
+    assert len(set(seeds)) == len(seeds)
+    assert len(TARGET_SEEDS) == 10
+    assert len(PLACEMENT_SEEDS) == 5
+
+
+def test_each_cell_is_there_once():
+    cells = placement_cells()
+    assert len({str(cell) for cell in cells}) == len(set(cells)) == len(cells) == 25
+    plain = {(cell.placement, cell.coefficient) for cell in cells if cell.sampler == "temperature 1"}
+    for placement in ("k1 in the reward", "k2 in the loss", "k3 in the loss", "exact in the loss"):
+        assert {weight for where, weight in plain if where == placement} >= {"pi", 0.03, 0.1, 0.3}
+    assert ("none", 0.0) in plain
+    assert {cell.sampler for cell in cells} == {
+        "temperature 1",
+        "temperature 0.7, scored at 1",
+        "temperature 0.7",
+        "top 3, scored without",
+    }
+
+
+def test_results_are_found_again_and_only_the_missing_ones_run(tmp_path):
+    path = tmp_path / "results.jsonl"
+    one, two = target_cells()
+    results = Results(path)
+    results.append(row(one, 3, kl=0.1))
+    results.append(row(two, 3, kl=0.2))
+    again = Results(path)
+    assert again.missing([one, two], [3, 4], SHORT) == [(one, 4), (two, 4)]
+    assert again.find(two, SHORT) == {3: row(two, 3, kl=0.2)}
+    assert again.find(two, replace(SHORT, steps=7)) == {}, "another size is another run"
+
+
+def test_each_processor_has_runs_of_its_own(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    pi, _ = target_cells()
+    for processor, seed, accuracy, kl in (("A", 10, 0.5, 0.4), ("A", 11, 0.7, 0.6), ("B", 10, 0.9, 0.5)):
+        measured = {"accuracy_before": 0.25, "accuracy_after": accuracy, "kl_last_half": kl, "swing": 1.5}
+        results.append(row(pi, seed, processor=processor, **measured))
+    assert results.missing([pi], [10, 11], SHORT) == [(pi, 10), (pi, 11)], "nothing ran on this processor"
+    assert set(results.find(pi, SHORT)) == {10, 11}, "the processor with most runs"
+    table = processor_table(results, [10, 11], SHORT).splitlines()
+    assert (
+        table[2]
+        == "| A | 2 | 25.0% (25.0% to 25.0%) | 60.0% (50.0% to 70.0%) | 0.50 (0.40 to 0.60) | 1.5 (1.5 to 1.5) |"
+    )
+    assert table[3].startswith("| B | 1 | 25.0% (25.0% to 25.0%) | 90.0% (90.0% to 90.0%) | 0.50 (0.50 to 0.50) |")
+    assert table[4].startswith("| all | 3 | 25.0% (25.0% to 25.0%) | 70.0% (50.0% to 90.0%) |")
+
+
+def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path):
+    path = tmp_path / "results.jsonl"
+    (one, _) = target_cells()
+    Results(path).append(row(one, 1))
+    whole = path.read_bytes()
+    for cut in (1, 10, len(whole) - 1):  # the last: an object without its line end
+        path.write_bytes(whole + whole[:cut])
+        results = Results(path)
+        assert len(results.rows) == 1
+        assert path.read_bytes() == whole
+        results.append(row(one, 2))
+        assert [json.loads(line)["seed"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+# ------------------------------------------------------------------ statistics by hand
+
+
+def test_intervals_by_hand():
+    assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((3.0, 2.776 * math.sqrt(2.5 / 5)))
+    assert interval([1.0, 3.0]) == pytest.approx((2.0, 12.706))
+    assert shown([0.25]) == "0.25"
+    assert shown([0.5, 0.5], percent=True) == "50.0 ± 0.0 %"
+    assert shown([]) == "not run"
+
+
+def test_differences_are_between_pairs():
+    a, b = {1: {"x": 0.5}, 2: {"x": 0.7}}, {2: {"x": 0.4}, 3: {"x": 0.0}}
+    assert differences(a, b, "x") == pytest.approx([0.3])
+
+
+@pytest.mark.parametrize(
+    ("values", "sign", "want"),
+    [
+        ([0.2], 1, "open: fewer than two seeds were run"),
+        ([0.2, 0.21, 0.2], 1, "agrees"),
+        ([0.2, 0.21, 0.2], -1, "disagrees"),
+        ([0.2, 0.21, 0.2], 0, "disagrees"),
+        ([0.2, -0.21, 0.1], 1, "not seen: the interval contains 0"),
+        ([0.2, -0.21, 0.1], 0, "agrees: no difference seen"),
+    ],
+)
+def test_verdicts(values, sign, want):
+    assert verdict(values, sign) == want
+
+
+def test_summary_of_a_run_by_hand():
+    rows = [{"kl": kl, "coefficient": c} for kl, c in zip((0, 1, 2, 3, 4, 6), (9, 8, 2, 4, 1, 3), strict=True)]
+    summary = target_summary(rows)
+    assert summary["kl_last_half"] == pytest.approx(13 / 3)
+    assert summary["swing"] == 4.0
+
+
+def test_the_table_of_the_target_by_hand(tmp_path):
+    results = Results(tmp_path / "r.jsonl")
+    pi, ziegler = target_cells()
+    values = {"accuracy_before": 0.5, "accuracy_after": 0.75, "swing": 2.0}
+    results.append(row(pi, 10, DEMO, kl_last_half=0.54, **values))
+    results.append(row(pi, 11, DEMO, kl_last_half=0.56, **{**values, "swing": 4.5}))
+    results.append(row(ziegler, 10, DEMO, kl_last_half=0.6, **{**values, "accuracy_after": 0.7}))
+    table = target_table(results, [10, 11, 12], DEMO)
+    assert "| 10 | 0.540 | 0.600 | 2.0 | 2.0 | 50.0% | 75.0% | 70.0% |" in table
+    assert "| 11 | 0.560 | not run | 4.5 | not run | 50.0% | 75.0% | not run |" in table
+    assert "| 12 | not run | not run |" in table
+    assert "PI control, 2 of 3 seeds run: the mean KL of the last half is within 10 % of the target in 1" in table
+    assert "the coefficient within a factor of 4 after the first third in 1" in table
+    assert "1 pairs: 5.0 %" in table
+
+
+def test_the_table_of_claims_by_hand(tmp_path):
+    results = Results(tmp_path / "r.jsonl")
+    for seed, (k1, k3) in enumerate([(0.70, 0.60), (0.72, 0.61), (0.71, 0.60)]):
+        results.append(row(Cell("placement", kl_reward="k1"), seed, sampled_after=k1))
+        results.append(row(Cell("placement", kl_loss="k3"), seed, sampled_after=k3))
+    table = claims_table(results, SHORT)
+    assert "| 3 | 10.7 ± 1.4 % | agrees |" in table
+    assert table.count("open: fewer than two seeds were run") == 4
+
+
+def test_blocks_of_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- one -->\nold\n<!-- end -->\nb\n<!-- two -->\n<!-- end -->\n")
+    write_blocks(page, {"two": "2", "one": "1"})
+    assert page.read_text() == "a\n<!-- one -->\n1\n<!-- end -->\nb\n<!-- two -->\n2\n<!-- end -->\n"
+    with pytest.raises(ValueError, match="has no block <!-- three -->"):
+        write_blocks(page, {"three": "3"})
+
+
+# ------------------------------------------------------------------ the true KL
+
+
+def test_the_true_kl_of_answers_of_one_token_is_exact():
+    """A single token has the prompt as its only prefix: nothing is sampled, and a plain sum must give the same number."""
+    problems = all_problems(9)[:6]
+    tokenizer = build_tokenizer(problems)
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        models.append(build_model(tokenizer))
+    policy, reference = models
+    with torch.no_grad():
+        policy.lm_head.weight *= 3
+    want = 0.0
+    for problem in problems:
+        ids = torch.tensor([tokenizer(render_prompt(problem, tokenizer))["input_ids"]])
+        p, q = (model(input_ids=ids).logits[0, -1].double().softmax(-1) for model in models)
+        want += float((p * (p / q).log()).sum()) / len(problems)
+    kl, right = countdown_study.true_kl(policy, reference, tokenizer, problems, samples=2, seed=0, max_new_tokens=1)
+    assert want > 0.1
+    assert kl == pytest.approx(want, rel=1e-4)
+    assert right == 0.0
+    assert countdown_study.true_kl(policy, policy, tokenizer, problems, samples=1, seed=0)[0] == 0.0
+
+
+def test_the_true_kl_agrees_with_its_estimate():
+    """Over several tokens: the mean log-ratio of sampled answers, an independent estimate."""
+    problems = [Problem((3, 5), 8, "+")] * 50
+    tokenizer = build_tokenizer(all_problems(9))
+    torch.manual_seed(0)
+    policy, reference = build_model(tokenizer), build_model(tokenizer)
+    reference.load_state_dict(policy.state_dict())
+    with torch.no_grad():
+        reference.lm_head.weight += 0.02 * torch.randn_like(reference.lm_head.weight)
+    kl, _ = countdown_study.true_kl(policy, reference, tokenizer, problems, samples=8, seed=1, max_new_tokens=4)
+    ids = torch.tensor([tokenizer(render_prompt(problems[0], tokenizer))["input_ids"]] * 400)
+    width = ids.shape[1]
+    with torch.no_grad():
+        tokens = policy.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=4, pad_token_id=0
+        )
+        chosen = tokens[:, width:, None]
+        log_p, log_q = (
+            m(tokens).logits[:, width - 1 : -1].log_softmax(-1).gather(-1, chosen) for m in (policy, reference)
+        )
+    estimates = (log_p - log_q).sum((1, 2))
+    error = float(estimates.std()) / 20
+    assert 3 * error < kl
+    assert abs(kl - float(estimates.mean())) < 5 * error
+
+
+# ------------------------------------------------------------------ the whole
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """One cell of each kind that runs its own way."""
+    cells = [
+        Cell("placement", coefficient=0.0),
+        Cell("placement", kl_reward="k1", temperature=0.7, scored_at=0.7),
+        Cell("placement", kl_loss="k2", coefficient=0.1, top_k=3),
+        Cell("placement", kl_loss="exact"),
+    ]
+    monkeypatch.setattr(countdown_study, "placement_cells", lambda: cells)
+    return cells
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(countdown_study.app, arguments)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.output
+
+
+def test_a_quick_study_resumes(tmp_path, few):
+    page = tmp_path / "kl_study.md"
+    page.write_text((DOCS / "kl_study.md").read_text(encoding="utf-8"), encoding="utf-8")
+    path = tmp_path / "results.jsonl"
+    arguments = ("--quick", "--jobs", "0", "--results", str(path), "--folder", str(tmp_path), "--docs", str(tmp_path))
+    output = invoke("placement", *arguments, "--seed", "20")
+    assert "0 of 4 runs" in output
+    assert "4/4" in output
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["cell"] for row in rows] == [asdict(cell) for cell in few]
+    assert all(math.isfinite(row[key]) for row in rows for key in ("true_kl", "kl_estimated", "sampled_after"))
+    assert rows[0]["true_kl"] > 0
+    assert "coefficient_end" in rows[1]
+    assert "coefficient_end" not in rows[2]
+
+    path.write_text("\n".join(path.read_text().splitlines()[:3]) + "\n")  # as if it had been killed in the last run
+    assert "3 of 4 runs" in invoke("placement", *arguments, "--seed", "20")
+    again = json.loads(path.read_text().splitlines()[3])
+    assert {**again, "seconds": 0} == {**rows[3], "seconds": 0}, "a run depends on its cell and seed alone"
+
+    invoke("target", *arguments, "--seed", "10", "--controller", "pi")
+    text = page.read_text(encoding="utf-8")
+    assert "PI control, 1 of 10 seeds run" in text
+    assert "| none | — | temperature 1 | 1 of 5 |" in text
+    for name in ("kl_target.png", "kl_frontier.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_run_starts_after_the_time_is_up(tmp_path, few):
+    page = tmp_path / "kl_study.md"
+    page.write_text((DOCS / "kl_study.md").read_text(encoding="utf-8"), encoding="utf-8")
+    arguments = ("--quick", "--jobs", "0", "--results", str(tmp_path / "r.jsonl"), "--folder", str(tmp_path))
+    invoke("placement", *arguments, "--docs", str(tmp_path), "--minutes", "0", "--seed", "20")
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_the_page_is_that_of_its_results(tmp_path):
+    """``make study`` writes both; a change of one alone fails here."""
+    page = tmp_path / "kl_study.md"
+    page.write_text((DOCS / "kl_study.md").read_text(encoding="utf-8"), encoding="utf-8")
+    invoke("pages", "--docs", str(tmp_path), "--results", str(DOCS / "kl_study.jsonl"))
+    assert page.read_text(encoding="utf-8") == (DOCS / "kl_study.md").read_text(encoding="utf-8")
+
+
+def test_a_study_run_is_the_demo(tmp_path):
+    """The warmed-up model from its file, and torch's random state with it: the same steps as in one process."""
+    (pi, _) = target_cells()
+    scale = replace(QUICK, warmup_steps=12)
+    result = countdown_study.run(pi, 3, scale, tmp_path)
+    options = {"steps": 3, "warmup-steps": 12, "num-prompts": 2, "group-size": 3, "seed": 3}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    found = CliRunner().invoke(countdown_study.demo.app, [*arguments, "--out", str(tmp_path / "demo")])
+    assert found.exit_code == 0, found.output
+    rows = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
+    assert result["kls"] == [round(r["kl"], 4) for r in rows]
+    assert result["coefficients"] == [round(r["coefficient"], 5) for r in rows]
+
+
+# ------------------------------------------------------------------ answers without an env
+
+
+def test_direct_batches_are_those_of_the_collector():
+    """The studies go around env and collector: the same problems, tokens, rewards and scores."""
+    torch.manual_seed(4)
+    problems = all_problems(6)[:5]  # fewer than are posed: the order goes on with other permutations
+    tokenizer = build_tokenizer(problems)
+    policy, reference = build_model(tokenizer), build_model(tokenizer)
+    for _ in warm_up(policy, tokenizer, problems, steps=25, seed=4, batch_size=8, lr=5e-3):
+        pass  # the form of an answer, so that some have a reward
+    task = {"num_prompts": 3, "group_size": 2, "seed": 5}
+    env = make_env(problems, tokenizer, **task).append_transform(RetrieveKL("from_collector", reference, coeff=0.1))
+    collector = LLMCollector(
+        env, policy=as_policy(policy, tokenizer), dialog_turns_per_batch=6, total_dialog_turns=18, flatten_data=True
+    )
+    torch.manual_seed(3)
+    expected = list(collector)
+    collector.shutdown()
+    torch.manual_seed(3)
+    kl = RetrieveKL(policy, reference, coeff=0.1)
+    found = list(direct_batches(kl, as_policy(policy, tokenizer), tokenizer, problems, steps=3, **task))
+    assert len(found) == len(expected) == 3
+    rewards = torch.cat([batch["next", "reward"].flatten(1).sum(-1) for batch in found])
+    assert len(set(rewards.tolist())) > 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["text", "full"] == theirs["text", "full"]
+        for key in (("tokens", "full"), ("masks", "all_attention_mask"), ("next", "success")):
+            assert torch.equal(mine[key], theirs[key]), key
+        for name in ("reward", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")):
+            torch.testing.assert_close(mine["next"].get(name), theirs["next"].get(name), rtol=0, atol=2e-6)

@@ -1,0 +1,307 @@
+"""The tutorial on real text: its folds, guesses and figures by hand, and a run from text to saved models."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from project import PROJECT
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+typer = pytest.importorskip("typer")
+from typer.testing import CliRunner  # noqa: E402
+
+TUTORIALS = PROJECT / "tutorials"
+import gsm8k_text  # noqa: E402
+from gsm8k.measure import equal_writers, is_right, mean_with_error, pair_figures, run_command  # noqa: E402
+from gsm8k.report import mean_of, summary  # noqa: E402
+from gsm8k.task import (  # noqa: E402
+    FILE,
+    FOLDER,
+    WRITERS,
+    Question,
+    guess_by_length,
+    guess_by_writer,
+    pairs,
+    read_questions,
+    solutions,
+    split,
+)
+
+
+def question(number: int, right: str) -> Question:
+    """A sum; the writers with a 1 in ``right`` solve it."""
+    total = 3 * number
+    answers = {
+        name: (f"{number} and {2 * number} is {total + 1 - int(bit)}\nA: {total + 1 - int(bit)}", bit == "1")
+        for name, bit in zip(WRITERS, right, strict=True)
+    }
+    return Question(f"What is {number} plus {2 * number}?", f"{number} + {2 * number} = {total}\nA: {total}", answers)
+
+
+def row(of: int, chosen_by: str, rejected_by: str, chosen: str = "a", rejected: str = "b") -> dict[str, Any]:
+    said = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+    return {"chosen": said[0], "rejected": said[1], "question": of, "chosen_by": chosen_by, "rejected_by": rejected_by}
+
+
+# ------------------------------------------------------------------ questions, folds and pairs
+
+
+def test_no_question_is_on_both_sides() -> None:
+    questions = [question(i, "1010") for i in range(41)]
+    held = {}
+    for seed in (0, 1, 2, 100):
+        training, held_out = split(questions, seed)
+        held[seed] = {q.text for q in held_out}
+        assert not held[seed] & {q.text for q in training}
+        assert len(training) + len(held_out) == 41
+        assert len(held_out) in (10, 11)
+    assert set().union(*held.values()) == {q.text for q in questions}  # so that the four are disjoint
+    assert sum(map(len, held.values())) == 41
+    assert split(questions, 3)[1] == split(questions, 0)[1]
+    assert split(questions, 101)[1] == split(questions, 100)[1]
+
+
+def test_pairs_are_each_right_answer_against_each_wrong_one() -> None:
+    rows = pairs([question(5, "0000"), question(7, "0110")])
+    assert [(r["question"], r["chosen_by"], r["rejected_by"]) for r in rows] == [
+        (1, WRITERS[1], WRITERS[0]),
+        (1, WRITERS[1], WRITERS[3]),
+        (1, WRITERS[2], WRITERS[0]),
+        (1, WRITERS[2], WRITERS[3]),
+    ]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "What is 7 plus 14?"}]
+    assert rows[0]["chosen"][0]["content"].endswith("A: 21")
+    assert rows[0]["rejected"][0]["content"].endswith("A: 22")
+    (solution,) = solutions([question(7, "0110")])
+    assert [m["role"] for m in solution["messages"]] == ["user", "assistant"]
+    assert solution["messages"][1]["content"] == "7 + 14 = 21\nA: 21"
+
+
+@pytest.mark.skipif(not (FOLDER / FILE).exists(), reason=f"no {FOLDER / FILE}")
+def test_the_real_questions() -> None:
+    """Numbers that were counted in the file by other means."""
+    questions = read_questions(FOLDER)
+    assert len(questions) == 1319
+    assert len(pairs(questions)) == 290 * 3 + 236 * 4 + 205 * 3  # with one, two and three right answers
+    assert questions[0].solution.endswith("A: 18")
+    assert [right for _, right in questions[0].answers.values()] == [False, False, False, True]
+
+
+def test_without_the_file_the_message_says_where_it_is(tmp_path: Path) -> None:
+    result = CliRunner().invoke(gsm8k_text.app, ["--data", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "grade-school-math" in " ".join(result.output.split())
+    with pytest.raises(FileNotFoundError, match=FILE):
+        read_questions(tmp_path)
+
+
+# ------------------------------------------------------------------ guesses and figures, by hand
+
+
+def test_guesses_know_only_what_training_shows() -> None:
+    train = [row(0, "a", "b", "long one", "short"), row(1, "a", "b", "longer", "short"), row(2, "b", "a", "no", "yes")]
+    held_out = [row(0, "a", "b", "xx", "x"), row(1, "b", "a", "x", "xxx"), row(2, "c", "a", "x", "x")]
+    assert guess_by_length(train, held_out) == [1, -2, 0]  # longer is right more often in training
+    assert guess_by_length(train[2:], held_out) == [-1, 2, 0]
+    assert guess_by_writer(train, held_out) == [1, -1, 0]  # a won twice against b, and lost once
+    assert is_right([2.0, -1.0, 0.0]).tolist() == [1.0, 0.0, 0.5]
+
+
+def test_at_equal_writers_the_writer_tells_nothing() -> None:
+    held_out = [row(i, "a", "b") for i in range(3)] + [row(3, "b", "a"), row(4, "a", "c")]
+    weights = equal_writers(held_out)
+    assert weights.tolist() == pytest.approx([1 / 3] * 3 + [1.0, 0.0])
+    right = is_right(guess_by_writer([row(0, "a", "b")], held_out))
+    assert right.tolist() == [1, 1, 1, 0, 0.5]
+    assert mean_with_error(right, torch.arange(5), weights)[0] == pytest.approx(0.5)
+
+
+def test_errors_count_questions_and_not_pairs() -> None:
+    values = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    mean, error = mean_with_error(values, torch.arange(6))
+    assert (mean, error) == pytest.approx((0.5, float(values.std()) / 6**0.5))  # each by itself: the usual error
+    mean, error = mean_with_error(values, torch.tensor([7, 7, 8, 8, 9, 9]))
+    # By question: sums of values less the mean 1, 0 and -1; over 3 questions of 2 pairs.
+    assert (mean, error) == pytest.approx((0.5, math.sqrt(2 * 3 / 2) / 6))
+    weighted, _ = mean_with_error(values, torch.arange(6), torch.tensor([3.0, 0, 0, 0, 0, 1.0], dtype=torch.float64))
+    assert weighted == 0.75
+
+
+def test_figures_of_pairs() -> None:
+    held_out = [row(0, "a", "b", "xx", "x"), row(0, "a", "c", "x", "xx"), row(1, "b", "a", "xx", "x")]
+    scores = {
+        "log_prob": torch.tensor([[-3.0, -4.0], [-5.0, -2.0], [-6.0, -6.0]]).double(),
+        "ref_log_prob": torch.tensor([[-4.0, -4.0], [-4.0, -3.0], [-6.0, -6.0]]).double(),
+        "num_scored": torch.tensor([[2.0, 4.0], [4.0, 2.0], [1.0, 2.0]]).double(),
+    }
+    found = pair_figures(scores, [row(0, "a", "b", "xx", "x")], held_out, beta=0.5)
+    assert found["margin"] == pytest.approx(0.5 * (1 - 2 + 0) / 3)  # of 1, -2 and 0 nats
+    assert found["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert found["accuracy_equal_writers"] == pytest.approx((1 + 0.5) / 2)  # the pair of a and c has no counterpart
+    assert found["by_sft"] == pytest.approx((0.5 + 0 + 0.5) / 3)
+    assert found["by_sft_per_token"] == pytest.approx((0 + 1 + 0) / 3)  # -2, -1; -1, -1.5; -6, -3
+    assert found["by_length"] == pytest.approx(2 / 3)
+    assert found["by_writer"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert (found["pairs"], found["questions"]) == (3, 2)
+
+
+def test_the_summary_averages_seeds() -> None:
+    results = [{"x": 0.5, "x_error": 0.03}, {"x": 0.7, "x_error": 0.04}]
+    assert mean_of(results, "x") == pytest.approx((0.6, 0.025))
+
+
+# ------------------------------------------------------------------ a run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of a quick run on sums."""
+    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
+    questions = [
+        question(rng.randrange(2, 99), rng.choice(("1010", "0110", "0001", "1000", "0111"))) for _ in range(48)
+    ]
+    lines = [
+        {
+            "question": q.text,
+            "ground_truth": q.solution,
+            **{name: {"is_correct": right, "solution": text} for name, (text, right) in q.answers.items()},
+        }
+        for q in questions
+    ]
+    (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [
+        "--quick",
+        "--data",
+        str(folder),
+        "--out",
+        str(folder / "out"),
+        "--jobs",
+        "0",
+        "--seed",
+        "0",
+        "--seed",
+        "2",
+    ]
+    result = CliRunner().invoke(gsm8k_text.app, [*words, "--sft-epochs", "6"])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return folder / "out", result.output
+
+
+def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [result["seed"] for result in results] == [0, 2]
+    for result in results:
+        assert result["perplexity_after"] < 0.9 * result["perplexity_before"]
+        assert 0 <= result["accuracy"] <= 1
+        assert all(math.isfinite(value) for value in result.values() if isinstance(value, float))
+        folder = out / f"seed-{result['seed']}"
+        for name in ("untrained", "sft", "dpo"):
+            assert (folder / name / "model.safetensors").exists()
+        assert "tokens of" in (folder / "diagnosis.txt").read_text()
+        assert (folder / "rollouts.html").read_text().startswith("<!")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {(row["seed"], row["stage"]) for row in rows} == {(s, stage) for s in (0, 2) for stage in ("SFT", "DPO")}
+    first = next(row for row in rows if row["stage"] == "DPO")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
+    assert (out / "curves.png").stat().st_size > 10_000
+    assert (out / "summary.md").read_text() == summary(results)
+    assert "torchrl-llm-kl score" in printed
+
+
+def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None:
+    """Accuracy and margin again, from the saved models and the text alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, _ = finished
+    folder = out / "seed-0"
+    result = json.loads((out / "results.jsonl").read_text().splitlines()[0])
+    models = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("dpo", "sft")]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "dpo")
+
+    def log_prob(model: Any, prompt: str, answer: str) -> float:
+        head, tail = (tokenizer(text, return_tensors="pt").input_ids for text in (prompt, answer))
+        tokens = torch.cat([head, tail], -1)
+        with torch.no_grad():
+            each = model(input_ids=tokens).logits[0, :-1].double().log_softmax(-1).gather(-1, tokens[0, 1:, None])
+        return float(each[head.shape[1] - 1 :].sum())
+
+    margins = []
+    for line in (folder / "held_out_pairs.jsonl").read_text().splitlines():
+        held = json.loads(line)
+        prompt = f"<|im_start|>user\n{held['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+        answers = [held[part][0]["content"] + "<|im_end|>" for part in ("chosen", "rejected")]
+        (a, b), (c, d) = ([log_prob(model, prompt, answer) for answer in answers] for model in models)
+        margins.append(0.1 * ((a - c) - (b - d)))
+    assert len(margins) == result["pairs"]
+    assert result["margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-5)
+    clear = [margin for margin in margins if abs(margin) > 1e-5]
+    assert len(clear) == len(margins)
+    assert result["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
+
+
+@pytest.mark.slow
+def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = finished
+    words = [
+        sys.executable,
+        str(TUTORIALS / "gsm8k_text.py"),
+        "--quick",
+        "--data",
+        str(out.parent),
+        "--sft-epochs",
+        "6",
+    ]
+    words += ["--out", str(tmp_path / "out"), "--jobs", "2", "--seed", "0", "--seed", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found, expected = (
+        [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        for folder in (tmp_path / "out", out)
+    )
+    varying = {"seconds", "cpu_seconds", "commands"}
+    plain = [{key: x for key, x in result.items() if key not in varying} for result in (*found, *expected)]
+    assert sorted(plain[:2], key=lambda result: result["seed"]) == plain[2:]
+    assert "seed 0: SFT" in done.stdout
+    assert "seed 2: DPO" in done.stdout
+
+
+def test_a_second_run_keeps_the_first(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out, _ = finished
+    earlier = (out / "results.jsonl").read_text()
+    monkeypatch.setattr(gsm8k_text, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    words = ["--quick", "--data", str(out.parent), "--out", str(out), "--jobs", "0"]
+    result = CliRunner().invoke(gsm8k_text.app, words)
+    assert result.exit_code == 130
+    assert "interrupted after 0 of 3 seeds" in result.output
+    assert (out / "earlier-1" / "results.jsonl").read_text() == earlier
+    assert (out / "earlier-1" / "seed-0" / "dpo").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--beta", "0"], "0 is not greater than 0"),
+        (["--dpo-lr", "-1"], "-1 is not greater than 0"),
+        (["--out", __file__], "is a file, expected a folder"),
+    ],
+)
+def test_wrong_options(words: list[str], expected: str) -> None:
+    result = CliRunner().invoke(gsm8k_text.app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.split())
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"score .* ended with 2: torchrl-llm-kl: the folder .* holds no model"):
+        run_command("score", tmp_path, tmp_path / "nothing.jsonl")

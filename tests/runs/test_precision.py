@@ -1,0 +1,123 @@
+"""The precision study at its smallest: float64 is a truth, float32 is near it, bfloat16 is not; and the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+for name in ("matplotlib", "rich", "tokenizers"):
+    pytest.importorskip(name)
+typer = pytest.importorskip("typer")
+typer_testing = pytest.importorskip("typer.testing")
+if not hasattr(torch.optim, "Muon"):
+    pytest.skip("needs torch 2.9", allow_module_level=True)
+from rich.progress import Progress  # noqa: E402
+
+from benchmarks import precision  # noqa: E402
+from torchrl_llm_kl import LogProbScorer  # noqa: E402
+
+NO_DATA = Path("nowhere")
+
+
+@pytest.fixture(scope="module")
+def measured() -> precision.Measured:
+    """On text that every machine has."""
+    with pytest.MonkeyPatch.context() as patch, Progress(disable=True) as progress:
+        patch.setattr(precision, "REAL_ANSWERS", NO_DATA)
+        return precision.measure(precision.SMALLEST, progress)
+
+
+def errors(found: precision.Measured, setting: str) -> torch.Tensor:
+    return (found.last[setting].log_prob - found.last["float64"].log_prob).abs()
+
+
+def test_float32_is_near_the_truth(measured):
+    assert 0 < errors(measured, "float32").max() < 5e-6
+    for kind, value in measured.last["float64"].kl.items():
+        assert_close(measured.last["float32"].kl[kind], value, rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize(("setting", "bound"), [("bf16 products", 0.1), ("bf16 model", 0.1), (".bfloat16()", 0.1)])
+def test_bfloat16_errs_a_little(measured, setting, bound):
+    found = errors(measured, setting)
+    assert 100 * errors(measured, "float32").mean() < found.mean()
+    assert found.max() < bound
+
+
+def test_weights_in_float32_err_no_more_than_a_narrow_model(measured):
+    assert errors(measured, "bf16 products").mean() < 1.1 * errors(measured, "bf16 model").mean()
+
+
+def test_the_policy_leaves_the_reference(measured):
+    """Step by step, so that there is a KL to be wrong about."""
+    first, last = (readings["float64"].kl["exact"] for readings in measured.readings.values())
+    assert 0 < first.mean() < last.mean() < 0.1
+    assert first.min() > -1e-9
+
+
+def test_the_same_model_in_two_dtypes_is_two_policies(measured):
+    against = measured.against_float32
+    assert against["float32"].kl["exact"].abs().max() == 0
+    for setting in ("bf16 products", "bf16 model", ".bfloat16()"):
+        assert 0 < against[setting].kl["exact"].mean() < 1e-4
+        assert_close(against[setting].ref_log_prob, measured.last["float32"].log_prob, rtol=0, atol=5e-6)
+
+
+def test_only_answers_are_scored(monkeypatch):
+    """All tokens of an answer and its end, none of a question."""
+    monkeypatch.setattr(precision, "documents", lambda: ([("ab", ["cd"], "efg")] * 8, "here"))
+    text = precision.corpus(replace(precision.SMALLEST, model=replace(precision.MODEL, vocab=256), held_out=2))
+    # A byte each: "ab", a line end; "efg", two line ends.
+    assert text.held_out.lengths.tolist() == [8, 8]
+    assert text.mask.tolist() == [False] * 3 + [True] * 5 + [False] * 3 + [True] * 5
+    # Six questions are left: the first for tuning, "ab\nefg\n\n", five for training, "ab\ncd\n\n".
+    assert (len(text.tuning), len(text.training)) == (8, 5 * 7)
+
+
+def test_copies_leave_the_model_alone():
+    model = precision.qwen2(precision.QUICK)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    narrow, double = precision.in_bfloat16(model), precision.in_double(model)
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in narrow.buffers()} == {torch.float32}
+    assert {p.dtype for p in double.parameters()} == {torch.float64}
+    ids = torch.arange(9).unsqueeze(0)
+    assert double(input_ids=ids).logits.dtype == torch.float64
+    assert_close(double(input_ids=ids).logits.float(), model(input_ids=ids).logits, rtol=0, atol=1e-5)
+    assert LogProbScorer(double).path == "head"
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_standard_error_of_a_clustered_mean():
+    """Two answers, of sums 3 and 5: the mean is 2; their tokens are -1 and +1 off in sum; sqrt((1 + 1) * 2 / 1) / 4."""
+    values, rows = torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    assert precision.by_sequence(values, rows).tolist() == [3.0, 5.0]
+    assert precision.mean_and_error(values, rows) == (2.0, pytest.approx(0.5))
+
+
+def test_the_page_is_written_between_its_markers(measured, monkeypatch, tmp_path):
+    monkeypatch.setattr(precision, "measure", lambda sizes, progress: measured)
+    page = tmp_path / "precision.md"
+    page.write_text(f"before\n\n{precision.START}\nold\n{precision.END}\n\nafter\n", encoding="utf-8")
+    app = typer.Typer()
+    app.command()(precision.main)
+    arguments = ["--write", "--threads", str(torch.get_num_threads()), "--docs", str(tmp_path)]
+    for _ in range(2):
+        result = typer_testing.CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output + repr(result.exception)
+        text = page.read_text(encoding="utf-8")
+        assert text == f"before\n\n{precision.START}\n\n{precision.markdown(measured)}\n\n{precision.END}\n\nafter\n"
+    assert (tmp_path / "precision.png").stat().st_size > 10_000
+    assert "docstrings" in text
+
+
+def test_the_page_has_the_rows_of_the_script(measured):
+    """A renamed row or setting leaves the page out of date."""
+    page = (precision.DOCS / precision.PAGE).read_text(encoding="utf-8")
+    labels = [label for label, _ in precision.of_last_policy(measured)]
+    assert all(f"| {label} |" in page for label in labels)
+    assert f"| {' | '.join(precision.SETTINGS)} |" in page

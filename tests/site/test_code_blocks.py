@@ -1,0 +1,220 @@
+"""Every code block of the documentation: Python runs, page by page; commands, options and configurations exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensordict
+import torch
+import transformers
+import typer
+import yaml
+
+import torchrl_llm_kl
+from code_blocks import PAGES, Block, all_blocks
+from preambles import PREAMBLES, World
+from project import PROJECT
+from torchrl_llm_kl import diagnostics
+from torchrl_llm_kl.cli._commands import app
+
+#: Blocks that are not run: page -> how many, for reasons that hold on any machine without these.
+NOT_RUN = {
+    ("docs/distributed.md", "needs DeepSpeed"): 1,
+    ("docs/ray.md", "needs eight GPUs"): 1,
+    ("docs/ray.md", "needs a server of vLLM"): 1,
+    ("docs/torchrl.md", "tests/units/configs composes it"): 1,
+    ("docs/torchrl.md", "tests/ray and tests/runs run it in actors or processes"): 3,
+    ("docs/vllm.md", "needs vLLM and a GPU"): 2,
+}
+#: Pages that start Ray.
+SLOW = {"docs/ray.md"}
+LANGUAGES = {"", "python", "bash", "console", "text", "yaml", "json", "diff", "toml"}
+
+PYTHON = all_blocks("python")
+WITH_PYTHON = sorted({block.page for block in PYTHON})
+
+
+# ---------------------------------------------------------------------- Python
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model, which stands for any checkpoint of the hub."""
+    folder, world = tmp_path_factory.mktemp("checkpoint"), World()
+    model = world.new_model(0)
+    model.config.max_position_embeddings = 2048
+    model.save_pretrained(folder)
+    world.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder, the hub's names as the tiny checkpoint, and settings put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        original = loader.from_pretrained
+
+        def load(name: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            return _original(checkpoint if str(name).startswith("Qwen/") else name, *args, **kwargs)
+
+        monkeypatch.setattr(loader, "from_pretrained", load)
+    with tensordict.set_list_to_stack(True), torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if (ray := sys.modules.get("ray")) and ray.is_initialized():
+        ray.shutdown()
+
+
+def run_page(page: str) -> None:
+    """All blocks in order, in one namespace."""
+    names = {"__name__": "page", **(PREAMBLES[page](World()) if page in PREAMBLES else {})}
+    for block in PYTHON:
+        if block.page == page and block.reason is None:
+            exec(compile("\n" * (block.line - 1) + block.code, str(PROJECT / page), "exec"), names)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in WITH_PYTHON]
+)
+def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
+    run_page(page)
+
+
+def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every page that trains and diagnoses with the policy: afterwards the step looks like a sampler's older weights."""
+    pages = {page: "\n".join(block.code for block in PYTHON if block.page == page) for page in WITH_PYTHON}
+    both = [page for page, code in pages.items() if "diagnose(" in code and ".step()" in code]
+    assert both == ["docs/start.md"]
+    events: list[str] = []
+    diagnose, step = diagnostics.diagnose, torch.optim.AdamW.step
+
+    def looked(*args: Any, **kwargs: Any) -> Any:
+        events.append("diagnose")
+        return diagnose(*args, **kwargs)
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        events.append("step")
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(diagnostics, "diagnose", looked)
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    run_page("docs/start.md")
+    assert events == ["diagnose", "step", "step"]
+
+
+def test_preambles_are_of_pages_with_python() -> None:
+    assert set(PREAMBLES) <= set(WITH_PYTHON)
+
+
+@pytest.mark.parametrize("page", [page for page in PREAMBLES if page not in SLOW])
+def test_a_preamble_gives_no_name_of_the_package(page: str, surroundings: None) -> None:
+    """What a reader must import is not given."""
+    layers = (importlib.import_module(f"torchrl_llm_kl.{layer}") for layer in ("losses", "estimators", "scoring"))
+    public = {*torchrl_llm_kl.__all__, *(name for layer in layers for name in layer.__all__)} - {"grpo"}
+    assert not public & set(PREAMBLES[page](World()))
+
+
+def test_few_blocks_are_not_run() -> None:
+    found = Counter((block.page, block.reason) for page_blocks in [all_blocks(*LANGUAGES)] for block in page_blocks)
+    assert {key: number for key, number in found.items() if key[1] is not None} == NOT_RUN
+
+
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.reason], ids=lambda b: f"{b.page}:{b.line}")
+def test_a_block_that_is_not_run_imports_what_exists(block: Block) -> None:
+    """It parses, and its imports of torchrl and of this package are there."""
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("torchrl", "torchrl_llm_kl"):
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def test_blocks_are_in_known_languages() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    opened = set(re.findall(r"^```([\w.]*)", text, re.MULTILINE))
+    assert opened <= LANGUAGES
+
+
+# ---------------------------------------------------------------------- commands
+
+_PROGRAMS = ("make", "torchrl-llm-kl", "python", "pip", "torchrun")
+#: Options that typer adds to every program.
+_OF_TYPER = {"--help", "--install-completion", "--show-completion"}
+
+
+def commands() -> list[Any]:
+    """Lines of shell blocks, and code in the text, that call a program of ours."""
+    found = []
+    for block in all_blocks("", "bash", "console"):
+        for number, line in enumerate(block.code.splitlines()):
+            text = line.removeprefix("$ ").strip()
+            if text.split(" ")[0] in _PROGRAMS:
+                found.append(pytest.param(text, id=f"{block.page}:{block.line + number}"))
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        inline = re.findall(r"`((?:make|torchrl-llm-kl|python) [^`\n]+)`", text)
+        found += [pytest.param(words, id=f"{page.relative_to(PROJECT)}:{words}") for words in inline]
+    return found
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {command.values[0].split(" ")[0] for command in commands()} == set(_PROGRAMS)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_exists(command: str) -> None:
+    program, *words = shlex.split(command, comments=True)
+    words = [word for word in words if word not in ("...", "|")]
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in words if re.fullmatch("[a-z-]+", word)} <= set(targets)
+    elif program == "torchrl-llm-kl":
+        check_words(words)
+    elif program == "python" and words[0] == "-m":
+        if words[1] == "torchrl_llm_kl":
+            check_words(words[2:])
+        else:
+            module = PROJECT.joinpath(*words[1].split("."))  # tests/benchmarks would hide benchmarks from importlib
+            assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), words[1]
+    elif program in ("python", "torchrun"):
+        assert [word for word in words if word.endswith(".py") and not (PROJECT / word).is_file()] == []
+    else:
+        section = (PROJECT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+        extras = [extra for word in words for found in re.findall(r"\[(.*?)\]", word) for extra in found.split(",")]
+        assert set(extras) <= set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+
+
+def check_words(words: list[str]) -> None:
+    """The command and each option of the command line exist."""
+    program = typer.main.get_command(app)
+    known: set[str] = _OF_TYPER | {name for parameter in program.params for name in parameter.opts}
+    for word in words:
+        if word in program.commands:  # type: ignore[attr-defined]
+            known |= {name for parameter in program.commands[word].params for name in parameter.opts}  # type: ignore[attr-defined]
+            known |= options_of_the_demo() if word == "demo" else set()
+            break
+        assert word.startswith("-") or word == "COMMAND", f"{word!r} is no command"
+    assert [word for word in words if word.startswith("--") and word.split("=")[0] not in known] == []
+
+
+def options_of_the_demo() -> set[str]:
+    """``demo`` passes its options on to the script."""
+    tree = ast.parse((PROJECT / "tutorials" / "countdown_grpo.py").read_text(encoding="utf-8"))
+    (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    return {f"--{argument.arg.replace('_', '-')}" for argument in main.args.args}
+
+
+def test_configurations_parse() -> None:
+    for block in all_blocks("yaml"):
+        assert isinstance(yaml.safe_load(block.code), dict), f"{block.page}:{block.line}"

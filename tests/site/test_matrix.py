@@ -1,0 +1,68 @@
+"""``make matrix``: which tests it runs on which processor, and the page it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from project import PROJECT
+
+SCRIPT = PROJECT / ".ci" / "matrix.py"
+_spec = importlib.util.spec_from_file_location("matrix", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+matrix = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(matrix)
+
+
+def test_the_tests_of_numbers_are_those_of_the_makefile() -> None:
+    found = matrix.numeric()
+    folders = [argument for argument in found if not argument.startswith("--ignore-glob=*")]
+    assert len(folders) == 9
+    assert all((matrix.ROOT / folder).is_dir() for folder in folders)
+    patterns = [argument.removeprefix("--ignore-glob=") for argument in found if argument not in folders]
+    for pattern in patterns:  # each leaves something out
+        assert any(list((matrix.ROOT / folder).glob(pattern)) for folder in folders), pattern
+
+
+@pytest.mark.parametrize("name", ["", "default", "avx2"])
+def test_each_processor_has_its_environment_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> None:
+        seen.update(env)
+        (report,) = (word.removeprefix("--junit-xml=") for word in command if word.startswith("--junit-xml="))
+        Path(report).write_text(
+            '<testsuite><testcase classname="a" name="b"/><testcase classname="a" name="c"><failure/></testcase></testsuite>'
+        )
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.delenv("MKL_ENABLE_INSTRUCTIONS", raising=False)
+    processor = matrix.PROCESSORS.get(name, {})
+    found = matrix.test("newest", Path("python"), tmp_path / "newest", ["tests"], 2, processor)
+    assert (found["passed"], found["failed"]) == (1, ["a.c"])
+    added = {key: value for key, value in seen.items() if os.environ.get(key) != value}
+    assert added == {"OMP_NUM_THREADS": "1", **processor} or added == processor
+    assert (tmp_path / "-".join(["newest", *processor.values()])).with_suffix(".log").exists()
+
+
+def test_the_page_has_a_row_for_each_processor() -> None:
+    record = json.loads(matrix.RECORD.read_text())
+    assert f"<!-- table -->\n{matrix.page(record)}\n<!-- end -->" in matrix.PAGE.read_text(encoding="utf-8")
+    record["newest"]["processors"] = {
+        "default": {"passed": 6_100, "failed": []},
+        "avx2": {"passed": 6_099, "failed": ["a.c"]},
+    }
+    assert matrix.page(record).splitlines()[-2:] == [
+        "| with `ATEN_CPU_CAPABILITY=default` | not run yet | 6,100 passed, 0 failed |",
+        "| with `ATEN_CPU_CAPABILITY=avx2`, `MKL_ENABLE_INSTRUCTIONS=AVX2` | not run yet | 6,099 passed, 1 failed |",
+    ]

@@ -1,0 +1,298 @@
+"""What an algorithm saves: a run that is saved, rebuilt and continued equals one that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from torchrl_llm_kl import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    DualKLCoefficient,
+    FixedKLCoefficient,
+    PIKLCoefficient,
+)
+from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm
+from torchrl_llm_kl.scoring import ReferenceUpdater
+from toy_tasks import TabularCritic, chain, mixed, unlikely
+
+TASK = chain()
+
+
+def adaptive(coefficient: nn.Module | None = None) -> dict[str, Any]:
+    if coefficient is None:
+        coefficient = AdaptiveKLCoefficient(0.3, target=0.05, horizon=200)
+    return {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": coefficient}
+
+
+@dataclass
+class Run:
+    """A training run with all that it must save. ``name``: one of :data:`KINDS`."""
+
+    name: str
+    parts: AlgorithmParts = field(init=False)
+
+    def __post_init__(self) -> None:
+        algorithm, make_settings = KINDS[self.name]
+        start = unlikely(TASK) if algorithm == "mix_chord" else TASK.policy()
+        self.actor, self.reference = start, TASK.policy()
+        self.critic = TabularCritic(TASK) if algorithm == "ppo" else None
+        settings = make_settings()
+        self.parts = make_algorithm(algorithm, self.actor, critic=self.critic, reference=self.reference, **settings)
+        self.coefficient = settings.get("kl_reward_coeff", settings.get("kl_loss_coeff"))
+        self.entropy = settings.get("entropy_coeff")
+        self.updater = None
+        if self.name == "moving reference":
+            self.updater = ReferenceUpdater(self.reference, self.actor, decay=0.7)
+        trained = [p for loss in self.parts.losses for p in loss.parameters()]
+        self.optimiser = torch.optim.Adam(trained, lr=0.1)
+        self.rng = torch.Generator().manual_seed(5)
+        self.seen: list[dict[str, Tensor]] = []
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            collect = (
+                mixed(TASK, self.actor, self.rng)
+                if self.name == "schedule"
+                else TASK.sample(self.actor, 64, self.rng, 8)
+            )
+            batch = self.parts.prepare(collect)
+            metrics = {}
+            for part in self.parts.minibatches(batch, 2, generator=self.rng):
+                self.optimiser.zero_grad()
+                for loss in self.parts.losses:
+                    out = loss(part)
+                    out.total_loss.backward()
+                    metrics |= {str(key): value.detach() for key, value in out.items()}
+                self.optimiser.step()
+            if hasattr(self.parts.loss, "step"):
+                self.parts.loss.step += 1
+            if self.coefficient is not None:
+                kl = metrics["kl_to_ref"] if "in the loss" in self.name else batch["next", "kl_penalty"]
+                self.coefficient.update(kl.sum(-1).mean() if kl.ndim else kl, n=64)
+            if self.entropy is not None:
+                self.entropy.update(metrics["entropy"])
+            if self.updater is not None:
+                self.updater.step()
+            self.seen.append(metrics)
+
+    @property
+    def models(self) -> nn.ModuleDict:
+        found = {"actor": self.actor, "reference": self.reference}
+        return nn.ModuleDict(found if self.critic is None else {**found, "critic": self.critic})
+
+    def state(self) -> dict[str, Any]:
+        state = {
+            "models": self.models.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "rng": self.rng.get_state(),
+            "parts": self.parts.state_dict(),
+        }
+        return state if self.updater is None else {**state, "updater": self.updater.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.models.load_state_dict(state["models"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.rng.set_state(state["rng"])
+        self.parts.load_state_dict(state["parts"])
+        if self.updater is not None:
+            self.updater.load_state_dict(state["updater"])
+
+
+KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "KL in the reward": ("grpo", lambda: {"group_key": "query", **adaptive()}),
+    "KL in the loss": (
+        "grpo",
+        lambda: {
+            "group_key": "query",
+            "kl_loss": "k2",
+            "kl_loss_coeff": AdaptiveKLCoefficient(0.3, target=0.05, horizon=200),
+            "entropy_coeff": AdaptiveEntropyCoefficient(target=3.0),
+        },
+    ),
+    "PI control": ("grpo", lambda: {"group_key": "query", **adaptive(PIKLCoefficient(0.3, target=0.05, warmup=2))}),
+    "dual ascent in the loss": (
+        "grpo",
+        lambda: {"group_key": "query", "kl_loss": "k2", "kl_loss_coeff": DualKLCoefficient(0.3, target=0.05, warmup=2)},
+    ),
+    "schedule": ("mix_chord", lambda: {"group_key": "query", "mu_warmup_steps": 2, "mu_decay_steps": 4}),
+    "critic": ("ppo", adaptive),
+    "moving reference": ("grpo", lambda: {"group_key": "query", **adaptive()}),
+}
+
+
+def through_a_file(run: Run, again: Run, folder: Path) -> None:
+    file = io.BytesIO()
+    torch.save(run.state(), file)
+    file.seek(0)
+    again.load(torch.load(file, weights_only=True))
+
+
+def through_distributed_checkpoint(run: Run, again: Run, folder: Path) -> None:
+    dcp.save(run.state(), checkpoint_id=folder, no_dist=True)
+    # A new optimiser has no state to load into before its first step, as dcp.state_dict.get_optimizer_state_dict arranges.
+    for group in again.optimiser.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    again.optimiser.step()
+    again.optimiser.zero_grad()
+    state = again.state()
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    again.load(state)
+
+
+@pytest.mark.parametrize("save", [through_a_file, through_distributed_checkpoint], ids=["torch.save", "dcp"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_resumed_run_equals_one_that_never_stopped(name: str, save: Callable[..., None], tmp_path: Path) -> None:
+    whole, first, resumed = Run(name), Run(name), Run(name)
+    whole.train(6)
+    first.train(3)
+    save(first, resumed, tmp_path / "saved")
+    first.train(1)  # what was saved is a copy
+    resumed.train(3)
+    for (key, value), (_, other) in zip(
+        whole.models.state_dict().items(), resumed.models.state_dict().items(), strict=True
+    ):
+        assert torch.equal(value, other), key
+    assert whole.parts.state_dict().keys() == resumed.parts.state_dict().keys()
+    for key, value in whole.parts.state_dict().items():
+        assert key == "algorithm" or torch.equal(value, resumed.parts.state_dict()[key]), key
+    for step, (metrics, others) in enumerate(zip(whole.seen[3:], resumed.seen, strict=True)):
+        assert metrics.keys() == others.keys()
+        for key, value in metrics.items():
+            assert torch.equal(value, others[key]), (step, key)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_its_state_a_resumed_run_differs(name: str, tmp_path: Path) -> None:
+    """So that the test above can fail."""
+    whole, resumed = Run(name), Run(name)
+    whole.train(3)
+    state = whole.state()
+    state["parts"] = resumed.parts.state_dict()
+    if name == "moving reference":
+        state["updater"] = resumed.updater.state_dict()  # type: ignore[union-attr]
+        state["models"] |= {k: v for k, v in resumed.models.state_dict().items() if k.startswith("reference")}
+    resumed.load(state)
+    whole.train(3)
+    resumed.train(3)
+    pairs = zip(whole.models.state_dict().values(), resumed.models.state_dict().values(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+# ------------------------------------------------------------------ what is in it
+
+
+def test_the_state_by_hand() -> None:
+    """Numbers alone, no weights."""
+    coefficient = AdaptiveKLCoefficient(0.3, target=0.05, horizon=200)
+    actor, critic = TASK.policy(), TabularCritic(TASK)
+    parts = make_algorithm(
+        "ppo",
+        actor,
+        reference=TASK.policy(),
+        critic=critic,
+        kl_loss="none",
+        kl_reward="k1",
+        kl_reward_coeff=coefficient,
+    )
+    parts.loss.clip_high = 0.28
+    parts.critic_loss.clip_value = 0.5  # type: ignore[union-attr]
+    coefficient.update(1.0, n=50)  # 0.3 * (1 + 0.2 * 50 / 200)
+    state = parts.state_dict()
+    assert state.pop("algorithm") == "ppo"
+    assert all(value.numel() == 1 for value in state.values())
+    found = {key: round(float(value), 6) for key, value in state.items()}
+    want = {"loss.objective.clip_high": 0.28, "critic_loss.error.clip_value": 0.5}
+    assert want.items() <= found.items()
+    (kl,) = [key for key in state if "coeff.value" in key]
+    assert kl == "kl_transform.transforms.2.coeff.value"
+    assert found[kl] == pytest.approx(0.315)
+    coefficient.update(1.0, n=50)
+    parts.loss.clip_high = 0.3
+    assert float(state[kl]) == pytest.approx(0.315), "a copy"
+    assert float(state["loss.objective.clip_high"]) == pytest.approx(0.28)
+
+
+def test_functional_actors_and_shared_coefficients() -> None:
+    """One coefficient in two places is one after loading too."""
+    shared = FixedKLCoefficient(0.25)
+    settings: dict[str, Any] = {
+        "group_size": 2,
+        "kl_loss": "k2",
+        "kl_loss_coeff": shared,
+        "loss_args": {"functional": True},
+    }
+    parts = make_algorithm(
+        "grpo", TASK.policy(), reference=TASK.policy(), kl_reward="k1", kl_reward_coeff=shared, **settings
+    )
+    state = parts.state_dict()
+    assert all(value.numel() == 1 for key, value in state.items() if key != "algorithm")
+    assert sum("coeff.value" in key for key in state) == 2
+    shared.value.fill_(0.5)
+    parts.load_state_dict(state)
+    assert float(shared()) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda s: s.pop("loss.objective.clip_high"),
+            KeyError,
+            "lacks loss.objective.clip_high. Expected algorithm, loss",
+        ),
+        (
+            lambda s: s.update({"loss.objective.clip": 1}),
+            KeyError,
+            "has unknown loss.objective.clip. Expected algorithm",
+        ),
+        (lambda s: s.update(algorithm="dapo"), ValueError, "expected the state of 'grpo', found that of 'dapo'"),
+        (lambda s: s.pop("algorithm"), ValueError, "expected the state of 'grpo', found that of None"),
+        (
+            lambda s: s.update({"loss.objective.clip_high": torch.zeros(2)}),
+            ValueError,
+            r"loss.objective.clip_high has shape \(\) here, and in the state \(2,\)",
+        ),
+        (lambda s: s.update({"loss.objective.clip_high": 0.3}), ValueError, "and in the state None"),
+    ],
+    ids=["missing", "unknown", "algorithm", "no algorithm", "shape", "no tensor"],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change: Callable[..., Any], error: Any, message: str) -> None:
+    parts = make_algorithm("grpo", TASK.policy(), reference=TASK.policy(), group_size=2)
+    before, state = parts.state_dict(), parts.state_dict()
+    state["loss.objective.clip_low"] += 0.1
+    change(state)
+    with pytest.raises(error, match=message):
+        parts.load_state_dict(state)
+    assert all(key == "algorithm" or torch.equal(value, before[key]) for key, value in parts.state_dict().items())
+
+
+def test_another_setting_is_named() -> None:
+    """A state of a run with a KL in the loss, in one without."""
+    saved = make_algorithm("grpo", TASK.policy(), reference=TASK.policy(), group_size=2, kl_loss="k2").state_dict()
+    plain = make_algorithm("grpo", TASK.policy(), group_size=2, kl_loss="none")
+    with pytest.raises(
+        KeyError,
+        match=r"has unknown kl_transform.transforms.2.coeff.value, loss.terms.0.coeff\. .*the arguments of the run",
+    ):
+        plain.load_state_dict(saved)
+
+
+def test_parts_save_themselves_in_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """As objects with ``state_dict`` and ``load_state_dict``, of which the checkpoint takes and returns the state."""
+    settings: dict[str, Any] = {"group_size": 2, "clip_high": 0.3}
+    parts = make_algorithm("dapo", TASK.policy(), **settings)
+    parts.loss.clip_low = 0.15
+    dcp.save({"parts": parts}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    again = make_algorithm("dapo", TASK.policy(), **settings)
+    dcp.load({"parts": again}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert float(again.loss.clip_low) == pytest.approx(0.15)

@@ -1,0 +1,322 @@
+"""Trinity-RFT's configurations: the loss is that of Trinity's functions, and by hand where Trinity is not there."""
+
+from __future__ import annotations
+
+import ast
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elsewhere_batches import agree, make_batch, make_model, ours, scored
+from peers import folder, load
+from torchrl_llm_kl import from_trinity
+from torchrl_llm_kl._foreign import TRINITY
+from torchrl_llm_kl.algorithms import ALGORITHMS
+from torchrl_llm_kl.algorithms.elsewhere import _trinity
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def batch(model: nn.Module) -> dict[str, Tensor]:
+    return make_batch(model)
+
+
+# ------------------------------------------------------------------ Trinity's own functions
+
+LOSSES = {
+    "ppo": ("ppo_policy_loss", "PPOPolicyLossFn"),
+    "gspo": ("gspo_policy_loss", "GSPOLossFn"),
+    "cispo": ("cispo_policy_loss", "CISPOPolicyLossFn"),
+    "topr": ("topr_policy_loss", "TOPRPolicyLossFn"),
+    "opmd": ("opmd_policy_loss", "OPMDPolicyLossFn"),
+    "sppo": ("sppo_loss_fn", "sPPOPolicyLossFn"),
+    "rec": ("rec_policy_loss", "RECPolicyLossFn"),
+    "importance_sampling": ("importance_sampling_policy_loss", "ImportanceSamplingLossFn"),
+}
+KLS = {
+    "k1": "K1Fn",
+    "k2": "K2Fn",
+    "k3": "K3Fn",
+    "low_var_kl": "LowVarKLFn",
+    "corrected_k3": "CorrectedK3Fn",
+    "abs": "AbsFn",
+}
+#: algorithm_type -> policy_loss_fn and kl_loss_fn of Trinity's `default_config`, as read from its source.
+DEFAULTS = {
+    "grpo": ("ppo", "k2"), "dapo": ("ppo", "none"), "opmd": ("opmd", "k2"), "asymre": ("opmd", "none"), "topr": ("topr", "k2"),
+    "cispo": ("cispo", "k2"), "gspo": ("gspo", "k2"), "sppo": ("sppo", "none"), "rec": ("rec", "k2"),
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    **{kind: {"algorithm_type": kind} for kind in DEFAULTS},
+    "clip": {"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_range_low": 0.1, "clip_range_high": 0.28}},
+    "clip both": {"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_range": 0.1, "clip_ratio_c": 1.4}},
+    "mean of sequences": {"algorithm_type": "grpo", "loss_agg_mode": "seq-mean-token-mean"},
+    "gspo, its own mean": {
+        "algorithm_type": "gspo",
+        "policy_loss_fn_args": {"clip_range": 0.05},
+        "kl_loss_fn": "none",
+    },
+    "rec, some arguments": {
+        "algorithm_type": "rec",
+        "policy_loss_fn_args": {"clip_mode": "ring", "weight": "importance_sampling", "epsilon_low": 0.1},
+    },
+    "importance sampling": {"algorithm_type": "grpo", "policy_loss_fn": "importance_sampling"},
+    "entropy": {"algorithm_type": "grpo", "entropy_loss_fn_args": {"entropy_coef": 0.05}},
+    **{
+        f"KL {name}": {"algorithm_type": "grpo", "kl_loss_fn": name, "kl_loss_fn_args": {"kl_coef": 0.1}}
+        for name in KLS
+    },
+}
+
+
+def theirs(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], settings: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """What Trinity's validator and its loss for verl's engine do: policy loss minus entropy plus KL."""
+    model.zero_grad(set_to_none=True)
+    loss_name, kl_name = DEFAULTS[settings["algorithm_type"]]
+    loss_name, kl_name = settings.get("policy_loss_fn", loss_name), settings.get("kl_loss_fn", kl_name)
+    module, cls = LOSSES[loss_name]
+    function = getattr(load(monkeypatch, "trinity", f"trinity.algorithm.policy_loss_fn.{module}"), cls)
+    mode = settings.get("loss_agg_mode", "token-mean")
+    args = dict(settings.get("policy_loss_fn_args") or function.default_args())
+    if "loss_agg_mode" in args:
+        args["loss_agg_mode"] = mode
+    log_prob, entropy = scored(model, batch)
+    mask = batch["mask"]
+    inputs = {"action_mask": mask, "advantages": batch["advantage"][:, None].expand_as(mask)}
+    if loss_name != "opmd":
+        inputs["old_logprob"] = batch["old"]
+    loss, _ = function(**args)(log_prob, **inputs)
+    aggregate = load(monkeypatch, "trinity", "trinity.algorithm.utils").aggregate_loss
+    coeff = settings.get("entropy_loss_fn_args", {}).get("entropy_coef", 0.0)
+    loss = loss - coeff * aggregate(entropy, mask, mode)
+    if kl_name != "none":
+        kl = getattr(load(monkeypatch, "trinity", "trinity.algorithm.kl_fn.kl_fn"), KLS[kl_name])(
+            **settings.get("kl_loss_fn_args", {})
+        )
+        loss = loss + kl.calculate_kl_loss(log_prob, batch["ref"], mask, mode, old_logprob=batch["old"])[0]
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_trinitys(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
+) -> None:
+    found = from_trinity({"algorithm": CASES[name]})
+    assert not found.refused
+    agree(ours(model, batch, found), theirs(monkeypatch, model, batch, CASES[name]))
+
+
+def test_trinitys_algorithms_and_their_functions() -> None:
+    """Each of Trinity's algorithms translates to the functions of its default_config, read from the source."""
+    tree = ast.parse((folder("trinity") / "algorithm" / "algorithm.py").read_text(encoding="utf-8"))
+    configs = {}
+    for cls in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
+        made = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "default_config"]
+        returned = [node.value for node in ast.walk(made[0]) if isinstance(node, ast.Return)] if made else []
+        if returned and returned[0] is not None:
+            configs[cls.name.removesuffix("Algorithm").lower()] = ast.literal_eval(returned[0])
+    spelled = {name.replace("_", ""): name for name in _trinity._KNOWN}
+    names = {"reinforceplusplus": "reinforceplusplus", "onpolicydistill": "on_policy_distill", **spelled}
+    assert {names[kind] for kind in configs} == set(_trinity._KNOWN)
+    for kind, config in configs.items():
+        recipe = from_trinity({"algorithm_type": names[kind]}).recipe
+        assert recipe["objective"] == config["policy_loss_fn"], kind
+        if kind != "dpo":
+            assert recipe["kl_loss"] == config.get("kl_loss_fn", "k2"), kind
+
+
+# ------------------------------------------------------------------ by hand
+
+
+def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Clipped at 0.2 on both sides with a dual clip at 3 for dapo too; k2 in the loss; the mean over tokens."""
+    found = ours(
+        model, batch, from_trinity({"algorithm_type": "dapo", "kl_loss_fn": "k2", "kl_loss_fn_args": {"kl_coef": 0.1}})
+    )
+    model.zero_grad(set_to_none=True)
+    log_prob, _ = scored(model, batch)
+    ratio, advantage = (log_prob - batch["old"]).exp(), batch["advantage"][:, None]
+    value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    value = torch.where(advantage < 0, torch.minimum(value, -3 * advantage), value)
+    loss = (value + 0.05 * (batch["ref"] - log_prob).square())[batch["mask"]].mean()
+    loss.backward()
+    agree(found, (loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+
+
+@pytest.mark.parametrize("kind", _trinity._KNOWN)
+def test_every_algorithm(kind: str) -> None:
+    found = from_trinity({"algorithm_type": kind})
+    assert found.algorithm in ALGORITHMS
+    assert not found.refused
+    preset = ALGORITHMS[found.algorithm]
+    assert found.overrides["aggregation"] == ("seq-mean-token-sum" if kind == "dpo" else "token-mean")
+    assert found.overrides.get("advantage") == preset.advantage
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"algorithm_type": "ppo", "advantage_fn_args": {"gamma": 0.9, "lam": 0.8}},
+            {"advantage_args": {"gamma": 0.9, "lam": 0.8, "whiten": True}},
+        ),
+        ({"algorithm_type": "grpo", "repeat_times": 8}, {"group_size": 8, "repeat_times": 8}),
+        (
+            {"algorithm_type": "grpo", "advantage_fn_args": {"std_cal_level": "batch", "epsilon": 1e-4}},
+            {"advantage_args": {"std": "batch", "epsilon": 1e-4}},
+        ),
+        ({"algorithm_type": "reinforceplusplus", "kl_penalty_fn": "k1"}, {"kl_reward": "k1", "kl_reward_coeff": 1e-3}),
+        ({"algorithm_type": "grpo", "kl_penalty_fn": "k1"}, {"kl_reward": "none"}),
+        ({"algorithm_type": "grpo_verl", "kl_penalty_fn": "k1"}, {"kl_reward": "k1"}),
+        ({"algorithm_type": "mix", "sample_strategy_args": {"expert_data_ratio": 0.3}}, {"expert_data_ratio": 0.3}),
+        ({"algorithm_type": "raft"}, {"keep_best": False}),
+        ({"algorithm_type": "asymre", "entropy_loss_fn_args": {"entropy_coef": 0.1}}, {"entropy_coeff": 0.0}),
+        ({"algorithm_type": "grpo", "rollout_correction": {"rollout_is": "token"}}, {"loss_args": {"rollout_is": "token"}}),
+    ],
+)  # fmt: skip
+def test_overrides(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert expected.items() <= from_trinity(settings).overrides.items()
+
+
+def test_an_adaptive_coefficient() -> None:
+    args = {"adaptive": True, "kl_coef": 0.01, "target_kl": 0.2, "horizon": 100}
+    coefficient = from_trinity({"algorithm_type": "grpo", "kl_loss_fn_args": args}).overrides["kl_loss_coeff"]
+    assert (float(coefficient()), coefficient.target, coefficient.horizon) == (pytest.approx(0.01), 0.2, 100)
+
+
+FILE = """
+mode: both
+algorithm:
+  algorithm_type: grpo
+  repeat_times: 8
+  policy_loss_fn_args:
+    clip_range_low: 0.2
+    clip_range_high: 0.28
+    loss_agg_mode: seq-mean-token-mean
+  kl_penalty_fn: k1
+  advantage_fn: null
+  optimizer:
+    lr: 1e-6
+model:
+  model_path: /models/small
+  temperature: 0.7
+  top_k: -1
+buffer:
+  batch_size: 96
+trainer:
+  trainer_type: verl
+"""
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(FILE)
+    found = from_trinity(file)
+    assert repr(found) == repr(from_trinity(FILE)) == repr(from_trinity(str(file)))
+    assert found.overrides["objective_args"] == {"clip_low": 0.2, "clip_high": 0.28}
+    assert found.overrides["aggregation"] == "token-mean"
+    assert found.sampling.temperature == found.overrides["temperature"] == 0.7
+    notes = {row.name: row.note for row in found.outside}
+    assert "replaces it" in notes["algorithm.policy_loss_fn_args.loss_agg_mode"]
+    assert "skips it for this advantage" in notes["algorithm.kl_penalty_fn"]
+    assert {"mode", "algorithm.optimizer.lr", "model.model_path", "buffer.batch_size", "trainer.trainer_type"} <= set(
+        notes
+    )
+    assert not found.refused
+    preset = found.make(nn.Linear(1, 1), reference="data").algorithm
+    assert (preset.objective, preset.repeat_times) == ("ppo", 8)
+
+
+def test_old_log_probs_are_the_samplers_by_default() -> None:
+    (row,) = [row for row in from_trinity({"algorithm_type": "grpo"}).outside if not row.given]
+    assert row.name == "algorithm.bypass_old_logprobs"
+    assert "set_keys(old_log_prob=...)" in row.note
+    scored = from_trinity({"algorithm_type": "grpo", "bypass_old_logprobs": False}).outside
+    assert [row.note for row in scored] == ["nothing: old log-probs are scored here"]
+    assert not from_trinity({"algorithm_type": "dpo"}).outside
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "mix", "dpo", "sft"])
+def test_each_given_setting_is_in_one_list(kind: str) -> None:
+    given = {name.replace("*", "x"): row.default for name, row in TRINITY.items() if "_args" not in name}
+    given |= {"algorithm.algorithm_type": kind, "algorithm.kl_loss_fn_args.kl_coef": 0.1, "algoritm.x": 1}
+    given |= {"algorithm.advantage_fn_args.epsilonn": 1, "algorithm.policy_loss_fn_args.betaa": 1}
+    if kind not in ("dpo", "sft"):
+        given["algorithm.policy_loss_fn_args.clip_range"] = 0.2
+    nested: dict[str, Any] = {}
+    for name, value in given.items():
+        *sections, last = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {}) if isinstance(place.get(section, {}), dict) else place
+        place[last] = value
+    given = _trinity.flatten(nested)
+    found = from_trinity(nested)
+    names = [
+        row.name
+        for rows in (found.translated, found.sampled, found.outside, found.refused)
+        for row in rows
+        if row.given
+    ]
+    assert collections.Counter(names) == collections.Counter(list(given))
+    assert {"algorithm.advantage_fn_args.epsilonn", "algoritm.x"} <= {row.name for row in found.refused}
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "reason"),
+    [
+        ({"algorithm_type": "grpo", "clip_rang": 1}, "algorithm.clip_rang", "no such setting"),
+        ({"algorithm_type": "dpo", "kl_loss_fn": "k2"}, "algorithm.kl_loss_fn", "KL-regularised already"),
+        (
+            {"algorithm_type": "gspo", "policy_loss_fn_args": {"clip_range": 0.1}},
+            "algorithm.loss_agg_mode",
+            "objective by seq-mean-token-mean and the KL and entropy by token-mean",
+        ),
+        (
+            {"algorithm_type": "grpo", "loss_agg_mode": "seq-mean-token-sum-norm"},
+            "algorithm.loss_agg_mode",
+            "padded length",
+        ),
+        (
+            {"algorithm_type": "grpo", "advantage_fn_args": {"duplicate_experiences": True}},
+            "algorithm.advantage_fn_args.duplicate_experiences",
+            "informative_groups",
+        ),
+        (
+            {"algorithm_type": "grpo", "rollout_correction": {"bypass_mode": True}},
+            "algorithm.rollout_correction.bypass_mode",
+            "set_keys",
+        ),
+    ],
+)
+def test_refused(settings: dict[str, Any], name: str, reason: str) -> None:
+    found = from_trinity({"algorithm": settings})
+    assert [(row.name, reason in row.note) for row in found.refused] == [(name, True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm_type": "grpoo"}, "no algorithm_type 'grpoo'.*Did you mean 'grpo'"),
+        ({"algorithm_type": "grpo", "repeat_times": 2.5}, "algorithm.repeat_times must be a whole number .* got 2.5"),
+        ({"algorithm_type": "cpt"}, "masking_strategy='generic'"),
+        ({"algorithm_type": "grpo", "policy_loss_fn_args": {"clip_ratio_c": 2.0}}, "needs clip_range"),
+        ({"algorithm_type": "grpo", "policy_loss_fn_args": {}}, "needs clip_range"),
+        ({"algorithm_type": "grpo", "policy_loss_fn": "pppo"}, "policy_loss_fn: unknown objective 'pppo'"),
+        ({"algorithm_type": "grpo", "kl_loss_fn_args": {"adaptive": True}}, "needs target_kl and horizon"),
+    ],
+)
+def test_wrong_input(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_trinity(settings)

@@ -1,0 +1,669 @@
+"""TRL's configurations: the loss is that of TRL's own trainer, values and gradients, and no setting is dropped."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import io
+import math
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from elsewhere_batches import PROMPT, ROWS, WIDTH, agree, differ, make_batch, make_model, ours, rollouts
+from torchrl_llm_kl import PolicyLoss, from_trl, make_algorithm
+from torchrl_llm_kl._foreign import TRL
+from torchrl_llm_kl.losses import ImportanceWeights
+from toy_tokenizer import build_tokenizer
+
+#: Of every configuration, so that it can be made without an accelerator.
+CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("datasets")
+        return pytest.importorskip("trl")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def batch(model: nn.Module) -> dict[str, Tensor]:
+    return make_batch(model)
+
+
+def theirs(trl: Any, model: Any, batch: dict[str, Tensor], config: Any, **state: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss of TRL's trainer and the gradients of all parameters."""
+    from datasets import Dataset
+
+    model.zero_grad(set_to_none=True)
+    made = build_tokenizer(pad_token="<|pad|>")
+    rows = Dataset.from_list([{"prompt": "a"}] * 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trl.GRPOTrainer(
+            model,
+            lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=rows,
+            processing_class=made,
+        )
+    trainer.current_gradient_accumulation_steps = 1
+    for name, value in state.items():
+        setattr(trainer, name, value)
+    model.train()
+    ones = torch.ones(ROWS, PROMPT, dtype=torch.long)
+    inputs = {
+        "prompt_ids": batch["ids"][:, :PROMPT],
+        "prompt_mask": ones,
+        "completion_ids": batch["ids"][:, PROMPT:],
+        "completion_mask": batch["mask"].long(),
+        "advantages": batch["advantage"],
+        "old_per_token_logps": batch["old"],
+        "ref_per_token_logps": batch["ref"],
+        "num_items_in_batch": batch["mask"].sum(),
+    }
+    if state.get("use_vllm"):
+        inputs["importance_sampling_ratio"] = _vllm_weights(trainer, batch)
+    loss = trainer._compute_loss(model, inputs)
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def _vllm_weights(trainer: Any, batch: dict[str, Tensor]) -> Tensor:
+    """TRL computes them between generation and loss: by hand, from its four modes."""
+    log_ratio = (batch["old"] - batch["sampler"]) * batch["mask"]
+    level, _, mode = trainer.vllm_importance_sampling_mode.partition("_")
+    ratio = (log_ratio.sum(-1, keepdim=True) if level == "sequence" else log_ratio).exp()
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    if mode == "truncate":
+        return ratio.clamp(min=low, max=high)
+    return torch.where((ratio < (low or 0)) | (ratio > (high or math.inf)), 0, ratio)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "grpo": {"loss_type": "grpo", "epsilon": 0.15},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 40, "scale_rewards": False},
+    "dapo": {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28},
+    "bnpo": {"loss_type": "bnpo", "epsilon_high": 0.3},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.2, "sapo_temperature_neg": 1.4},
+    "vespo": {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "luspo by token": {"loss_type": "luspo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.12},
+    "gspo, dapo's mean": {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon": 0.1},
+    "delta": {"loss_type": "grpo", "delta": 1.25, "epsilon": 0.2},
+    "delta, dapo": {"delta": 1.35, "epsilon_high": 0.28},
+    "beta": {"beta": 0.1},
+    "beta, k3": {"beta": 0.1, "use_bias_correction_kl": False, "loss_type": "grpo"},
+    "beta, gspo": {"beta": 0.2, "use_bias_correction_kl": False, "importance_sampling_level": "sequence"},
+    "entropy": {"entropy_coef": 0.05},
+    "top entropy": {"top_entropy_quantile": 0.4},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "temperature": {"temperature": 0.7},
+}
+
+
+def configured(trl: Any, tmp_path: Path, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trl.GRPOConfig(output_dir=str(tmp_path), **CPU, gradient_checkpointing=False, **settings)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_that_of_trls_trainer(
+    trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path, name: str
+) -> None:
+    config = configured(trl, tmp_path, **CASES[name])
+    agree(ours(model, batch, from_trl(config)), theirs(trl, model, batch, config))
+    # A mapping with the same settings is the same algorithm.
+    by_name, by_config = from_trl(CASES[name]), from_trl(config)
+    assert by_name.algorithm == by_config.algorithm
+    assert repr(by_name.recipe) == repr(by_config.recipe)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_batch_shows_each_setting(model: nn.Module, batch: dict[str, Tensor], name: str) -> None:
+    """Without one of them the gradients above are others; scale_rewards changes the advantage instead."""
+    found = ours(model, batch, from_trl(CASES[name]))
+    for key, value in CASES[name].items():
+        without = from_trl({other: kept for other, kept in CASES[name].items() if other != key})
+        if key != "scale_rewards" and value != TRL["grpo"][key].default and not without.refused and (name, key) != SAME:
+            assert differ(found, ours(model, batch, without)), key
+
+
+#: bnpo is the default's mean, of the micro-batch.
+SAME = ("bnpo", "loss_type")
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_corrections_of_vllms_log_probs(
+    trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path, mode: str
+) -> None:
+    settings = {
+        "vllm_importance_sampling_mode": mode,
+        "vllm_importance_sampling_clip_max": 1.3,
+        "vllm_importance_sampling_clip_min": 0.7,
+        "beta": 0.1,
+    }
+    expected = theirs(trl, model, batch, configured(trl, tmp_path, **settings), use_vllm=True)
+    agree(ours(model, batch, from_trl({**settings, "use_vllm": True})), expected)
+
+
+def test_vllms_defaults() -> None:
+    (correction,) = from_trl({"use_vllm": True}).overrides["loss_args"]["corrections"]
+    assert isinstance(correction, ImportanceWeights)
+    assert correction.hyper == {"level": "sequence", "mode": "mask", "low": None, "high": 3.0}
+    assert "loss_args" not in from_trl({"use_vllm": True, "vllm_importance_sampling_correction": False}).overrides
+
+
+# ------------------------------------------------------------------ advantages, by hand
+
+REWARD = torch.tensor([[1.0], [0.0], [2.0], [2.0]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Standard deviations of (1, 0) and (2, 2) are 1/sqrt(2) and 0; of all four, sqrt(11/12).
+        ({}, [0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0, 0]),
+        ({"scale_rewards": "batch"}, [0.5 / ((11 / 12) ** 0.5 + 1e-4), -0.5 / ((11 / 12) ** 0.5 + 1e-4), 0, 0]),
+        ({"scale_rewards": False}, [0.5, -0.5, 0, 0]),
+        ({"scale_rewards": "none"}, [0.5, -0.5, 0, 0]),
+    ],
+)
+def test_advantages(model: nn.Module, settings: dict[str, Any], expected: list[float]) -> None:
+    parts = from_trl({"num_generations": 2, **settings}).make(model)
+    ids = torch.tensor([[11, 12, 13], [11, 12, 14], [21, 12, 13], [21, 12, 14]])
+    tokens = TensorDict(prompt=ids[:, :2], full=ids, batch_size=[4])
+    data = TensorDict(tokens=tokens, next=TensorDict(reward=REWARD, batch_size=[4]), batch_size=[4])
+    assert_close(parts.prepare(data)["advantage"].squeeze(-1), torch.tensor(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_several_rewards_normalised_apart() -> None:
+    found = from_trl({"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]})
+    preset = found.make(nn.Linear(1, 1)).algorithm
+    assert (preset.advantage, preset.advantage_args) == ("gdpo", {"epsilon": 1e-4, "reward_weights": [1.0, 0.5]})
+    assert preset.schema == "rewards"
+
+
+def test_rloo_has_its_kl_in_the_reward() -> None:
+    found = from_trl({"beta": 0.07, "num_generations": 4}, trainer="rloo")
+    assert found.algorithm == "rloo"
+    wanted = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.07, "group_size": 4}
+    assert wanted.items() <= found.overrides.items()
+    assert from_trl({}, trainer="rloo").overrides["kl_reward_coeff"] == 0.05
+    assert [row.name for row in from_trl({"num_iterations": 2}, trainer="rloo").refused] == ["num_iterations"]
+
+
+def test_rloos_gradient_is_that_of_trls_trainer(
+    trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """On answers of the policy, where the ratio is 1. TRL's value is the mean advantage, without the answers' lengths."""
+    model.zero_grad(set_to_none=True)
+    whole = model(batch["ids"]).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+    log_prob = whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0]
+    mask = batch["mask"].double()
+    own = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, **_: x),
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        aux_loss_enabled=False,
+        _metrics={"train": collections.defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_prob, log_prob, None),
+    )
+    ids = {"prompt_ids": batch["ids"], "prompt_mask": mask, "completion_ids": batch["ids"], "completion_mask": mask}
+    old = {"old_logps": (log_prob.detach() * mask).sum(-1), "advantages": batch["advantage"]}
+    trl.RLOOTrainer._compute_loss(own, model, {**ids, **old}).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    found = from_trl({"beta": 0.0}, trainer="rloo")
+    _, gradients = ours(model, {**batch, "old": log_prob.detach()}, found)
+    assert max(float(gradient.abs().max()) for gradient in expected) > 1e-3
+    for got, want in zip(gradients, expected, strict=True):
+        assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------ preferences
+
+PAIRED: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "sigmoid, other beta": {"beta": 0.3},
+    "sigmoid_norm": {"loss_type": "sigmoid_norm", "beta": 2.0},
+    "ipo": {"loss_type": "ipo", "beta": 0.4},
+    "hinge": {"loss_type": "hinge", "beta": 0.5},
+    "robust": {"loss_type": "robust", "label_smoothing": 0.1},
+    "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.01},
+    "nca_pair": {"loss_type": "nca_pair"},
+    "sppo_hard": {"loss_type": "sppo_hard", "beta": 0.5},
+    "apo_zero": {"loss_type": "apo_zero"},
+    "apo_down": {"loss_type": "apo_down"},
+    "discopop": {"loss_type": "discopop", "discopop_tau": 0.1},
+    "ld_alpha": {"ld_alpha": 0.4},
+    "forward KL": {"f_divergence_type": "forward_kl"},
+    "js": {"f_divergence_type": "js_divergence", "beta": 0.3},
+    "alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7},
+    "label smoothing of sigmoid, which TRL ignores": {"label_smoothing": 0.2},
+}
+
+
+def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss of TRL's DPOTrainer; its rows are all chosen, then all rejected."""
+    model.zero_grad(set_to_none=True)
+    order = [*range(0, ROWS, 2), *range(1, ROWS, 2)]
+    ids, mask = batch["ids"][order], batch["mask"][order]
+    whole = torch.cat([torch.zeros(ROWS, PROMPT, dtype=torch.bool), mask], 1)
+    ref = (batch["ref"] * batch["mask"])[order].sum(-1)
+    if config.ld_alpha is not None:
+        shorter = torch.minimum(*mask.sum(-1).chunk(2)).repeat(2)
+        tail = torch.arange(WIDTH) >= shorter[:, None]
+        ref = (batch["ref"][order] * mask * torch.where(tail, config.ld_alpha, 1.0)).sum(-1)
+
+    def forward(**given: Any) -> SimpleNamespace:
+        logits = model(given["input_ids"]).logits.log_softmax(-1)[:, :-1]
+        found = logits.gather(-1, given["input_ids"][:, 1:, None])[..., 0] * whole[:, 1:]
+        if config.f_divergence_type == "alpha_divergence":  # TRL's bounds are of half and single precision
+            found = found.float()
+        logged = dict.fromkeys(("entropy", "mean_logits"), found) | {"is_top1": found > 0}
+        return SimpleNamespace(log_probs=found, **logged)
+
+    names = ("beta", "label_smoothing", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting")
+    gather = SimpleNamespace(gather_for_metrics=lambda x: x, gather=lambda x: x, reduce=lambda x, **_: x, device="cpu")
+    own = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=gather,
+        args=config,
+        loss_types=config.loss_type,
+        loss_weights=[1.0],
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **{name: getattr(config, name) for name in names},
+    )
+    chosen, rejected = (ref.float() if config.f_divergence_type == "alpha_divergence" else ref).chunk(2)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": whole.long()}
+    inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+    loss = trl.DPOTrainer._compute_loss(own, forward, inputs, False)
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_preference_losses(trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = trl.DPOConfig(output_dir=str(tmp_path), **CPU, gradient_checkpointing=False, **PAIRED[name])
+    expected = paired(trl, model, batch, config)
+    model.zero_grad(set_to_none=True)
+    found = from_trl(config)
+    assert not found.refused
+    loss = found.make(model, reference="data").loss(rollouts(batch)).total_loss
+    loss.backward()
+    agree((loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]), expected)
+    if "ignores" in name:
+        assert [row.name for row in found.outside if row.name == "label_smoothing"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "objective"),
+    [({}, "sft", "sft"), ({"loss_type": "dft"}, "sft", "sft_is"), ({"beta": 0.2}, "kto", "kto")],
+)
+def test_other_trainers(settings: dict[str, Any], trainer: Any, objective: str) -> None:
+    found = from_trl(settings, trainer=trainer)
+    more = {"reference": "data"} if trainer == "kto" else {}
+    assert found.make(nn.Linear(1, 1), **more).algorithm.objective == objective
+
+
+@pytest.mark.parametrize(("kind", "point"), [("kto", 0.3), ("apo_zero_unpaired", 0.0)])
+def test_kto(model: nn.Module, batch: dict[str, Tensor], kind: str, point: float) -> None:
+    """TRL's formulas for the two kinds of answers, with a given KL."""
+    settings = {"loss_type": kind, "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    chosen = torch.arange(ROWS) % 3 == 0
+    data = rollouts(batch)
+    data["chosen"], data["reference_point"] = chosen, torch.full((ROWS,), point)
+    model.zero_grad(set_to_none=True)
+    loss = from_trl(settings, trainer="kto").make(model, reference="data").loss(data).total_loss
+    loss.backward()
+    found = loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    whole = model(batch["ids"]).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+    log_prob = whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0]
+    ratio = ((log_prob - batch["ref"]) * batch["mask"]).sum(-1)
+    desirable = 1.5 * (1 - torch.sigmoid(0.4 * (ratio - point)))
+    undesirable = 0.5 * (1 - torch.sigmoid(0.4 * (point - ratio)))
+    expected = torch.where(chosen, desirable, undesirable).mean()
+    expected.backward()
+    agree(found, (expected.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+
+
+@pytest.mark.parametrize("kind", ["nll", "dft"])
+def test_sft(model: nn.Module, batch: dict[str, Tensor], kind: str) -> None:
+    """Minus the mean log-prob; for dft each times the probability, without gradient."""
+    found = ours(model, batch, from_trl({"loss_type": kind}, trainer="sft"))
+    model.zero_grad(set_to_none=True)
+    whole = model(batch["ids"]).logits.log_softmax(-1)[:, PROMPT - 1 : -1]
+    log_prob = whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0][batch["mask"]]
+    loss = -(log_prob * (log_prob.detach().exp() if kind == "dft" else 1)).mean()
+    loss.backward()
+    agree(found, (loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+
+
+# ------------------------------------------------------------------ experimental trainers
+
+EXPERIMENTAL = ("cpo", "orpo", "gkd")
+
+
+def bare_trainer(trainer: str, **state: Any) -> Any:
+    """TRL's trainer with nothing but the given state, which is what its loss reads."""
+    found = importlib.import_module(f"trl.experimental.{trainer}")
+    kind = getattr(found, f"{trainer.upper()}Trainer")
+    made = kind.__new__(kind)
+    made.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x)
+    made.is_encoder_decoder, made.aux_loss_enabled = False, False
+    made.pad_token_id, made.padding_value, made.args = PAD, PAD, SimpleNamespace(device="cpu")
+    made.__dict__.update(state)
+    return made
+
+
+PAD = 0
+
+
+def columns(batch: dict[str, Tensor], prompt: int) -> dict[str, Tensor]:
+    """Pairs as TRL's collator makes them, with the last ``prompt`` tokens of each prompt: padded, prompts without label."""
+    found = {}
+    for side, name in enumerate(("chosen", "rejected")):
+        ids, mask = batch["ids"][side::2, PROMPT - prompt :].clone(), batch["mask"][side::2]
+        attention = torch.cat([torch.ones(ROWS // 2, prompt, dtype=torch.bool), mask], 1)
+        labels = ids.masked_fill(~attention, -100)
+        labels[:, :prompt] = -100
+        found |= {f"{name}_input_ids": ids.masked_fill(~attention, PAD), f"{name}_labels": labels}
+        found[f"{name}_attention_mask"] = attention.long()
+    return found
+
+
+def experimental(trl: Any, trainer: str, tmp_path: Path, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return config_class(trl, trainer)(output_dir=str(tmp_path), **CPU, gradient_checkpointing=False, **settings)
+
+
+CONTRASTIVE: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "sigmoid": {"beta": 0.3, "cpo_alpha": 0.6, "label_smoothing": 0.1},
+    "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 1.7, "simpo_gamma": 0.4, "label_smoothing": 0.2},
+    "alphapo without its shape": {"loss_type": "alphapo", "beta": 2.1, "simpo_gamma": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_cpo(trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path, name: str) -> None:
+    config = experimental(trl, "cpo", tmp_path, **CONTRASTIVE[name])
+    read = ("loss_type", "beta", "label_smoothing", "cpo_alpha", "simpo_gamma", "alpha")
+    made = bare_trainer("cpo", **{key: getattr(config, key) for key in read})
+    expected = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, PROMPT))[0])
+    for found in (from_trl(config), from_trl(CONTRASTIVE[name], trainer="cpo")):
+        assert not found.refused
+        agree(ours(model, batch, found), expected)
+
+
+def with_gradients(model: nn.Module, compute: Any) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = compute()
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_orpo(trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path) -> None:
+    """TRL's likelihood is that of the prompt too: of prompts of one token, which nothing predicts, it is the answer's."""
+    found = from_trl(experimental(trl, "orpo", tmp_path, beta=0.3))
+    assert [row.note for row in found.translated] == [
+        "TRL's likelihood is that of prompt and answer, here of the answer alone"
+    ]
+    made = bare_trainer("orpo", beta=0.3)
+    short = {**batch, "ids": batch["ids"][:, PROMPT - 1 :]}
+    expected = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, 1))[0])
+    agree(with_gradients(model, lambda: paired_loss(model, short, found, prompt=1)), expected)
+    whole = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, PROMPT))[0])
+    assert differ(ours(model, batch, found), whole)
+
+
+def paired_loss(model: nn.Module, batch: dict[str, Tensor], translation: Any, prompt: int) -> Tensor:
+    """The loss of a translation on prompts of another length."""
+    rows = [
+        TensorDict(tokens=TensorDict(prompt=ids[:prompt], full=ids[: prompt + int(mask.sum())]))
+        for ids, mask in zip(batch["ids"], batch["mask"], strict=True)
+    ]
+    return translation.make(model).loss(lazy_stack(rows)).total_loss
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_gkd(trl: Any, model: nn.Module, batch: dict[str, Tensor], tmp_path: Path, beta: float) -> None:
+    """TRL's divergence is at temperature 1; the temperature of 0.9 is the sampler's."""
+    torch.manual_seed(1)
+    teacher = type(model)(model.config).double().eval()  # type: ignore[call-arg]
+    config = experimental(trl, "gkd", tmp_path, beta=beta, lmbda=0.25, temperature=0.8)
+    found = from_trl(config)
+    assert not found.refused
+    assert found.sampling.temperature == 0.8
+    assert {"lmbda", "seq_kd"} <= {row.name for row in found.outside}
+    ids = columns(batch, PROMPT)
+    names = ("input_ids", "labels", "attention_mask")
+    inputs = {name: torch.cat([ids[f"chosen_{name}"], ids[f"rejected_{name}"]]) for name in names}
+    made = bare_trainer("gkd", beta=beta, teacher_model=teacher)
+    count = batch["mask"].sum()
+    expected = with_gradients(model, lambda: made.compute_loss(model, inputs, num_items_in_batch=count))
+    parts = found.make(model, reference=teacher)
+    agree(with_gradients(model, lambda: parts.loss(rollouts(batch)).total_loss), expected)
+
+
+def test_a_derived_configuration_of_trls_own_is_not_its_base(trl: Any, tmp_path: Path) -> None:
+    """GKDConfig and others are derived from SFTConfig, and have another loss."""
+    from trl.experimental.gold import GOLDConfig
+
+    class Mine(trl.SFTConfig):
+        """A user's subclass."""
+
+    assert from_trl(experimental(trl, "gkd", tmp_path)).algorithm == "gkd"
+    assert from_trl(Mine(output_dir=str(tmp_path), **CPU)).algorithm == "sft"
+    assert issubclass(GOLDConfig, trl.SFTConfig)
+    with pytest.raises(
+        TypeError, match=r"from_trl takes GRPOConfig, .*GKDConfig or a mapping of settings, got GOLDConfig"
+    ):
+        from_trl(GOLDConfig.__new__(GOLDConfig))
+
+
+def test_a_configuration_that_trl_has_no_longer() -> None:
+    class BCOConfig:
+        pass
+
+    with pytest.raises(TypeError, match=r"got BCOConfig: .*TRL 1.16 has no BCO trainer: make_algorithm\('bco', ...\)"):
+        from_trl(BCOConfig())
+
+
+# ------------------------------------------------------------------ every setting has a place
+
+CONFIGS = {name: f"{name.upper()}Config" for name in TRL}
+
+
+def config_class(trl: Any, trainer: str) -> Any:
+    """Of TRL, or of its package of experimental trainers."""
+    if trainer in EXPERIMENTAL:
+        trl = importlib.import_module(f"trl.experimental.{trainer}")
+    return getattr(trl, CONFIGS[trainer])
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_the_table_has_every_field_and_its_default(trl: Any, trainer: str) -> None:
+    from transformers import TrainingArguments
+
+    general = {f.name for f in dataclasses.fields(TrainingArguments)}
+    fields = {f.name: f for f in dataclasses.fields(config_class(trl, trainer))}
+    rows = TRL[trainer]
+    assert not {name for name in fields if name not in general} - set(rows)
+    assert not set(rows) - set(fields)
+    for name, row in rows.items():
+        field = fields[name]
+        made = field.default_factory is not dataclasses.MISSING
+        assert row.default == (field.default_factory() if made else field.default), name
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_each_given_setting_is_in_one_list(trainer: Any) -> None:
+    given = {name: row.default for name, row in TRL[trainer].items()} | {"learning_rate": 1e-5, "betaa": 0.1}
+    found = from_trl(given, trainer=trainer)
+    lists = [found.translated, found.sampled, found.outside, found.refused]
+    names = [row.name for rows in lists for row in rows if row.given]
+    assert collections.Counter(names) == collections.Counter(list(given))
+    assert [row.name for row in found.refused if row.given][-1] == "betaa"
+    assert "Did you mean 'beta'?" in found.refused[-1].note or trainer == "sft"
+
+
+def test_a_configuration_lists_what_differs_from_its_defaults(trl: Any, tmp_path: Path) -> None:
+    found = from_trl(
+        configured(trl, tmp_path, epsilon_high=0.28, top_p=0.9, learning_rate=1e-5, mask_truncated_completions=True)
+    )
+    assert [row.name for row in found.translated if row.given] == ["epsilon_high"]
+    assert [row.name for row in found.sampled] == ["top_p"]
+    assert found.sampling.top_p == 0.9
+    assert {"learning_rate", "mask_truncated_completions"} <= {row.name for row in found.outside}
+    assert not {"bf16", "logging_steps", "adam_beta1", "generation_batch_size"} & {row.name for row in found.outside}
+    assert not found.refused
+
+
+# ------------------------------------------------------------------ what is refused
+
+REFUSED = [
+    ({"loss_type": "cispo"}, "grpo", "epsilon", r"caps|lowers every weight to 0.2"),
+    ({"loss_type": "cispo", "epsilon_high": 0.5}, "grpo", "epsilon_high", "bound is 1 \\+ clip_high"),
+    ({"delta": 1.1}, "grpo", "delta", r"below 1 \+ epsilon_high = 1.2"),
+    ({"importance_sampling_level": "sequence", "beta": 0.1}, "grpo", "use_bias_correction_kl", "times the sequence's"),
+    ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, "grpo", "importance_sampling_level", "each token"),
+    ({"loss_type": "grpo", "entropy_coef": 0.1}, "grpo", "entropy_coef", "averages the entropy over tokens"),
+    ({"loss_type": "vespo", "use_vllm": True}, "grpo", "vllm_importance_sampling_correction", "weight of the sequence"),
+    ({"normalize_advantages": True}, "rloo", "normalize_advantages", "leave-one-out"),
+    ({"loss_type": ["sigmoid", "sft"]}, "dpo", "loss_type", "PolicyLoss with terms="),
+    ({"loss_type": "ipo"}, "cpo", "loss_type", "relative to a reference here"),
+    ({"loss_type": "simpo"}, "cpo", "cpo_alpha", "simpo has no likelihood beside it"),
+    ({"alpha": 0.25}, "cpo", "alpha", "AlphaPO's shape"),
+    ({"epsilom": 0.1}, "grpo", "epsilom", "Did you mean 'epsilon'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "trainer", "name", "reason"), REFUSED)
+def test_refused(settings: dict[str, Any], trainer: Any, name: str, reason: str) -> None:
+    found = from_trl(settings, trainer=trainer)
+    assert [row.name for row in found.refused] == [name]
+    with pytest.raises(ValueError, match=f"(?s){name}=.*({reason}).*without_refused=True"):
+        found.make(nn.Linear(1, 1))
+
+
+def test_without_what_is_refused() -> None:
+    assert from_trl({"epsilom": 0.1}).make(nn.Linear(1, 1), without_refused=True).algorithm.name == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "error", "message"),
+    [
+        ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type 'dapoo'.*Did you mean 'dapo'"),
+        ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type \['dapo'\].*Did you mean 'dapo'"),
+        ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type None"),
+        ({"num_generations": "8"}, "grpo", ValueError, "num_generations must be a whole number of at least 1, got '8'"),
+        ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
+        ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL 1.16 has no BCO trainer: make_algorithm\\('bco', ...\\)"),
+        (3, "grpo", TypeError, "takes GRPOConfig, .*or a mapping of settings, got int"),
+    ],
+)
+def test_wrong_input(settings: Any, trainer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        from_trl(settings, trainer=trainer)
+
+
+# ------------------------------------------------------------------ make
+
+
+def test_overrides_are_arguments_of_make_algorithm(model: nn.Module) -> None:
+    found = from_trl({"use_vllm": True, "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 0.5})
+    parts = make_algorithm(found.algorithm, model, **found.overrides)
+    coefficient = parts.algorithm.entropy_coeff
+    assert (float(coefficient.value), coefficient.target) == (pytest.approx(0.02), 0.5)
+    # Each has a coefficient and corrections of its own.
+    assert found.overrides["entropy_coeff"] is not found.overrides["entropy_coeff"]
+
+
+def test_further_arguments_of_make(model: nn.Module) -> None:
+    found = from_trl({"num_generations": 4, "temperature": 0.7, "top_k": 5, "use_vllm": True})
+    assert found.make(model).loss.sampling.top_k == 0  # as TRL scores
+    parts = found.make(
+        model, sampling=found.sampling, group_key="query", loss_args={"dtype": torch.float32}, clip_low=0.1
+    )
+    assert (parts.loss.sampling.temperature, parts.loss.sampling.top_k) == (0.7, 5)
+    assert float(parts.loss.clip_low) == pytest.approx(0.1)
+    assert len(parts.loss.corrections) == 1
+    more = found.make(model, loss_args={"corrections": [ImportanceWeights(high=1.5)]}).loss.corrections
+    assert [float(each.high) for each in more] == [3.0, 1.5]
+
+
+def test_the_table_of_a_translation() -> None:
+    found = from_trl({"beta": 0.1, "top_k": 5, "learning_rate": 1e-6, "router_aux_loss_coef": 0.1})
+    text = str(found)
+    assert "make_algorithm('dapo', actor, ...)" in text
+    for part in (
+        "kl_loss       ",
+        "corrected_k3(ratio_max=inf)",
+        "sampled from Sampling(top_k=5)",
+        "learning_rate = 1e-06",
+    ):
+        assert part in text
+    refused = text[text.index("refused") :]
+    assert "router_aux_loss_coef = 0.1  the balance of experts" in refused
+    console = pytest.importorskip("rich.console")
+    wide = console.Console(width=200, record=True, file=io.StringIO())
+    wide.print(found)
+    assert "learning_rate" in wide.export_text()
+
+
+# ------------------------------------------------------------------ hints
+
+HINTS = [
+    ("beta", "TRL's 'beta' is 'kl_loss_coeff'.*DPO, KTO, CPO, ORPO, GKD: 'beta'"),
+    ("num_generations", "TRL's 'num_generations' is 'group_size' of make_algorithm"),
+    ("epsilon_high", "TRL's 'epsilon_high' is 'clip_high' here"),
+    ("kl_loss_coef", "verl's 'kl_loss_coef' is 'kl_loss_coeff'"),
+    ("learning_rate", "TRL's 'learning_rate' belongs to the loop"),
+    ("router_aux_loss_coef", "has no counterpart: the balance of experts"),
+    ("kl_coef", "Trinity-RFT's 'kl_coef' is 'kl_loss_coeff'.*verl's 'kl_coef' is 'kl_reward_coeff'"),
+]
+
+
+@pytest.mark.parametrize(("name", "hint"), HINTS)
+def test_a_foreign_name_gets_a_hint(name: str, hint: str) -> None:
+    actor = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=f"(?s)has no setting '{name}'.*{hint}"):
+        make_algorithm("grpo", actor, **{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"(?s)has no hyper-parameter '{name}'.*{name}' (is|belongs|has no)"):
+        PolicyLoss(actor, "ppo", **{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"loss_args must not hold '{name}'.*{name}' (is|belongs|has no)"):
+        make_algorithm("grpo", actor, reference="data", group_size=2, loss_args={name: 1})
+
+
+def test_a_typo_gets_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match="Did you mean 'clip_high'"):
+        make_algorithm("grpo", nn.Linear(1, 1), clip_hihg=0.28)  # type: ignore[call-arg]

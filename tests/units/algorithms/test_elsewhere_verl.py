@@ -1,0 +1,308 @@
+"""verl's configurations: the loss is that of verl's functions, and by hand where verl is not there."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from elsewhere_batches import agree, differ, make_batch, make_model, ours, scored
+from peers import load
+from torchrl_llm_kl import from_verl
+from torchrl_llm_kl._foreign import VERL
+
+A, R, G = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
+#: An advantage that needs no critic.
+GRPO = f"{G}.adv_estimator=grpo"
+MEAN = f"{A}.loss_agg_mode=seq-mean-token-mean"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def batch(model: nn.Module) -> dict[str, Tensor]:
+    return make_batch(model)
+
+
+# ------------------------------------------------------------------ verl's own functions
+
+CASES: dict[str, list[str]] = {
+    "defaults": [],
+    "clip": [f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.28", f"{A}.clip_ratio_c=1.4"],
+    "clip_ratio alone, which changes nothing": [f"{A}.clip_ratio=0.01"],
+    "clip_ratio with null": [f"{A}.clip_ratio=0.1", f"{A}.clip_ratio_low=null", f"{A}.clip_ratio_high=null"],
+    "KL in the loss": [f"{A}.use_kl_loss=True", f"{A}.kl_loss_coef=0.1"],
+    "KL in the loss, k3+": [f"{A}.use_kl_loss=True", f"{A}.kl_loss_coef=0.1", f"{A}.kl_loss_type=k3+"],
+    "KL in the loss, mse": [f"{A}.use_kl_loss=True", f"{A}.kl_loss_coef=0.1", f"{A}.kl_loss_type=mse"],
+    "entropy": [f"{A}.entropy_coeff=0.05", MEAN],
+    "sum": [f"{A}.loss_agg_mode=seq-mean-token-sum"],
+    "Dr. GRPO": [f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=17"],
+    "gspo": [f"{A}.policy_loss.loss_mode=gspo", f"{A}.clip_ratio_low=0.05", f"{A}.clip_ratio_high=0.1", MEAN],
+    "gspo by tokens": [f"{A}.policy_loss.loss_mode=gspo", f"{A}.use_kl_loss=true"],
+    "sapo": [f"{A}.policy_loss.loss_mode=sapo", f"{A}.tau_pos=1.2", f"{A}.tau_neg=1.6"],
+    "sapo, KL": [f"{A}.policy_loss.loss_mode=sapo", f"{A}.use_kl_loss=true", MEAN],
+    "gpg": [f"{A}.policy_loss.loss_mode=gpg"],
+    "dppo_tv": [f"{A}.policy_loss.loss_mode=dppo_tv", f"{A}.clip_ratio_low=0.01", f"{A}.clip_ratio_high=0.02"],
+    "dppo_kl": [f"{A}.policy_loss.loss_mode=dppo_kl", f"{A}.clip_ratio_low=0.001", f"{A}.clip_ratio_high=0.002"],
+    "kl_cov": [f"{A}.policy_loss.loss_mode=kl_cov", f"{A}.policy_loss.kl_cov_ratio=0.2", f"{A}.policy_loss.ppo_kl_coef=0.6"],
+    "geo_mean": [f"{A}.policy_loss.loss_mode=geo_mean", f"{A}.clip_ratio_low=0.1", f"{A}.use_kl_loss=True"],
+    "dro": [f"{A}.policy_loss.loss_mode=dro", f"{A}.policy_loss.dro_beta=0.6"],
+    "cispo": [f"{A}.policy_loss.loss_mode=cispo", f"{A}.clip_ratio_high=0.3"],
+}  # fmt: skip
+
+
+def theirs(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str]) -> tuple[Tensor, list[Tensor]]:
+    """verl's ``ppo_loss``: the policy loss, minus the entropy, plus the KL."""
+    model.zero_grad(set_to_none=True)
+    config = {name.removeprefix(f"{A}."): row.default for name, row in VERL.items() if name.startswith(f"{A}.")}
+    for each in settings:
+        name, _, text = each.partition("=")
+        number = text.replace(".", "", 1).isdigit()
+        value = {"true": True, "null": None}.get(text.lower(), float(text) if number else text)
+        config[name.removeprefix(f"{A}.")] = value
+    inner = {key.removeprefix("policy_loss."): config.pop(key) for key in [*config] if key.startswith("policy_loss.")}
+    values = {**config, "global_batch_info": {"loss_scale_factor": config["loss_scale_factor"]}}
+    values |= {"policy_loss": SimpleNamespace(**inner), "get": lambda self, key, default: getattr(self, key, default)}
+    made = type("Settings", (core.ActorConfig,), values)()
+    log_prob, entropy = scored(model, batch)
+    mask, mode = batch["mask"].double(), config["loss_agg_mode"]
+    loss, _ = core.get_policy_loss_fn(inner["loss_mode"])(
+        old_log_prob=batch["old"],
+        log_prob=log_prob,
+        advantages=batch["advantage"][:, None].expand_as(mask),
+        response_mask=mask,
+        loss_agg_mode=mode,
+        config=made,
+    )
+    more = {"loss_mask": mask, "loss_agg_mode": mode, **made.global_batch_info}
+    loss = loss - config["entropy_coeff"] * core.agg_loss(loss_mat=entropy, **more)
+    if config["use_kl_loss"]:
+        kl = core.kl_penalty(log_prob, batch["ref"], config["kl_loss_type"])
+        loss = loss + config["kl_loss_coef"] * core.agg_loss(loss_mat=kl, **more)
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_verls(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
+) -> None:
+    core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
+    found = from_verl([GRPO, *CASES[name]])
+    agree(ours(model, batch, found), theirs(core, model, batch, CASES[name]))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "nothing" not in name and name != "dro"])
+def test_the_batch_shows_each_setting(model: nn.Module, batch: dict[str, Tensor], name: str) -> None:
+    """Without one of them the gradients above are others."""
+    found = ours(model, batch, from_verl([GRPO, *CASES[name]]))
+    for setting in CASES[name]:
+        without = from_verl([GRPO, *(other for other in CASES[name] if other != setting)])
+        if not without.refused:
+            assert differ(found, ours(model, batch, without)), setting
+
+
+def test_the_table_has_verls_fields_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path of its generated configuration has a row, and a translated one verl's default."""
+    from peers import folder
+    from torchrl_llm_kl._foreign import find_row
+    from torchrl_llm_kl.algorithms.elsewhere._translation import flatten, read_mapping
+
+    given = flatten(read_mapping(folder("verl") / "trainer/config/_generated_ppo_trainer.yaml", "verl's"))
+    given = {name: value for name, value in given.items() if not name.endswith("_target_")}
+    assert not [name for name in given if find_row(VERL, name) is None]
+    rows = {name: row for name, row in VERL.items() if row.place in ("override", "sampling") and name in given}
+    assert len(rows) > 35
+    referring = {name for name in rows if "${" in str(given[name])}
+    assert referring == {f"{R}.response_length"}
+    different = {name: (row.default, given[name]) for name, row in rows.items() if row.default != given[name]}
+    assert set(different) == {f"{R}.response_length"}
+
+
+def test_verls_whole_configuration_translates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file with all defaults is the translation of nothing, and everything in it has a place."""
+    from peers import folder
+
+    found = from_verl(folder("verl") / "trainer/config/_generated_ppo_trainer.yaml")
+    assert repr(found.recipe) == repr(from_verl([]).recipe)
+    assert not found.refused
+
+
+# ------------------------------------------------------------------ by hand
+
+
+def test_the_defaults() -> None:
+    assert from_verl({}).algorithm == "ppo"
+    assert from_verl({}).overrides == {
+        "objective": "ppo",
+        "advantage": "gae",
+        "gamma": 1.0,
+        "lam": 1.0,
+        "whiten": True,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "clip_ratio_c": 3.0,
+        "kl_loss": "none",
+        "kl_reward": "none",
+        "entropy_coeff": 0,
+        "aggregation": "token-mean",
+        "repeat_times": 1,
+        "temperature": 1.0,
+    }
+
+
+def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Dual clip, a clamped k3, and the temperature in both; the mean over tokens."""
+    settings = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref": {
+            "actor": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5, "use_kl_loss": True},
+            "rollout": {"temperature": 0.8, "n": 4},
+        },
+    }
+    found = ours(model, batch, from_verl(settings))
+    model.zero_grad(set_to_none=True)
+    log_prob, _ = scored(model, batch, 0.8)
+    ratio, advantage = (log_prob - batch["old"]).exp(), batch["advantage"][:, None]
+    value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.3))
+    value = torch.where(advantage < 0, torch.minimum(value, -1.5 * advantage), value)
+    d = batch["ref"] - log_prob
+    value = value + 0.001 * (d.exp() - d - 1).clamp(max=10)
+    loss = value[batch["mask"]].mean()
+    loss.backward()
+    agree(found, (loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "algorithm", "expected"),
+    [
+        ([GRPO, f"{G}.norm_adv_by_std_in_grpo=False"], "grpo", {"advantage": "dr_grpo"}),
+        ([f"{G}.adv_estimator=rloo", f"{R}.n=4"], "rloo", {"advantage": "rloo", "group_size": 4}),
+        ([f"{G}.adv_estimator=grpo_passk"], "pass_at_k", {"std_normalize": True}),
+        ([f"{G}.adv_estimator=reinforce_plus_plus", f"{G}.gamma=0.9"], "reinforce_plus_plus", {"gamma": 0.9}),
+        ([f"{G}.adv_estimator=gae", f"{G}.lam=0.95"], "ppo", {"lam": 0.95, "whiten": True}),
+        (
+            [GRPO, f"{G}.use_kl_in_reward=True", f"{G}.kl_penalty=low_var_kl", f"{G}.kl_ctrl.kl_coef=0.01"],
+            "grpo",
+            {"kl_reward": "low_var_kl", "kl_reward_coeff": 0.01},
+        ),
+        (
+            [GRPO, f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=2048"],
+            "grpo",
+            {"aggregation": "seq-mean-token-sum-norm", "max_len": 2048},
+        ),
+        (
+            [GRPO, f"{G}.rollout_correction.rollout_is=token", f"{G}.rollout_correction.rollout_is_threshold=0.5_5.0"],
+            "grpo",
+            {"loss_args": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}},
+        ),
+    ],
+)
+def test_overrides(settings: list[str], algorithm: str, expected: dict[str, Any]) -> None:
+    found = from_verl(settings)
+    assert found.algorithm == algorithm
+    assert expected.items() <= found.overrides.items()
+
+
+def test_an_adaptive_coefficient() -> None:
+    settings = [GRPO, f"{G}.use_kl_in_reward=True", f"{G}.kl_ctrl.type=adaptive", f"{G}.kl_ctrl.target_kl=0.3"]
+    coefficient = from_verl(settings).overrides["kl_reward_coeff"]
+    assert (float(coefficient()), coefficient.target, coefficient.horizon) == (pytest.approx(1e-3), 0.3, 10000)
+
+
+def test_sampling() -> None:
+    assert from_verl([f"{R}.temperature=null"]).sampling.temperature == 1.0
+    found = from_verl([f"{R}.temperature=0.7", f"{R}.top_k=-1", f"{R}.top_p=0.9"])
+    assert (found.sampling.temperature, found.sampling.top_k, found.sampling.top_p) == (0.7, 0, 0.9)
+    assert [row.name for row in found.sampled] == [f"{R}.temperature", f"{R}.top_p", f"{R}.top_k"]
+
+
+def test_the_same_from_a_file_yaml_a_mapping_and_overrides(tmp_path: Path) -> None:
+    text = f"""
+        {G}: {{adv_estimator: grpo}}
+        actor_rollout_ref:
+          actor: {{optim: {{lr: 1e-6}}, clip_ratio_high: 0.28}}
+        """
+    file = tmp_path / "grpo.yaml"
+    file.write_text(text)
+    nested = {"algorithm": {"adv_estimator": "grpo"}}
+    nested["actor_rollout_ref"] = {"actor": {"optim": {"lr": 1e-6}, "clip_ratio_high": 0.28}}  # type: ignore[dict-item]
+    listed = [GRPO, f"+{A}.optim.lr=1e-6", f"++{A}.clip_ratio_high=0.28"]
+    for other in (text, file, str(file), nested, listed):
+        found = from_verl(other)
+        assert found.overrides["clip_high"] == 0.28
+        assert [(row.name, row.value) for row in found.outside] == [(f"{A}.optim.lr", 1e-6)]
+        assert repr(found.recipe) == repr(from_verl(nested).recipe)
+
+
+def test_each_given_setting_is_in_one_list() -> None:
+    given = {name.replace("*", "x"): row.default for name, row in VERL.items()} | {f"{A}.clip_ratio_hihg": 0.3}
+    given |= {"tranier.nnodes": 1, f"{R}.response_length": 5}
+    found = from_verl(given)
+    lists = [found.translated, found.sampled, found.outside, found.refused]
+    names = [row.name for rows in lists for row in rows if row.given]
+    assert collections.Counter(names) == collections.Counter(list(given))
+    notes = {row.name: row.note for row in found.refused}
+    assert f"Did you mean '{A}.clip_ratio_high'?" in notes[f"{A}.clip_ratio_hihg"]
+    assert "no such setting" in notes["tranier.nnodes"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ([f"{A}.loss_agg_mode=token-sum"], f"{A}.loss_agg_mode"),
+        ([f"{G}.adv_estimator=gpg"], f"{G}.adv_estimator"),
+        ([f"{G}.rollout_correction.bypass_mode=True"], f"{G}.rollout_correction.bypass_mode"),
+        ([f"{G}.use_pf_ppo=True"], f"{G}.use_pf_ppo"),
+        ([f"{A}.policy_loss.loss_mode=sapo", f"{A}.entropy_coeff=0.1"], f"{A}.loss_agg_mode"),
+        (["distillation.enabled=True"], "distillation.enabled"),
+    ],
+)
+def test_refused(settings: list[str], name: str) -> None:
+    found = from_verl(settings)
+    assert [row.name for row in found.refused] == [name]
+    with pytest.raises(ValueError, match="without_refused=True"):
+        found.make(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([f"{G}.adv_estimator=gpro"], "verl has no adv_estimator 'gpro'.*Did you mean 'grpo'"),
+        ([f"{A}.policy_loss.loss_mode=vanila"], "Did you mean 'vanilla'"),
+        ([f"{A}.policy_loss.loss_mode=dro"], "dro_beta must be a positive number"),
+        ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=null"], "verl has no kl_loss_type None.*Known: kl, k1"),
+        ([f"{A}.clip_ratio_low"], "expected 'path=value'"),
+        ({f"{A}.clip_ratio_low": "${other}"}, "refers to another setting: resolve it first"),
+        ("nothing here", "expected a configuration of verl: a mapping of settings, got str"),
+    ],
+)
+def test_wrong_input(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_verl(settings)
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file 'nowhere\.yaml'"):
+        from_verl("nowhere.yaml")
+
+
+def test_advantages_of_a_group(model: nn.Module) -> None:
+    parts = from_verl([GRPO, f"{R}.n=2"]).make(model)
+    ids = torch.tensor([[11, 12, 13], [11, 12, 14]])
+    tokens = TensorDict(prompt=ids[:, :2], full=ids, batch_size=[2])
+    data = TensorDict(
+        tokens=tokens, next=TensorDict(reward=torch.tensor([[1.0], [0.0]]), batch_size=[2]), batch_size=[2]
+    )
+    expected = torch.tensor([0.5, -0.5]) / (0.5**0.5 + 1e-6)
+    assert_close(parts.prepare(data)["advantage"].squeeze(-1), expected)

@@ -1,0 +1,368 @@
+"""``make_algorithm``: accepted settings under all their names, and refused ones."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_llm_kl import AdaptiveKLCoefficient, LogProbScorer
+from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, UnknownAlgorithmError, make_algorithm
+from torchrl_llm_kl.losses import KLPlacementWarning
+from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
+from toy_tasks import TabularCritic, chain
+
+TASK = chain()
+
+
+def made(name: str | Algorithm = "grpo", **settings: Any) -> AlgorithmParts:
+    return make_algorithm(name, TASK.policy(), **{"reference": TASK.policy(), **settings})
+
+
+# ---------------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_parts_are_those_of_the_preset(name: str) -> None:
+    preset = ALGORITHMS[name]
+    needs_reference = preset.use_reference or preset.schema == "distill"
+    given: dict[str, Any] = {"reference": TASK.policy()} if needs_reference else {}
+    given |= {"critic": TabularCritic(TASK)} if preset.use_critic else {}
+    given |= {"max_len": 2} if name == "dr_grpo" else {}
+    parts = make_algorithm(name, TASK.policy(), **given)
+    assert parts.algorithm == preset
+    assert parts.schema.name == preset.schema
+    assert parts.loss.objective.function.__name__ == preset.objective
+    assert [term.function.__name__ for term in parts.loss.terms] == (["kl_to_ref"] if preset.kl_loss != "none" else [])
+    assert (parts.critic_loss is not None) == preset.use_critic
+    assert isinstance(parts.value_transform, RetrieveValue) == preset.use_critic
+    assert (parts.advantage is None) == (preset.advantage is None)
+    assert parts.advantage is None or parts.advantage.spec.name == preset.advantage
+    assert (parts.selection is not None) == (name == "raft")
+    of_current_alone = (
+        "sft",
+        "raft",
+        "asymre",
+        "opo",
+        "opmd",
+        "rec",
+        "dpo",
+        "simpo",
+        "cpo",
+        "orpo",
+        "kto",
+        "bco",
+        "gkd",
+    )
+    reads_old = name not in of_current_alone
+    scoring = {(True, True): RetrieveKL, (False, False): type(None)}.get((needs_reference, reads_old), RetrieveLogProb)
+    scoring = type(None) if name == "gkd" else scoring  # the loss scores its teacher
+    assert type(parts.kl_transform) is scoring
+    order = [parts.kl_transform, parts.value_transform, parts.advantage, parts.selection]
+    assert parts.transforms == [part for part in order if part is not None]
+
+
+def test_fields_and_hyper_parameters_find_their_place() -> None:
+    parts = made(
+        "mix", mu=0.3, clip_high=0.4, std="batch", advantage_epsilon=0.01, kl_loss_coeff=0.2, entropy_coeff=0.05
+    )
+    loss, advantage = parts.loss, parts.advantage
+    assert advantage is not None
+    assert {name: round(float(getattr(loss, name)), 6) for name in ("mu", "clip_low", "clip_high")} == {
+        "mu": 0.3, "clip_low": 0.2, "clip_high": 0.4
+    }  # fmt: skip
+    assert round(float(loss.kl_to_ref_coeff), 6) == 0.2
+    assert round(float(loss.entropy_coeff), 6) == 0.05
+    assert advantage.hyper == {"std": "batch", "epsilon": 0.01}
+    assert parts.algorithm.objective_args == {"mu": 0.3, "clip_high": 0.4}
+    assert ALGORITHMS["mix"].objective_args == {}
+
+
+def test_another_objective_or_advantage_leaves_the_old_ones_settings() -> None:
+    parts = made("ppo", advantage="rloo", use_critic=False)
+    assert parts.algorithm.advantage_args == {}
+    assert ALGORITHMS["ppo"].advantage_args == {"whiten": True}
+    parts = made("grpo", objective="gspo", advantage="dr_grpo", clip_low=0.1)
+    assert parts.loss.objective.function.__name__ == "gspo"
+    assert parts.loss.aggregation == "seq-mean-token-mean"
+    assert round(float(parts.loss.clip_low), 6) == 0.1
+
+
+def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> None:
+    without = made("grpo", reference=None, kl_loss="none")
+    assert not without.algorithm.use_reference
+    assert isinstance(without.kl_transform, RetrieveLogProb)
+    logged = made("dapo", use_reference=True)  # the KL is logged, and nothing is penalised
+    assert isinstance(logged.kl_transform, RetrieveKL)
+    assert len(logged.loss.terms) == 0
+    assert made("grpo", advantage="gae", critic=TabularCritic(TASK)).critic_loss is not None
+    assert made("ppo", advantage="rloo").critic_loss is None
+    assert (
+        made("mix", sample_strategy="mix", use_rollout=True).algorithm == ALGORITHMS["mix"]
+    )  # Trinity's facts, restated
+
+
+def test_a_custom_preset() -> None:
+    mine = Algorithm(
+        "mine", "cispo", {"clip_high": 0.5}, "rloo", use_reference=True, kl_reward="k1", kl_reward_coeff=0.3
+    )
+    parts = made(mine, group_size=2, clip_high=0.6)
+    assert round(float(parts.loss.clip_high), 6) == 0.6
+    assert parts.algorithm.name == "mine"
+
+
+def test_arguments_for_the_loss_and_the_masks() -> None:
+    verl = {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.2}
+    parts = made("dr_grpo", reference=None, max_len=7, loss_args={"log_entropy": True, "tokens_per_batch": 64, **verl})
+    assert "divergence='seq_max_k3'" in repr(parts.loss.corrections)
+    assert parts.loss.max_len == 7
+    assert parts.loss.log_entropy
+    assert parts.loss.scorer.tokens_per_batch == 64
+    parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", temperature=0.5)
+    assert parts.critic_loss is not None
+    assert parts.loss.masking_strategy == parts.critic_loss.masking_strategy == "rlhf"
+    assert parts.loss.scorer.temperature == 0.5
+
+
+def test_an_exact_kl_is_given_the_reference_and_trains_it_not() -> None:
+    reference = TASK.policy()
+    parts = made(reference=reference, kl_loss="exact")
+    assert parts.loss.reference is reference
+    assert not any(p is reference.table for p in parts.loss.parameters())
+    assert made(kl_loss="k2").loss.reference is None
+
+
+def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> None:
+    actor = LogProbScorer(TASK.policy(), temperature=0.5)
+    parts = make_algorithm("rloo", actor, reference=TASK.policy(), group_key="query")
+    out = parts.loss(parts.prepare(TASK.sample(actor.model, 32, torch.Generator().manual_seed(0), 2)))
+    torch.testing.assert_close(out["ratio_min"], torch.tensor(1.0))
+    torch.testing.assert_close(out["ratio_max"], torch.tensor(1.0))
+    torch.testing.assert_close(out["kl_to_ref"], torch.tensor(0.0), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"temperature=0.7, but actor is a scorer with temperature 0.5: set it there"):
+        make_algorithm("rloo", actor, reference=TASK.policy(), temperature=0.7)
+
+
+def test_keys_of_an_advantage_beside_those_of_the_mask() -> None:
+    critic = TabularCritic(TASK)
+    parts = made(
+        "ppo", critic=critic, masking_strategy="rlhf", advantage_args={"keys": {"reward": "score"}, "lam": 0.5}
+    )
+    assert parts.advantage is not None
+    assert parts.advantage.keys["mask"] == ("masks", "all_assistant_mask")
+    assert parts.advantage.keys["reward"] == "score"
+    assert parts.advantage.hyper == {"lam": 0.5, "whiten": True}
+
+
+# ---------------------------------------------------------------------- Trinity-RFT's section
+
+
+def test_trinitys_keys() -> None:
+    parts = made(
+        algorithm_type="grpo",
+        repeat_times=5,
+        policy_loss_fn="cispo",
+        policy_loss_fn_args={"clip_range_high": 0.1, "clip_range_low": 0.9, "loss_agg_mode": "seq-mean-token-sum"},
+        advantage_fn="grpo",
+        advantage_fn_args={"std_cal_level": "batch", "epsilon": 1e-3},
+        kl_loss_fn="exact",
+        kl_loss_fn_args={"kl_coef": 0.2},
+        kl_penalty_fn="k1",
+        kl_penalty_fn_args={"kl_coef": 0.3},
+        entropy_loss_fn="mix",
+        entropy_loss_fn_args={"entropy_coef": 0.4},
+        sample_strategy_args={"expert_data_ratio": 0.25},
+    )
+    found = parts.algorithm
+    assert (found.objective, found.advantage, found.repeat_times) == ("cispo", "grpo", 5)
+    assert (found.kl_loss, found.kl_loss_coeff, found.kl_reward, found.kl_reward_coeff) == ("exact", 0.2, "k1", 0.3)
+    assert (found.entropy_coeff, found.leave_out_experts, found.expert_data_ratio) == (0.4, True, 0.25)
+    assert parts.loss.aggregation == "seq-mean-token-sum"
+    assert [round(float(x), 6) for x in (parts.loss.clip_low, parts.loss.clip_high)] == [0.9, 0.1]
+    assert parts.advantage is not None
+    assert parts.advantage.hyper == {"std": "batch", "epsilon": 1e-3}
+
+
+def test_trinitys_defaults_of_gigpo_and_its_spelling_of_reinforce_plus_plus() -> None:
+    args = {"clip_range_low": 0.2, "clip_range_high": 0.2, "loss_agg_mode": "token-mean"}
+    assert made("gigpo", policy_loss_fn_args=args).loss.aggregation == "token-mean"
+    parts = made("reinforce_plus_plus", algorithm_type="reinforceplusplus", advantage_fn="reinforceplusplus")
+    assert parts.advantage is not None
+    assert parts.advantage.spec.name == "reinforce_plus_plus"
+
+
+def test_one_clip_range_for_both_sides() -> None:
+    loss = made(policy_loss_fn_args={"clip_range": 0.1}).loss
+    assert [round(float(x), 6) for x in (loss.clip_low, loss.clip_high)] == [0.1, 0.1]
+
+
+def test_an_adaptive_coefficient() -> None:
+    args = {"adaptive": True, "kl_coef": 0.2, "target_kl": 0.05, "horizon": 100}
+    coeff = made(kl_loss_fn="k2", kl_loss_fn_args=args).loss.terms[0].coeff
+    assert isinstance(coeff, AdaptiveKLCoefficient)
+    coeff.update(1.0, 10)  # far above its target: up by 0.2 * 10 / 100
+    torch.testing.assert_close(coeff(), torch.tensor(0.2 * 1.02))
+    with pytest.raises(ValueError, match="an adaptive KL coefficient needs target_kl and horizon"):
+        made(kl_loss_fn_args={"adaptive": True, "kl_coef": 0.2})
+    with pytest.raises(TypeError, match=r"kl_loss_fn_args has no argument 'kl_coeff'\. Did you mean 'kl_coef'\? Known"):
+        made(kl_loss_fn_args={"kl_coeff": 0.2})
+
+
+def test_entropy_functions() -> None:
+    assert made(entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.1}).algorithm.entropy_coeff == 0.1
+    assert len(made(entropy_coeff=0.1, entropy_loss_fn="none").loss.terms) == 1
+    with pytest.raises(ValueError, match=r"unknown entropy_loss_fn 'basic'.*Known: none, default, mix"):
+        made(entropy_loss_fn="basic")
+
+
+def test_the_entropy_does_not_depend_on_the_order_of_keys() -> None:
+    args = {"entropy_coef": 0.5}
+    for name, coeff, left_out in (("none", 0.0, False), ("default", 0.5, False), ("mix", 0.5, True)):
+        for algorithm in (
+            made(entropy_loss_fn=name, entropy_loss_fn_args=args).algorithm,
+            made(entropy_loss_fn_args=args, entropy_loss_fn=name).algorithm,
+        ):
+            assert (algorithm.entropy_coeff, algorithm.leave_out_experts) == (coeff, left_out)
+
+
+def test_the_name_of_a_data_set_has_no_effect() -> None:
+    with pytest.warns(UserWarning, match="sft_dataset_name has no effect here"):
+        found = made("mix", sample_strategy_args={"expert_data_ratio": 0.25, "sft_dataset_name": "sft"}).algorithm
+    assert found.expert_data_ratio == 0.25
+
+
+# ---------------------------------------------------------------------- refused settings
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("grpo", {"reference": None}, r"grpo compares with a reference model: pass reference=.*kl_loss='none'"),
+        ("jsd", {"reference": None}, r"jsd compares with a teacher: pass reference=, or reference='data'"),
+        ("dapo", {}, r"dapo uses no reference model: leave it out, pass use_reference=True"),
+        ("grpo", {"reference": "actor"}, r"reference must be a model or 'base' or 'data', got 'actor'"),
+        ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),
+        ("ppo", {}, r"ppo trains a critic: pass critic=TokenCritic\(model\)"),
+        ("grpo", {"critic": TabularCritic(TASK)}, r"grpo has no critic: leave critic= out"),
+        ("grpo", {"algorithm_type": "ppo"}, r"algorithm_type='ppo' is another algorithm than 'grpo'"),
+        ("grpo", {"use_reference": False}, r"grpo compares with a reference \(kl_loss='k2'.*set use_reference=True"),
+        ("grpo", {"kl_loss": "none"}, r"grpo uses no reference model"),
+        ("grpo", {"sample_strategy": "mix"}, r"sample_strategy='mix' cannot be set: it is 'default' for grpo"),
+        ("dpo", {"can_balance_batch": True}, r"can_balance_batch=True cannot be set: it is False for dpo"),
+        ("grpo", {"group_key": "query", "group_size": 2}, r"got both group_key='query' and group_size=2"),
+        ("grpo", {"clip_low": 1.5}, r"clip_low must .*got 1.5"),
+        ("grpo", {"objective": "pp"}, r"unknown objective 'pp'"),
+        ("grpo", {"advantage": "gropo"}, r"unknown advantage 'gropo'.*Did you mean 'grpo'"),
+        (
+            "grpo",
+            {"aggregation": "token_mean"},
+            r"unknown aggregation 'token_mean'\. Did you mean 'token-mean'\? Known: ",
+        ),
+        ("grpo", {"kl_loss": "k4"}, r"k4"),
+        (
+            "grpo",
+            {"schema": "experiences"},
+            r"schema must be one of 'sft', 'dpo', 'unpaired', 'experience'.*got 'experiences'",
+        ),
+        ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
+        ("grpo", {"kl_reward_coeff": float("nan")}, r"kl_reward_coeff must be a finite number of at least 0, got nan"),
+        ("grpo", {"entropy_coeff": float("inf")}, r"entropy_coeff must be a finite number, got inf"),
+        ("dr_grpo", {"reference": None}, r"divides by the longest response that is sampled: pass max_len="),
+    ],
+)
+def test_impossible_settings(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(name, **settings)
+
+
+def test_unknown_algorithms() -> None:
+    with pytest.raises(UnknownAlgorithmError, match=r"unknown algorithm 'grop'.*Did you mean 'grpo'\?"):
+        made("grop")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"clip_hihg": 0.1},
+            r"^grpo has no setting 'clip_hihg'\. Did you mean 'clip_high'\? Settings: .*of the objective: clip_low",
+        ),
+        ({"kl_los": "k2"}, r"grpo has no setting 'kl_los'.*Did you mean 'kl_loss'\?"),
+        ({"beta": 0.1}, r"grpo has no setting 'beta'.*of the advantage: epsilon, std"),
+        ({"old_log_prob": 1.0}, r"grpo has no setting 'old_log_prob'"),
+        ({"policy_loss_fn_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
+        ({"advantage_fn_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
+        (
+            {"entropy_loss_fn_args": {"entropy_coeff": 0.5}},
+            r"'entropy_coeff'\. Did you mean 'entropy_coef'\? Known: entropy_coef",
+        ),
+        (
+            {"sample_strategy_args": {"ratio": 0.5}},
+            r"has no argument 'ratio'.*Known: expert_data_ratio, sft_dataset_name",
+        ),
+        ({"kl_loss": "k2", "kl_loss_fn": "k3"}, r"'kl_loss_fn' and 'kl_loss' are the same setting"),
+        ({"kl_loss_coeff": None}, r"kl_loss_coeff must be a number, a tensor or a coefficient module, got None"),
+        ({"entropy_coeff": "0.1"}, r"entropy_coeff must be a number, a tensor or a coefficient module, got '0.1'"),
+    ],
+)
+def test_unknown_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        made(**settings)
+
+
+def test_a_setting_that_two_parts_have() -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"'tau' is a hyper-parameter of the objective opmd and of the advantage opmd: pass objective_tau=\.\.\. or adv",
+    ):
+        made("opmd", tau=0.5)
+    parts = made("opmd", objective_args={"tau": 0.5}, advantage_args={"tau": 2.0})
+    assert float(parts.loss.tau) == 0.5
+    assert parts.advantage is not None
+    assert parts.advantage.hyper["tau"] == 2.0
+    parts = made("opmd", objective_tau=0.25, advantage_tau=3.0)
+    assert float(parts.loss.tau) == 0.25
+    assert parts.advantage is not None
+    assert parts.advantage.hyper["tau"] == 3.0
+    with pytest.raises(TypeError, match=r"'advantage_tau' and advantage_args=\{'tau': \.\.\.\} are the same setting"):
+        made("opmd", advantage_tau=0.5, advantage_args={"tau": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_loss": "k1"}, "'k1' in the loss: its mean gradient is zero"),
+        ({"kl_loss": "k3"}, "'k3' in the loss: its mean gradient is that of the forward KL"),
+        ({"kl_loss": "none", "kl_reward": "k2"}, "'k2' in the reward: detached"),
+    ],
+)
+def test_estimators_out_of_place_warn_when_the_algorithm_is_made(settings: dict[str, str], message: str) -> None:
+    with pytest.warns(KLPlacementWarning, match=message):
+        made(**settings)
+
+
+def test_estimators_in_their_place_do_not() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KLPlacementWarning)
+        for name in ALGORITHMS:
+            given = {"critic": TabularCritic(TASK)} if name == "ppo" else {}
+            reference = ALGORITHMS[name].use_reference or ALGORITHMS[name].schema == "distill"
+            made(name, reference=TASK.policy() if reference else None, max_len=2, **given)
+        made(kl_loss="none", kl_reward="k1")
+        made(kl_loss="exact")
+    assert [w.message for w in caught if issubclass(w.category, KLPlacementWarning)] == []
+
+
+def test_groups_where_nothing_is_compared_are_refused() -> None:
+    with pytest.raises(ValueError, match="topr does not compare within groups: leave out group_key and group_size"):
+        make_algorithm("topr", TASK.policy(), reference=TASK.policy(), group_size=2)
+
+
+def test_the_placement_warning_points_at_the_caller() -> None:
+    with pytest.warns(KLPlacementWarning) as caught:
+        make_algorithm("grpo", TASK.policy(), reference=TASK.policy(), kl_loss="k1")
+    places = [Path(w.filename).name for w in caught if issubclass(w.category, KLPlacementWarning)]
+    assert places == [Path(__file__).name]

@@ -1,0 +1,263 @@
+"""Minibatches are steps with their own mean, micro-batches add up to the batch; no count of another batch survives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from test_prepare import TASK
+from torch import Tensor
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm
+from toy_tasks import TabularCritic
+
+
+def uneven(rows: int = 16) -> TensorDict:
+    """Every third answer has one token, the others two: a mean over tokens is no mean over rows."""
+    answers = torch.tensor([TASK.answers.index(x) for x in ((3,), (1, 0), (2, 3))])
+    data = TASK.batch(torch.arange(rows) // 4 % 2, answers[torch.arange(rows) % 3])
+    data["query"] = torch.arange(rows) // 4
+    data["next", "reward"] = torch.arange(rows).float().cos().unsqueeze(-1)
+    data["number"] = torch.arange(rows)
+    data["expert_mask"] = (
+        torch.arange(rows) >= 12
+    )  # for mix_chord: a micro-batch without experts, one with experts alone
+    return data
+
+
+def sft_gradient(parts: AlgorithmParts, data: TensorDictBase) -> Tensor:
+    """Of the mean negative log-likelihood over response tokens, by hand: ``p - onehot`` of each token's logits."""
+    table = parts.loss.actor_network.table.detach()
+    full, real = data["tokens", "full"], data["masks", "all_attention_mask"]
+    gradient, tokens = torch.zeros_like(table), 0
+    for row, keep in zip(full.tolist(), real.tolist(), strict=True):
+        at = -1
+        for before, token, is_real in zip(row[:-1], row[1:], keep[1:], strict=True):
+            at = (at + 1) * TASK.vocab + before
+            if is_real:
+                gradient[at] += table[at].softmax(-1)
+                gradient[at, token] -= 1
+                tokens += 1
+    return gradient / tokens
+
+
+def gradient(parts: AlgorithmParts, *batches: TensorDictBase) -> Tensor:
+    """The sum of the gradients of the losses of some batches, policy and critic together."""
+    parameters = [p for loss in parts.losses for p in loss.parameters()]
+    total = sum(loss(batch).total_loss for batch in batches for loss in parts.losses)
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in zip(parameters, found, strict=True)]
+    )
+
+
+def algorithm(name: str) -> AlgorithmParts:
+    given: dict[str, Any] = {"ppo": {"critic": TabularCritic(TASK)}, "grpo": {"group_key": "query"}}.get(name, {})
+    given |= {"mu_decay_steps": 10, "mu_peak": 0.6, "step": 5} if name == "mix_chord" else {}
+    return make_algorithm(name, TASK.policy(), reference=None if name == "sft" else TASK.policy(), **given)
+
+
+# ---------------------------------------------------------------------- the default
+
+
+def test_a_step_on_a_quarter_of_a_prepared_batch_has_the_gradient_of_its_own_mean() -> None:
+    parts = algorithm("sft")
+    batch = parts.prepare(uneven())
+    for rows in (slice(4), slice(5, 12), slice(None)):
+        torch.testing.assert_close(gradient(parts, batch[rows]), sft_gradient(parts, uneven()[rows]).flatten())
+    counted = parts.prepare(uneven(), count=True)
+    share = batch["masks", "all_attention_mask"][:4, 1:].sum() / batch["masks", "all_attention_mask"][:, 1:].sum()
+    assert 0.2 < float(share) < 0.3
+    torch.testing.assert_close(gradient(parts, counted[:4]), share * gradient(parts, batch[:4]))
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
+def test_counts_are_for_who_asks(name: str) -> None:
+    parts = algorithm(name)
+    keys = {"denominators", "value_denominators"} if name == "ppo" else {"denominators"}
+    assert not keys & set(parts.prepare(uneven()).keys())
+    counted = parts.prepare(uneven(), count=True)
+    assert keys <= set(counted.keys())
+    assert not keys & set(parts.prepare(counted).keys())  # of an earlier batch
+
+
+def test_counts_of_a_replayed_batch_do_not_survive() -> None:
+    parts = algorithm("sft")
+    buffer = ReplayBuffer(storage=LazyStackStorage(32), collate_fn=lambda x: x)
+    buffer.extend(parts.prepare(uneven(), count=True))
+    buffer.extend(parts.prepare(uneven(), count=True))  # another batch with equal counts
+    mixed = buffer[torch.tensor([0, 20, 9])]
+    with pytest.raises(ValueError, match="rows of 2 batches that were counted apart"):
+        parts.loss(mixed)
+    own = sft_gradient(parts, uneven()[torch.tensor([0, 4, 9])]).flatten()
+    torch.testing.assert_close(gradient(parts, *parts.minibatches(mixed, 1)), own)
+    torch.testing.assert_close(gradient(parts, *parts.micro_batches(mixed, 2)), own)
+    fresh = parts.prepare(lazy_stack([*mixed.unbind(0), *uneven()[:1].unbind(0)]))  # not every row was counted
+    torch.testing.assert_close(gradient(parts, fresh[:3]), own)
+    assert "denominators" in buffer[0]  # the storage is left alone
+    locked = buffer[torch.tensor([1, 2])].contiguous().lock_()
+    torch.testing.assert_close(gradient(parts, parts.prepare(locked)), sft_gradient(parts, uneven()[1:3]).flatten())
+
+
+# ---------------------------------------------------------------------- the two words
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "mix_chord"])
+@pytest.mark.parametrize("settings", [{"number": 3}, {"size": 5}, {"number": 1}, {"size": 1}], ids=str)
+def test_micro_batches_add_up(name: str, settings: dict[str, int]) -> None:
+    parts = algorithm(name)
+    batch = parts.prepare(uneven())
+    pieces = list(parts.micro_batches(batch, **settings))
+    assert torch.equal(torch.cat([piece["number"] for piece in pieces]), torch.arange(16))
+    assert gradient(parts, batch).norm() > 0.05
+    torch.testing.assert_close(gradient(parts, *pieces), gradient(parts, batch), rtol=1e-4, atol=1e-6)
+    assert not {"denominators", "value_denominators"} & set(batch.keys())
+
+
+def test_minibatches_are_every_row_once_in_random_order() -> None:
+    parts = algorithm("sft")
+    batch = parts.prepare(uneven(), count=True)
+    orders = []
+    for _ in range(2):
+        pieces = list(parts.minibatches(batch, 3))
+        assert [len(piece) for piece in pieces] == [6, 5, 5]
+        for piece in pieces:
+            expected = sft_gradient(parts, uneven()[piece["number"]]).flatten()
+            torch.testing.assert_close(gradient(parts, piece), expected)
+        orders.append(torch.cat([piece["number"] for piece in pieces]))
+        assert torch.equal(orders[-1].sort().values, torch.arange(16))
+    assert not torch.equal(*orders)
+    seeded = [torch.Generator().manual_seed(3) for _ in range(2)]
+    a, b = (torch.cat([x["number"] for x in parts.minibatches(batch, size=4, generator=g)]) for g in seeded)
+    assert torch.equal(a, b)
+    assert torch.equal(a, torch.randperm(16, generator=torch.Generator().manual_seed(3)))
+    assert "denominators" in batch.keys()  # noqa: SIM118
+
+
+def test_micro_batches_of_a_minibatch_add_up_to_it() -> None:
+    parts = algorithm("grpo")
+    batch = parts.prepare(uneven(), count=True)
+    for minibatch in parts.minibatches(batch, 2):
+        pieces = list(parts.micro_batches(minibatch, size=3))
+        assert [len(piece) for piece in pieces] == [3, 3, 2]
+        torch.testing.assert_close(gradient(parts, *pieces), gradient(parts, minibatch), rtol=1e-4, atol=1e-6)
+
+
+def pairs() -> TensorDict:
+    data = uneven()
+    data["pair_id"] = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 7, 6, 5, 4, 3, 2, 1, 0])
+    data["chosen"] = torch.arange(16) < 8
+    return data
+
+
+def test_the_answers_of_a_pair_stay_together() -> None:
+    parts = algorithm("dpo")
+    for data, of in ((uneven(), torch.arange(16) // 2), (pairs(), pairs()["pair_id"])):
+        batch = parts.prepare(data)
+        with torch.no_grad():
+            parts.loss.actor_network.table.mul_(1.5)
+        for split in (parts.minibatches, parts.micro_batches):
+            pieces = list(split(batch, size=5))
+            assert [len(piece) for piece in pieces] == [4, 4, 4, 4]
+            for piece in pieces:
+                assert (of[piece["number"]].bincount() % 2 == 0).all()
+                assert piece["number"].reshape(2, 2).diff().abs().min() > 0
+        torch.testing.assert_close(gradient(parts, *pieces), gradient(parts, batch), rtol=1e-4, atol=1e-6)
+        assert gradient(parts, batch).norm() > 0.01
+        drawn = {tuple(piece["number"].tolist()) for _ in range(3) for piece in parts.minibatches(batch, 4)}
+        assert len(drawn) > 4  # shuffled
+    shuffled = torch.cat([piece["number"] for piece in parts.minibatches(parts.prepare(uneven()), 8)])
+    assert torch.equal(shuffled[1::2], shuffled[::2] + 1)  # chosen before rejected
+
+
+@pytest.mark.parametrize("layout", ["lazy", "nested", "stacks inside", "two dimensions", "lazy, two dimensions"])
+def test_layouts(layout: str) -> None:
+    parts = algorithm("sft")
+    plain = uneven()
+    data: Any = uneven()
+    if layout == "nested":
+        lengths = data["masks", "all_attention_mask"].sum(-1).tolist()
+        rows = [row[:n] for row, n in zip(data["tokens", "full"], lengths, strict=True)]
+        data = TensorDict(number=data["number"], batch_size=[16])
+        data["tokens"] = TensorDict(
+            full=torch.nested.as_nested_tensor(rows), prompt=plain["tokens", "prompt"], batch_size=[16]
+        )
+    if layout == "stacks inside":  # as a policy's output that no env has stacked
+        lengths = data["masks", "all_attention_mask"].sum(-1).tolist()
+        data["tokens"] = lazy_stack(
+            [
+                TensorDict(full=row["full"][:n], prompt=row["prompt"], batch_size=[])
+                for row, n in zip(data["tokens"].unbind(0), lengths, strict=True)
+            ]
+        )
+        data = data.exclude("masks", "expert_mask", "next")
+    if "lazy" in layout:
+        data = lazy_stack(list(data.unbind(0)))
+    if "two" in layout:
+        data = data.reshape(4, 4)
+    batch = parts.prepare(data)
+    torch.testing.assert_close(gradient(parts, *parts.micro_batches(batch, 3)), sft_gradient(parts, plain).flatten())
+    for piece in parts.minibatches(batch, 5):
+        numbers = torch.stack([row["number"] for row in piece.unbind(0)])
+        torch.testing.assert_close(gradient(parts, piece), sft_gradient(parts, plain[numbers]).flatten())
+
+
+def test_an_epoch_of_minibatches_trains_as_a_step_each() -> None:
+    """Two steps of plain gradient descent, by hand."""
+    parts = algorithm("sft")
+    batch, table = parts.prepare(uneven()), parts.loss.actor_network.table
+    expected = algorithm("sft")
+    optimizer = torch.optim.SGD(parts.loss.parameters(), lr=0.7)
+    for minibatch in parts.minibatches(batch, 2, generator=torch.Generator().manual_seed(0)):
+        optimizer.zero_grad()
+        parts.loss(minibatch).total_loss.backward()
+        optimizer.step()
+    for rows in torch.randperm(16, generator=torch.Generator().manual_seed(0)).chunk(2):
+        with torch.no_grad():
+            expected.loss.actor_network.table -= 0.7 * sft_gradient(expected, uneven()[rows])
+    torch.testing.assert_close(table, expected.loss.actor_network.table)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({}, TypeError, "number of parts or their size, got number=None and size=None"),
+        ({"number": 2, "size": 2}, TypeError, "got number=2 and size=2"),
+        ({"number": 0}, ValueError, "number must be at least 1, got 0"),
+        ({"size": 0}, ValueError, "size must be at least 1, got 0"),
+        ({"number": 17}, ValueError, "found 16 rows, which cannot be split into 17 parts"),
+    ],
+)
+def test_impossible_splits(settings: dict[str, int], error: type[Exception], message: str) -> None:
+    parts = algorithm("sft")
+    for split in (parts.minibatches, parts.micro_batches):
+        with pytest.raises(error, match=message):  # at the call, not at the first part
+            split(parts.prepare(uneven()), **settings)
+    dpo = algorithm("dpo")
+    with pytest.raises(ValueError, match="size=1 cannot hold a pair of 2 rows"):
+        dpo.minibatches(dpo.prepare(uneven()), size=1)
+    with pytest.raises(ValueError, match="found 8 pairs, which cannot be split into 9 parts"):
+        dpo.micro_batches(dpo.prepare(uneven()), 9)
+
+
+def test_counting_leaves_torchs_random_numbers_alone() -> None:
+    parts = algorithm("sft")
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    parts.prepare(uneven(), count=True)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_answers_of_equal_rank_stay_together() -> None:
+    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    parts = make_algorithm("kto", TASK.policy(), reference=uniform, objective="aot_unpaired")
+    batch = TASK.sample(TASK.policy(), 12, torch.Generator().manual_seed(0), 2)
+    batch["chosen"] = torch.arange(12) < 6
+    batch = parts.prepare(batch)
+    pieces = list(parts.micro_batches(batch, 3))
+    assert all((piece["match_id"].unique(return_counts=True)[1] == 2).all() for piece in pieces)
+    torch.testing.assert_close(gradient(parts, *pieces), gradient(parts, batch), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,512 @@
+"""Scores of a file: equal to a plain forward in float64, counted exactly, and continued byte for byte."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from cli_files import CHATS, Cli, error_of, read_jsonl, write_jsonl
+from closeness import assert_near
+from torchrl_llm_kl import LogProbScorer, diagnostics
+from torchrl_llm_kl.cli._commands import app
+from torchrl_llm_kl.cli._console import CommandError
+from torchrl_llm_kl.cli._score import ScoreFile, Totals
+from toy_models import FORWARD
+from toy_rollouts import make_model, make_tokenizer
+
+KEYS = {"index", "num_tokens", "num_scored", "log_prob", "ref_log_prob", "kl"}
+
+
+def log_softmax(name: str, ids: Tensor, temperature: float) -> Tensor:
+    """Log-probs of every next token by the model's own forward in float64; ``[T - 1, V]``."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).double()
+    with torch.no_grad():
+        return (model(input_ids=ids.unsqueeze(0)).logits[0, :-1].double() / temperature).log_softmax(-1)
+
+
+def by_hand(model: str, reference: str, ids: Tensor, mask: Tensor, temperature: float) -> dict[str, float]:
+    p, q = (log_softmax(name, ids, temperature) for name in (model, reference))
+    chosen = ids[1:, None]
+    log_prob, ref = (x.gather(1, chosen)[:, 0][mask[1:]] for x in (p, q))
+    d = log_prob - ref
+    exact = (p.exp() * (p - q)).sum(-1)[mask[1:]]
+    return {
+        "log_prob": float(log_prob.sum()),
+        "ref_log_prob": float(ref.sum()),
+        "k1": float(d.sum()),
+        "k2": float((d**2 / 2).sum()),
+        "k3": float(((-d).exp() - 1 + d).sum()),
+        "abs": float(d.abs().sum()),
+        "exact": float(exact.sum()),
+    }
+
+
+def chat_ids(question: str, answer: str) -> tuple[Tensor, Tensor]:
+    """A conversation on ChatML, byte by byte, and the mask of the answer with its end token."""
+    tokenizer = make_tokenizer()
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    parts = [tokenizer(text).input_ids for text in (prompt, f"{answer}<|im_end|>", "\n")]
+    mask = [i == 1 for i, part in enumerate(parts) for _ in part]
+    return torch.tensor([i for part in parts for i in part]), torch.tensor(mask)
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_those_of_a_plain_forward(
+    cli: Cli, tmp_path: Path, model: str, reference: str, temperature: float
+) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    names = ["k1", "k2", "k3", "abs", "exact"]
+    words = ["score", model, data, "--reference", reference, "--temperature", temperature, "--out", out]
+    cli(*words, "--estimator", "k1,k2,k3", "--estimator", "abs,exact")
+    records = read_jsonl(out)
+    assert [record["index"] for record in records] == [0, 1, 2, 3]
+    for record, chat in zip(records, CHATS, strict=True):
+        assert set(record) == KEYS
+        assert list(record["kl"]) == names
+        ids, mask = chat_ids(*(message["content"] for message in chat["messages"]))
+        expected = by_hand(model, reference, ids, mask, temperature)
+        assert (record["num_tokens"], record["num_scored"]) == (len(ids), int(mask.sum()))
+        found = {**record["kl"], "log_prob": record["log_prob"], "ref_log_prob": record["ref_log_prob"]}
+        for name, value in expected.items():
+            exponent = 15.0 if name == "k3" else 0.0  # the largest ratio is exp(15)
+            terms = FORWARD["terms"] * len(ids)
+            assert_near(found[name], value, terms=terms, size=16, exponent=exponent, dtype=torch.float32, msg=name)
+
+
+def test_scores_of_each_token(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS[:1]), tmp_path / "scores.jsonl"
+    cli("score", model, data, "--reference", reference, "--out", out, "--per-token")
+    (record,) = read_jsonl(out)
+    ids, mask = chat_ids("hi", "hello")
+    p, q = (log_softmax(name, ids, 1.0) for name in (model, reference))
+    assert record["input_ids"] == ids.tolist()
+    assert record["mask"] == mask.int().tolist()
+    for key, log_probs in (("log_probs", p), ("ref_log_probs", q)):
+        expected = torch.cat([torch.zeros(1), log_probs.gather(1, ids[1:, None])[:, 0]]) * mask
+        assert_near(record[key], expected, **FORWARD, dtype=torch.float32)
+    expected = torch.cat([torch.zeros(1), (p.exp() * (p - q)).sum(-1)]) * mask
+    assert_near(record["exact_kl"], expected, **FORWARD, dtype=torch.float32)
+    # The output is data itself: token ids and the mask of what was scored.
+    again = tmp_path / "again.jsonl"
+    cli("score", model, out, "--reference", reference, "--out", again)
+    assert_near(read_jsonl(again)[0]["kl"], record["kl"], **FORWARD, dtype=torch.float32)
+
+
+def test_the_summary_by_hand() -> None:
+    """Counts 1, 2, 3 and sums 2, 2, 5. Mean per token 9 / 6; residuals 0.5, -1, 0.5; s.e. sqrt(1.5 * 3 / 2) / 6."""
+    totals = Totals()
+    for count, value in ((1, 2.0), (2, 2.0), (3, 5.0)):
+        totals.add(count, {"KL k1": value})
+    expected = {
+        "per_token": 1.5,
+        "per_token_error": math.sqrt(1.5 * 3 / 2) / 6,
+        "per_answer": 3.0,
+        "per_answer_error": math.sqrt(3.0 / 3),  # the variance of 2, 2, 5 is 3
+    }
+    assert totals.means()["KL k1"] == pytest.approx(expected)
+
+
+def test_one_answer_has_no_standard_error(cli: Cli, tmp_path: Path, model: str) -> None:
+    data = write_jsonl(tmp_path / "chats.jsonl", CHATS[:1])
+    found = json.loads(cli("score", model, data, "--json").stdout)["answers"]["all"]
+    assert found["log_prob"]["per_token_error"] is None
+    assert found["perplexity"]["value"] == pytest.approx(math.exp(-found["log_prob"]["per_token"]))
+    assert "nan" not in cli("score", model, data).stdout
+
+
+def test_the_summary_adds_up_the_records(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    result = cli("score", model, data, "--reference", reference, "--out", out, "--json")
+    found, records = json.loads(result.stdout), read_jsonl(out)
+    tokens = sum(record["num_scored"] for record in records)
+    assert (found["scored"], found["scored_tokens"], found["skipped"]) == (4, tokens, {})
+    for name in ("k1", "k3", "exact"):
+        total = sum(record["kl"][name] for record in records)
+        assert found["answers"]["all"][f"KL {name}"]["per_token"] == pytest.approx(total / tokens)
+        assert found["answers"]["all"][f"KL {name}"]["per_answer"] == pytest.approx(total / 4)
+
+
+def test_without_a_reference_there_are_no_kls(cli: Cli, tmp_path: Path, model: str) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    result = cli("score", model, data, "--out", out)
+    assert all(set(record) == KEYS - {"ref_log_prob", "kl"} for record in read_jsonl(out))
+    assert "KL" not in result.stdout
+    assert "perplexity" in result.stdout
+
+
+def test_another_vocabulary_has_no_exact_kl_by_default(cli: Cli, tmp_path: Path, model: str) -> None:
+    tokenizer = make_tokenizer()
+    wider = make_model(tokenizer, seed=2)
+    wider.resize_token_embeddings(len(tokenizer) + 8)
+    wider.save_pretrained(tmp_path / "wider")
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    words = ["score", model, data, "--reference", tmp_path / "wider", "--out", out]
+    cli(*words)
+    assert list(read_jsonl(out)[0]["kl"]) == ["k1", "k3"]
+    assert "leave exact out" in error_of(cli(*words, "--overwrite", "--estimator", "exact", code=2))
+
+
+# ------------------------------------------------------------------ interruptions
+
+
+class Interrupts:
+    """Ctrl-C at the ``at``-th call of the scorer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.calls, self.at, self.own = 0, at, LogProbScorer.evaluate
+        monkeypatch.setattr(LogProbScorer, "evaluate", lambda *args, **options: self(*args, **options))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return self.own(*args, **options)
+
+
+ROWS = [*CHATS, "not json", *CHATS, {"messages": []}, *CHATS]
+
+
+@pytest.mark.parametrize(("at", "torn"), [(1, False), (2, True), (4, True)])
+def test_an_interrupted_run_continues_byte_for_byte(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str, at: int, torn: bool
+) -> None:
+    data = write_jsonl(tmp_path / "chats.jsonl", ROWS)
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+
+    def words(out: Path) -> list[Any]:  # 4 * 16 tokens: two or three answers in a batch
+        return ["score", model, data, "--reference", reference, "--batch-tokens", 16, "--out", out]
+
+    summary = cli(*words(whole)).stdout
+    with monkeypatch.context() as patch:
+        Interrupts(patch, at)
+        assert "the same command continues" in error_of(cli(*words(parts), code=130))
+    held = parts.read_bytes()
+    assert whole.read_bytes().startswith(held)
+    assert len(held) < len(whole.read_bytes())
+    assert (len(held) > 0) == (at > 1)
+    if torn:  # as if the process was killed while it wrote the next batch
+        parts.write_bytes(held + b'{"index": 99, "num_tok')
+    assert cli(*words(parts)).stdout == summary
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_a_finished_run_scores_nothing_again(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    cli("score", model, data, "--out", out)
+    count, held = Interrupts(monkeypatch, at=-1), out.read_bytes()
+    cli("score", model, data, "--out", out)
+    assert count.calls == 0
+    assert out.read_bytes() == held
+    cli("score", model, data, "--out", out, "--overwrite")
+    assert count.calls == 1
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Path:
+    """A folder with data and the output of a run of both models."""
+    folder = tmp_path_factory.mktemp("finished")
+    data, words = write_jsonl(folder / "chats.jsonl", CHATS), ["--reference", checkpoints / "reference"]
+    words = ["score", checkpoints / "model", data, *words, "--out", folder / "scores.jsonl"]
+    assert CliRunner().invoke(app, [str(word) for word in words]).exit_code == 0
+    return folder
+
+
+def other_checkpoint(checkpoints: Path, tmp_path: Path, *, weights: bool) -> str:
+    """The model with one weight changed, or with another chat template."""
+    folder = tmp_path / "other"
+    shutil.copytree(checkpoints / "model", folder)
+    if weights:
+        changed = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            changed.model.norm.weight[0] += 1e-3
+        changed.save_pretrained(folder)
+    else:
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = tokenizer.chat_template.replace("im_start", "im_begin")
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("temperature", "--temperature was 1.0, now 2.0"),
+        ("estimator", "--estimator was default, now k1"),
+        ("limit", "--limit was None, now 2"),
+        ("batch", "--batch-tokens was 1024, now 512"),
+        ("dtype", "--dtype was auto, now bfloat16"),
+        ("no reference", "--reference was True, now False"),
+        ("reference", "the reference's weights changed"),
+        ("weights", "the model's weights changed"),
+        ("template", "the tokenizer changed"),
+        ("data", "data changed"),
+    ],
+)
+def test_another_run_is_refused(
+    cli: Cli, tmp_path: Path, checkpoints: Path, finished: Path, model: str, reference: str, change: str, reason: str
+) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    data, out = tmp_path / "chats.jsonl", tmp_path / "scores.jsonl"
+    held, name, more = out.read_bytes(), model, ["--reference", reference]
+    if change == "data":
+        write_jsonl(data, [*CHATS, *CHATS])
+    elif change in ("weights", "template"):
+        name = other_checkpoint(checkpoints, tmp_path, weights=change == "weights")
+    else:
+        more = {
+            "temperature": [*more, "--temperature", "2"],
+            "estimator": [*more, "--estimator", "k1"],
+            "limit": [*more, "--limit", "2"],
+            "batch": [*more, "--batch-tokens", "512"],
+            "dtype": [*more, "--dtype", "bfloat16"],
+            "no reference": [],
+            "reference": ["--reference", model],
+        }[change]
+    assert reason in error_of(cli("score", name, data, *more, "--out", out, code=2))
+    assert out.read_bytes() == held
+
+
+def test_an_output_that_is_no_run_s_is_left_alone(cli: Cli, tmp_path: Path, model: str) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "notes.txt"
+    out.write_text("my notes\n")
+    assert "exists, but not notes.txt.run.json" in error_of(cli("score", model, data, "--out", out, code=2))
+    assert out.read_text() == "my notes\n"
+
+
+def test_a_changed_output_is_not_continued(cli: Cli, tmp_path: Path, model: str) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    cli("score", model, data, "--out", out)
+    out.write_bytes(out.read_bytes()[:-10])
+    assert "the file was changed" in error_of(cli("score", model, data, "--out", out, code=2))
+    (tmp_path / "scores.jsonl.run.json").write_text("{}")
+    assert "is damaged" in error_of(cli("score", model, data, "--out", out, code=2))
+
+
+def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+    one = ScoreFile(tmp_path / "scores.jsonl")
+    assert list(one.begin({"--limit": None})) == []
+    other = ScoreFile(tmp_path / "scores.jsonl")
+    assert list(other.begin({"--limit": None})) == []
+    one.append([{"index": 0}], 1)
+    with pytest.raises(CommandError, match="another process writes"):
+        other.append([{"index": 0}], 1)
+    assert read_jsonl(one.path) == [{"index": 0}]
+
+
+def test_what_a_killed_process_left_is_cut_off(tmp_path: Path) -> None:
+    """Killed after the batch, before the record: the batch is written again, once."""
+    path = tmp_path / "scores.jsonl"
+    file = ScoreFile(path)
+    assert list(file.begin({})) == []
+    file.append([{"index": 0}], 1)
+    held = file.record.read_bytes()
+    file.append([{"index": 1}], 2)
+    file.record.write_bytes(held)
+    again = ScoreFile(path)
+    assert (list(again.begin({})), again.next_row) == ([{"index": 0}], 1)
+    again.append([{"index": 1}], 2)
+    assert read_jsonl(path) == [{"index": 0}, {"index": 1}]
+
+
+# ------------------------------------------------------------------ skips
+
+
+def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, model: str) -> None:
+    user = {"role": "user", "content": "hi"}
+    rows = [
+        CHATS[0],
+        {"messages": []},
+        '{"messages": [',
+        "",  # no row
+        {"messages": [user]},
+        {"messages": [user, {"role": "assistant", "content": "x" * 600}]},
+        {"messages": "hi"},
+        {"messages": [{"content": "no role"}]},
+        {"text": "no layout"},
+        "[1, 2]",
+        CHATS[1],
+    ]
+    data, out = write_jsonl(tmp_path / "chats.jsonl", rows), tmp_path / "scores.jsonl"
+    result = cli("score", model, data, "--out", out, "--json")
+    found = json.loads(result.stdout)
+    assert found["scored"] == 2
+    assert {reason: held["count"] for reason, held in found["skipped"].items()} == {
+        "empty": 1,
+        "malformed": 5,
+        "no assistant turn": 1,
+        "too long": 1,
+    }
+    first = found["skipped"]["malformed"]["first"]
+    assert [text.split(":")[0] for text in first] == ["line 3", "line 7", "line 8", "line 9", "line 10"]
+    assert found["skipped"]["too long"]["first"][0].startswith("line 6: 623 tokens, at most 512")
+    records = read_jsonl(out)
+    assert [record["index"] for record in records] == list(range(10))
+    assert [record["index"] for record in records if "skipped" not in record] == [0, 9]
+    text = cli("score", model, data).stdout
+    assert "skipped 5, malformed: line 3: is not JSON" in text
+
+
+def test_a_shorter_limit_of_tokens(cli: Cli, tmp_path: Path, model: str) -> None:
+    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    lengths = [len(chat_ids(*(m["content"] for m in chat["messages"]))[0]) for chat in CHATS]
+    found = json.loads(cli("score", model, data, "--max-length", sorted(lengths)[1], "--json").stdout)
+    assert (found["scored"], found["skipped"]["too long"]["count"]) == (2, 2)
+
+
+def test_nothing_scored_is_exit_code_1(cli: Cli, tmp_path: Path, model: str) -> None:
+    data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": []}])
+    assert "nothing in" in error_of(cli("score", model, data, code=1))
+
+
+def test_the_first_rows_only(cli: Cli, tmp_path: Path, model: str) -> None:
+    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    cli("score", model, data, "--limit", 3, "--out", out)
+    assert [record["index"] for record in read_jsonl(out)] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------ hostile input
+
+
+def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
+    data, empty = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "empty.jsonl"
+    empty.touch()
+    (tmp_path / "folder").mkdir()
+    wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"question": "hi", "answer": "ho"}])
+    blank = write_jsonl(tmp_path / "blank.jsonl", ["", " "])
+    parquet = tmp_path / "bad.parquet"
+    parquet.write_bytes(b"PAR1 and nothing else")
+    for words, text in (
+        ([model, tmp_path / "none.jsonl"], "there is no file"),
+        ([model, empty], "is empty"),
+        ([model, blank], "no row"),
+        ([model, parquet], "is a damaged Parquet file"),
+        ([model, tmp_path / "folder"], "is a folder, expected a JSONL or Parquet file"),
+        ([model, wrong], "line 1 of"),
+        ([model, wrong], "has the columns answer, question; expected `messages`"),
+        ([tmp_path / "folder", data], "holds no model"),
+        ([tmp_path / "absent", data], "there is no folder"),
+        ([data, data], "is a file: pass the folder"),
+        ([model, data, "--estimator", "k3"], "add --reference MODEL"),
+        ([model, data, "--reference", reference, "--estimator", "k33"], "Did you mean 'k3'?"),
+        ([model, data, "--reference", reference, "--estimator", "corrected_k3"], "Choose among k1, k2"),
+        ([model, data, "--temperature", "0"], "is not greater than 0"),
+        ([model, data, "--temperature", "nan"], "is not greater than 0"),
+        ([model, data, "--temperature", "warm"], "(see torchrl-llm-kl score --help)"),
+        ([model, data, "--dtype", "float8"], "Known: auto, float32"),
+        ([model, data, "--out", tmp_path / "no" / "scores.jsonl"], "create it first"),
+        ([model, data, "--out", tmp_path / "folder"], "is a folder: pass a file"),
+        ([model, data, "--limit", "0"], "(see torchrl-llm-kl score --help)"),
+        ([model], "Missing argument"),
+    ):
+        assert text in error_of(cli("score", *words, code=2)), (words, text)
+
+
+def test_a_tokenizer_without_a_template_is_an_error(cli: Cli, tmp_path: Path, checkpoints: Path) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(checkpoints / "model", folder)
+    (folder / "chat_template.jinja").unlink()
+    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    assert "chat template" in error_of(cli("score", folder, data, code=2))
+
+
+def test_weights_that_are_not_finite_name_the_rows(cli: Cli, tmp_path: Path, checkpoints: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoints / "model", folder)
+    broken = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(math.nan)
+    broken.save_pretrained(folder)
+    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    found = error_of(cli("score", folder, data, code=2))
+    assert found.startswith("rows 0 to 3 (from 0) cannot be scored: the model's log-prob is nan")
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_the_page_gets_the_scores_of_the_first_answers(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def inspect_tokens(columns: Any, tokenizer: Any, *, html: Path, title: str) -> None:
+        seen.update(columns=columns, tokenizer=tokenizer, title=title)
+        Path(html).write_text("page")
+
+    monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
+    data, page = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "page.html"
+    out = tmp_path / "scores.jsonl"
+    cli("score", model, data, "--reference", reference, "--html", page, "--per-token", "--out", out)
+    assert page.read_text() == "page"
+    columns, records = seen["columns"], read_jsonl(out)
+    for name, key in (("log_prob", "log_probs"), ("ref_log_prob", "ref_log_probs"), ("kl", "exact_kl")):
+        expected = torch.tensor([value for record in records for value in record[key]])
+        assert_near(columns.columns[name][columns.mask], expected[columns.mask], **FORWARD)
+        assert columns.columns[name][~columns.mask].isnan().all()
+    assert columns.mask.int().tolist() == [value for record in records for value in record["mask"]]
+
+
+def test_a_version_without_an_inspector_says_so(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.delattr(diagnostics, "inspect_tokens", raising=False)
+    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    assert "leave the option out" in error_of(cli("score", model, data, "--html", tmp_path / "x.html", code=2))
+
+
+@pytest.mark.parametrize(
+    ("out", "html", "message"),
+    [
+        ("data.jsonl", None, "DATA and --out are one file"),
+        (None, "data.jsonl", "DATA and --html are one file"),
+        ("./folder/../data.jsonl", None, "DATA and --out are one file"),
+        ("scores", "scores", "--out and --html are one file"),
+        ("scores", "scores.run.json", "--html and the record of --out are one file"),
+    ],
+)
+def test_no_file_is_written_over_another(
+    cli: Cli, tmp_path: Path, model: str, out: str | None, html: str | None, message: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
+    before = data.read_bytes()
+    options = [
+        word for name, path in (("--out", out), ("--html", html)) if path for word in (name, f"{tmp_path}/{path}")
+    ]
+    assert message in error_of(cli("score", model, data, *options, "--overwrite", code=2))
+    assert data.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "folder"]
+
+
+@pytest.mark.filterwarnings("ignore:.*full forward")
+def test_a_reference_of_nan_is_an_error(cli: Cli, tmp_path: Path, model: str) -> None:
+    broken = make_model(make_tokenizer(), seed=0)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(math.nan)
+    broken.save_pretrained(tmp_path / "broken")
+    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
+    for estimator in ("k1", "exact"):
+        options = ("--reference", tmp_path / "broken", "--estimator", estimator)
+        assert re.search(
+            r"cannot be scored by \S*broken: .*is nan", error_of(cli("score", model, data, *options, code=2))
+        )
+
+
+def test_a_device_that_is_not_there(cli: Cli, tmp_path: Path, model: str) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
+    assert "cuda:99' is no device of this process" in error_of(cli("score", model, data, "--device", "cuda:99", code=2))

@@ -1,0 +1,163 @@
+"""``train``: settings are printed, checked and followed; the exit code says how it ended."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_files import Cli, error_of
+
+pytest.importorskip("omegaconf")
+from torchrl_llm_kl.training import read_config
+from train_lab import ANSWERS, build_lab, settings, weights
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture
+def file(lab: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(settings(lab, tmp_path / "out", "evaluation.every=0", "run.steps=2").to_yaml())
+    return path
+
+
+def test_the_example_is_a_configuration(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(cli("train", "--example").stdout)
+    assert read_config(path).data.prompts == "prompts.jsonl"
+
+
+def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, file: Path, tmp_path: Path) -> None:
+    out = cli("train", file, "optimizer.lr=1e-5", "run.seed=3", "--dry-run").stdout
+    path = tmp_path / "again.yaml"
+    path.write_text(out)
+    assert read_config(path) == read_config(file, ["optimizer.lr=1e-5", "run.seed=3"])
+    assert not (tmp_path / "out").exists()
+    values = read_config(file)
+    least = (
+        f"model.name={values.model.name}",
+        f"data.prompts={values.data.prompts}",
+        f"reward={values.reward.functions}",
+    )
+    assert f"name: {values.model.name}\n" in cli("train", *least, "--dry-run").stdout
+
+
+def test_a_file_with_an_equals_sign_in_its_path_is_no_change(cli: Cli, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "lr=1").mkdir()
+    copy = Path(shutil.copy(file, tmp_path / "lr=1" / "config.yaml"))
+    assert cli("train", copy, "--dry-run").stdout == cli("train", file, "--dry-run").stdout
+
+
+def test_a_reward_that_always_fails_is_the_user_s(cli: Cli, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("def f(question, answer, metadata):\n    return answer.absent\n")
+    last = cli("train", file, f"reward={tmp_path / 'fails.py'}:f", code=2).stderr.splitlines()[-1]
+    assert "failed for all 8 answers of its first batch" in last
+    assert "unexpected" not in last
+
+
+#: A change of the settings, and what is said of it. Each is found without weights.
+NOT_THERE = {
+    "data.prompts=nowhere.jsonl": "nowhere.jsonl",
+    "data.held_out=nowhere.jsonl": "nowhere.jsonl",
+    "data.prompts={lab}": "is a folder",
+    "data.prompts={tmp}/odd.jsonl": "line 1 of {tmp}/odd.jsonl has no prompt",
+    "reward=nowhere.py:f": "there is no file nowhere.py",
+    "reward={lab}/rewards.py:nothing": "has no function 'nothing'. Known: vowels, digits",
+    "reward.functions={{a: {{function: 3}}}}": "reward.functions.a is {{'function': 3}}: expected module.py:function",
+    "reward.functions={{a: {{function: math:sqrt, weight: 1e400}}}}": "weight is inf: expected a finite number",
+    "model.name=./nowhere": "model.name: there is no folder ./nowhere",
+    "model.name={tmp}/empty": "model.name: the folder {tmp}/empty holds no model",
+    "model.name={tmp}/light": "model.name: the folder {tmp}/light holds no weights",
+    "model.name={tmp}/broken": "model.name: cannot load the model '{tmp}/broken'",
+    "model.name={tmp}/encoder": "model.name: {tmp}/encoder is no causal language model: found a configuration of t5",
+    "model.tokenizer=./nowhere": "there is no folder ./nowhere: pass the path of a tokenizer",
+    "model.attention=flash": "model.attention is flash: ",
+    "model.device=gpu": "model.device='gpu' is no device of this process",
+    "reference.name=./nowhere": "reference.name: there is no folder ./nowhere",
+    "lora={{r: 2, targets: [nope]}}": "lora.targets is ['nope']: ",
+    "algorithm.name=dpo": "learns from given answers",
+    "algorithm.minibatches=9": "algorithm.minibatches is 9: expected at most 8, the answers of a step",
+    "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "there are no held-out prompts",
+    "data.system_prompt=no; model.name={tmp}/strict": "chat template refuses the first prompt (no system prompts)",
+    "run.out={tmp}/config.yaml": "run.out is {tmp}/config.yaml, a file",
+}
+
+
+@pytest.fixture
+def odd(lab: Path, tmp_path: Path) -> Path:
+    """A folder with what no run can read."""
+    (tmp_path / "odd.jsonl").write_text('{"text": "hi"}\n')
+    (tmp_path / "empty").mkdir()
+    for name in ("light", "broken", "encoder"):
+        shutil.copytree(lab / "model", tmp_path / name)
+    (tmp_path / "light" / "model.safetensors").unlink()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "encoder" / "config.json").write_text('{"model_type": "t5"}')
+    template = tmp_path / "strict" / "chat_template.jinja"
+    shutil.copytree(lab / "model", template.parent)
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+    template.write_text(refuse + template.read_text())
+    return tmp_path
+
+
+@pytest.mark.parametrize("change", NOT_THERE)
+def test_what_is_not_there_is_found_before_a_run_begins(
+    cli: Cli, file: Path, lab: Path, odd: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a dry run, which loads no weights; a run makes the same checks first."""
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
+    monkeypatch.chdir(odd)
+    words = [word.format(tmp=odd, lab=lab) for word in change.split("; ")]
+    assert NOT_THERE[change].format(tmp=odd) in error_of(cli("train", file, *words, "--dry-run", code=2))
+    assert not (odd / "out").exists()
+
+
+def test_a_dry_run_prints_the_settings_alone(cli: Cli, file: Path, tmp_path: Path) -> None:
+    """A file of rewards that prints does not get between them, and none is called."""
+    (tmp_path / "talks.py").write_text("print('loading')\ndef f(q, a, m):\n    raise SystemExit(3)\n")
+    result = cli("train", file, f"reward={tmp_path / 'talks.py'}:f", "--dry-run")
+    assert result.stdout.startswith("model:\n")
+    assert "loading" in result.stderr
+
+
+def test_errors_are_one_line(cli: Cli, file: Path, tmp_path: Path) -> None:
+    for words, message in (
+        ([file, "optimizer.learning_rate=1"], "unknown key optimizer.learning_rate: did you mean optimizer.lr?"),
+        ([file, "model.name=./nowhere"], "there is no folder ./nowhere"),
+        ([file, "reward=nowhere.py:f"], "there is no file nowhere.py"),
+        ([file, "algorithm.name=dpo", "--dry-run"], "learns from given answers"),
+        ([tmp_path / "no.yaml"], "there is no file"),
+        ([], "train --example"),
+    ):
+        assert message in error_of(cli("train", *words, code=2)), message
+
+
+def test_a_run_and_its_exit_codes(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted, finished by the same command, and ended by its KL."""
+    monkeypatch.setenv("INTERRUPT_AT", str(ANSWERS))
+    interrupted = cli("train", file, code=130)
+    assert "interrupted after step 1 of 2: saved" in interrupted.stderr
+    monkeypatch.delenv("INTERRUPT_AT")
+    finished = cli("train", file)
+    assert "going on after step 1 of 2" in finished.stderr
+    assert f"wrote {tmp_path / 'out' / 'final'}, the weights after step 2" in finished.stdout
+    assert weights(tmp_path / "out" / "final")
+    assert "other settings (optimizer.lr" in error_of(cli("train", file, "optimizer.lr=1", code=2))
+    changes = [
+        "kl.stop_above=0.001",
+        "kl.stop_after=1",
+        "optimizer.lr=0.3",
+        "run.steps=4",
+        "optimizer.schedule=constant",
+    ]
+    assert "kl.stop_above" in cli("train", file, *changes, "--fresh", code=1).stderr

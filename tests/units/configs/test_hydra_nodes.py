@@ -1,0 +1,342 @@
+"""Hydra's nodes: composed with overrides, instantiated and run, they are what the constructors make."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+import torchrl.trainers.algorithms.configs as theirs
+from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
+from tensordict import TensorDictBase
+from torch import nn
+from torch.testing import assert_close
+from torchrl.collectors.llm import LLMCollector
+from torchrl.trainers.algorithms import GRPOTrainer
+
+from project import PROJECT
+from torchrl_llm_kl import (
+    Advantage,
+    KLComputation,
+    KLRewardTransform,
+    PIKLCoefficient,
+    PolicyLoss,
+    RetrieveKL,
+    RetrieveLogProb,
+    Sampling,
+)
+from torchrl_llm_kl.configs import NODES, PolicyLossConfig, RetrieveKLConfig, build
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference
+from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
+
+EVERY = [(group, name) for group, nodes in NODES.items() for name in nodes]
+
+
+def compose(*overrides: str) -> DictConfig:
+    """As ``@hydra.main`` composes: from the registered nodes, with overrides of the command line."""
+    with hydra.initialize(version_base=None, config_path=None):
+        return hydra.compose(overrides=list(overrides))
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY)
+def test_a_node_has_the_arguments_of_its_constructor(group: str, name: str) -> None:
+    node = compose(f"+{group}@it={name}").it
+    parameters = inspect.signature(get_object(node.class_)).parameters
+    own = {"_target_", "_convert_", "_partial_", "class_", "service", "hyper", "overrides", "set_keys"}
+    named = {key for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    assert set(node) - own == named
+    for key in named:
+        default = parameters[key].default
+        if default is inspect.Parameter.empty:
+            assert OmegaConf.is_missing(node, key)
+        elif key in ("terms", "corrections"):  # either a mapping or a list can be merged into nothing
+            assert (node[key], default) == (None, ())
+        else:
+            found = node[key]
+            assert (tuple(found) if isinstance(found, ListConfig) else found) == default, key
+    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    assert bool({"hyper", "overrides"} & set(node)) == takes_more
+
+
+def test_torchrls_groups_are_joined_and_no_node_of_its_own_is_replaced() -> None:
+    assert compose("+transform@it=kl_reward").it["_target_"] == "torchrl.envs.llm.transforms.kl.KLRewardTransform"
+    assert issubclass(RetrieveKLConfig, theirs.TransformConfig)
+    assert issubclass(PolicyLossConfig, theirs.LossConfig)
+
+
+# ------------------------------------------------------------------ run on rollouts
+
+
+class Lab:
+    def __init__(self, tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module, padded: bool) -> None:
+        self.policy_model, self.ref_model = policy_model, ref_model
+        self.data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded)))
+        self.gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
+        self.ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
+
+
+@pytest.fixture
+def lab(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> Lab:
+    return Lab(tokenizer, policy_model, ref_model, padded)
+
+
+def same(found: TensorDictBase, expected: TensorDictBase, *keys: Any) -> None:
+    for one, other in zip(steps(found), steps(expected), strict=True):
+        for key in keys:
+            assert torch.count_nonzero(other[key])
+            assert_close(one[key], other[key], atol=0, rtol=0)
+
+
+WRITTEN = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty"), ("next", "reward")]
+
+
+def test_retrieve_kl(lab: Lab) -> None:
+    cfg = compose(
+        "+transform@kl=retrieve_kl",
+        "+coefficient@kl.coeff=pi",
+        "kl.coeff.init=0.25",
+        "kl.coeff.target=0.5",
+        "kl.estimator=k3",
+        "kl.kl_key=[kl, here]",
+        "kl.gen_log_probs_full_key=[mine, full]",
+        "kl.temperature=0.5",
+    )
+    transform = instantiate(cfg.kl, gen_model=lab.gen, ref_model=lab.ref)
+    assert isinstance(transform, RetrieveKL)
+    assert isinstance(transform.coeff, PIKLCoefficient)
+    assert (transform.coeff.target, float(transform.coeff())) == (0.5, 0.25)
+    expected = RetrieveKL(
+        lab.gen,
+        lab.ref,
+        coeff=0.25,
+        estimator="k3",
+        kl_key=("kl", "here"),
+        gen_log_probs_full_key=("mine", "full"),
+        temperature=0.5,
+    )
+    keys = [("next", "mine", "full"), ("next", "ref_log_probs", "full"), ("next", "kl", "here"), ("next", "reward")]
+    same(transform(lab.data.clone()), expected(lab.data.clone()), *keys)
+
+
+def test_the_models_are_the_ones_that_were_passed(lab: Lab) -> None:
+    """A copy would be scored, or trained, in their place."""
+    transform = instantiate(compose("+transform@kl=retrieve_log_prob").kl, model=lab.gen)
+    assert transform.model is lab.gen
+    loss = instantiate(compose("+loss=policy").loss, actor=lab.policy_model, reference=lab.ref_model)
+    assert loss.actor_network is lab.policy_model
+    assert loss.reference is lab.ref_model
+
+
+def test_separate_transforms(lab: Lab) -> None:
+    """Two scorers, a KL and a reward, from one configuration: a list of transforms as torchrl's ``transform=compose`` has."""
+    cfg = compose(
+        "+transform@policy=retrieve_log_prob",
+        "+transform@reference=retrieve_log_prob",
+        "reference.log_probs_full_key=[ref_log_probs, full]",
+        "+transform@kl=kl_computation",
+        "kl.coeff=0.3",
+    )
+    found = lab.data.clone()
+    for transform in (
+        instantiate(cfg.policy, model=lab.gen),
+        instantiate(cfg.reference, model=lab.ref),
+        instantiate(cfg.kl),
+    ):
+        found = transform(found)
+    same(found, RetrieveKL(lab.gen, lab.ref, coeff=0.3)(lab.data.clone()), *WRITTEN)
+
+
+def test_kl_reward(lab: Lab) -> None:
+    scored = RetrieveLogProb(lab.gen)(lab.data.clone())
+    cfg = compose("+transform@kl=llm_kl_reward", "kl.coef=0.3", "kl.out_keys=[reward, my_kl, my_ref]")
+    found = instantiate(cfg.kl, ref_model=lab.ref)(scored.clone())
+    expected = KLRewardTransform(lab.ref, coef=0.3, out_keys=["reward", "my_kl", "my_ref"])(scored.clone())
+    same(found, expected, ("next", "reward"), ("next", "my_kl"), ("next", "my_ref"))
+
+
+@pytest.mark.parametrize("given", ["group", "mapping", "list"])
+def test_policy_loss(lab: Lab, given: str) -> None:
+    terms = {
+        "group": [
+            "+term@loss.terms.kl=kl_to_reference",
+            "loss.terms.kl.coeff=0.2",
+            "+term@loss.terms.entropy=entropy_bonus",
+            "loss.terms.entropy.coeff=0.01",
+        ],
+        "mapping": [
+            "loss.terms={kl: {_target_: torchrl_llm_kl.losses.KLToReference, coeff: 0.2}, "
+            "e: {_target_: torchrl_llm_kl.losses.EntropyBonus, coeff: 0.01}}"
+        ],
+        "list": [
+            "loss.terms=[{_target_: torchrl_llm_kl.losses.KLToReference, coeff: 0.2}, "
+            "{_target_: torchrl_llm_kl.losses.EntropyBonus, coeff: 0.01}]"
+        ],
+    }[given]
+    cfg = compose(
+        "+loss=policy",
+        "loss.objective=dapo",
+        "loss.hyper={clip_high: 0.35, clip_low: 0.1}",
+        "loss.dtype=float64",
+        "loss.set_keys={advantage: [my, advantage]}",
+        *terms,
+    )
+    loss = instantiate(cfg.loss, actor=lab.policy_model)
+    assert float(loss.clip_high) == pytest.approx(0.35)
+    assert loss.tensor_keys.advantage == ("my", "advantage")
+    data = RetrieveKL(lab.gen, lab.ref, add_to_reward=False)(lab.data.clone())
+    data["my", "advantage"] = data["advantage"] = torch.tensor([1.0, -0.5]).reshape(2, 1)
+    expected = PolicyLoss(
+        lab.policy_model,
+        "dapo",
+        terms=[KLToReference(0.2), EntropyBonus(0.01)],
+        clip_high=0.35,
+        clip_low=0.1,
+        dtype=torch.float64,
+    )
+    found, want = loss(data), expected(data)
+    assert {key for key in found.keys(True) if key.startswith("loss_")} == {
+        "loss_objective",
+        "loss_kl_to_ref",
+        "loss_entropy",
+    }
+    for key, value in want.items():
+        assert_close(found[key], value, atol=0, rtol=0)
+
+
+def test_sampling_is_shared_by_reference() -> None:
+    cfg = compose(
+        "+sampling=base", "sampling.temperature=0.7", "sampling.top_p=0.9", "+loss=policy", "loss.sampling=${sampling}"
+    )
+    assert instantiate(cfg.sampling) == Sampling(0.7, top_p=0.9)
+    loss = instantiate(cfg.loss, actor=nn.Linear(1, 1))
+    assert loss.sampling == Sampling(0.7, top_p=0.9)
+
+
+def test_advantage_and_algorithm(lab: Lab) -> None:
+    cfg = compose(
+        "+transform@advantage=advantage",
+        "advantage.name=grpo",
+        "advantage.group_size=2",
+        "advantage.hyper={std: batch}",
+    )
+    assert repr(instantiate(cfg.advantage)) == repr(Advantage("grpo", group_size=2, std="batch"))
+    cfg = compose(
+        "+algorithm=base", "algorithm.algorithm=dapo", "algorithm.group_size=2", "algorithm.overrides={clip_high: 0.3}"
+    )
+    parts = instantiate(cfg.algorithm, actor=lab.policy_model)
+    assert parts.loss.actor_network is lab.policy_model
+    assert float(parts.loss.clip_high) == pytest.approx(0.3)
+
+
+def test_a_partial_node_waits_for_its_model() -> None:
+    """As torchrl's trainer nodes take their losses."""
+    cfg = compose("+loss=policy", "loss._partial_=true", "loss.objective=gpg")
+    make: Callable[..., PolicyLoss] = instantiate(cfg.loss)
+    assert make(actor=nn.Linear(1, 1)).objective.function.__name__ == "gpg"
+
+
+def test_the_pages_configuration(lab: Lab, tmp_path: Path) -> None:
+    """The YAML of ``docs/torchrl.md`` as the primary configuration."""
+    page = (PROJECT / "docs" / "torchrl.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    with hydra.initialize_config_dir(version_base=None, config_dir=str(tmp_path)):
+        cfg = hydra.compose("config", overrides=["kl.coeff.target=0.4"])
+    transform = instantiate(cfg.kl, gen_model=lab.gen, ref_model=lab.ref)
+    assert (transform.coeff.target, float(transform.coeff())) == (0.4, pytest.approx(0.02))
+    assert transform.gen_log_probs_full_key == ("log_probs", "full")
+    loss = instantiate(cfg.loss, actor=lab.policy_model)
+    assert (loss.objective.function.__name__, float(loss.clip_high)) == ("dapo", pytest.approx(0.28))
+    assert [type(term) for term in loss.terms] == [KLToReference]
+
+
+def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.Module) -> None:
+    """Its node ``trainer=grpo`` with the loss below ``trainer.loss_module``."""
+    cfg = compose(
+        "+trainer=grpo",
+        "+loss@trainer.loss_module=policy",
+        "trainer.loss_module.objective=dapo",
+        "trainer.total_frames=4",
+        "trainer.progress_bar=false",
+    )
+    policy = make_policy(policy_model, tokenizer, pad_output=False)
+    collector = LLMCollector(make_env(tokenizer), policy=policy, dialog_turns_per_batch=2, total_dialog_turns=4)
+    optimizer = torch.optim.SGD(policy_model.parameters(), lr=0.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
+        trainer = instantiate(
+            cfg.trainer, collector=collector, loss_module={"actor": policy_model}, optimizer=optimizer
+        )
+    assert isinstance(trainer, GRPOTrainer)
+    assert isinstance(trainer.loss_module, PolicyLoss)
+    assert trainer.loss_module.actor_network is policy_model
+    assert float(trainer.loss_module.clip_high) == pytest.approx(0.28)
+    collector.shutdown()
+
+
+# ------------------------------------------------------------------ wrong input
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("kl.coef=0.1", "Key 'coef' is not in struct|Could not override 'kl.coef'"),
+        ("kl.temperature=warm", "could not be converted to Float"),
+        ("kl.add_to_reward=7.5", "is not a valid bool"),
+    ],
+)
+def test_overrides_are_checked(override: str, message: str) -> None:
+    with pytest.raises(ConfigCompositionException) as raised:
+        compose("+transform@kl=retrieve_kl", override)
+    found = f"{raised.value} {raised.value.__cause__}"
+    assert any(part in found for part in message.split("|")), found
+
+
+def test_what_the_constructor_refuses() -> None:
+    for overrides, message in (
+        (["loss.hyper={clip_hihg: 0.3}"], "Did you mean 'clip_high'"),
+        (
+            ["loss.hyper={temperature: 0.3}"],
+            "temperature is an argument of torchrl_llm_kl.losses.PolicyLoss and in hyper",
+        ),
+        (["loss.dtype=float31"], "dtype='float31' is not one of torch's"),
+    ):
+        with pytest.raises(InstantiationException, match=message):
+            instantiate(compose("+loss=policy", *overrides).loss, actor=nn.Linear(1, 1))
+    with pytest.raises(MissingMandatoryValue, match=r"Missing mandatory value: .*coeff\.init"):
+        instantiate(compose("+transform@kl=kl_computation", "+coefficient@kl.coeff=adaptive").kl)
+
+
+def test_without_hydra() -> None:
+    code = (
+        "import sys; sys.modules['hydra'] = None\n"
+        "try:\n    import torchrl_llm_kl.configs\nexcept ImportError as e:\n    print(e)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert printed.strip() == "config groups need hydra-core: pip install 'torchrl-llm-kl[hydra]'."
+
+
+def test_build_refuses_what_is_given_twice() -> None:
+    with pytest.raises(
+        TypeError, match=r"coeff is an argument of torchrl_llm_kl\.KLComputation and in hyper: give it once"
+    ):
+        build(class_="torchrl_llm_kl.KLComputation", coeff=0.1, hyper={"coeff": 0.2})
+    assert isinstance(build(class_="torchrl_llm_kl.KLComputation", hyper={"coeff": 0.2}), KLComputation)
+
+
+def test_keys_of_torchrls_own_node_arrive_as_lists(lab: Lab) -> None:
+    """torchrl's transform takes them as they are, and then finds no entry: the reason for ``build`` as the target here."""
+    transform = instantiate(compose("+transform@kl=kl_reward").kl, ref_model=lab.ref)
+    assert isinstance(transform.log_prob_full_key, ListConfig)
+    ours = instantiate(compose("+transform@kl=llm_kl_reward").kl, ref_model=lab.ref)
+    assert ours.log_prob_full_key == ("log_probs", "full")

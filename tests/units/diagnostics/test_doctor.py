@@ -1,0 +1,464 @@
+"""The doctor on plain columns and in a replay buffer: findings without a model, what is scored, reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.llm import History
+
+import toy_rollouts
+from seeded import (
+    FAMILIES,
+    LENGTH,
+    Rollout,
+    clean,
+    make_model,
+    make_tokenizer,
+    off_by_one,
+    retokenised,
+    sample,
+    stale_by,
+)
+from torchrl_llm_kl import Doctor, LogProbScorer, RetrieveLogProb, diagnose
+from torchrl_llm_kl.diagnostics import DiagnosisWarning, read_columns
+
+FULL = torch.arange(3, 63).reshape(6, 10)
+
+
+def batch(**entries: Any) -> TensorDictBase:
+    """Six answers of eight tokens; the entries under ``"next"``."""
+    td = TensorDict(tokens=TensorDict(prompt=FULL[:, :2], full=FULL, batch_size=[6]), batch_size=[6])
+    for name, value in entries.items():
+        td["next", name, "full"] = value
+    return td
+
+
+def log_probs(seed: int = 0) -> torch.Tensor:
+    return -3 * torch.rand(6, 10, generator=torch.Generator().manual_seed(seed)) - 0.1
+
+
+# ------------------------------------------------------------------ findings without a model
+
+
+def test_a_batch_that_agrees_has_no_finding() -> None:
+    diagnosis = diagnose(batch(log_probs=log_probs(), sampler_log_probs=log_probs()))
+    assert diagnosis.findings == ()
+    assert diagnosis.exit_code == 0
+    assert diagnosis.worst is None
+
+
+@pytest.mark.parametrize("shift", [1, -1, 2])
+def test_shifted_log_probs(shift: int) -> None:
+    diagnosis = diagnose(batch(log_probs=log_probs(), sampler_log_probs=log_probs().roll(shift, -1)))
+    assert diagnosis.worst is not None
+    assert (diagnosis.worst.cause, diagnosis.worst.evidence["shift"]) == ("off_by_one", shift)
+
+
+def test_zeros_of_a_cache() -> None:
+    sampler = log_probs()
+    sampler[:3, 2:6] = 0
+    worst = diagnose(batch(log_probs=log_probs(), sampler_log_probs=sampler)).worst
+    assert worst is not None
+    assert (worst.cause, worst.evidence["column"]) == ("zeros", "sampler_log_prob")
+    # the first zero of each answer is torchrl's own, for a token that was never scored: 9 of 45 are left
+    assert worst.evidence["share"] == pytest.approx(9 / 45)
+
+
+def test_zeros_of_the_trainer() -> None:
+    stored = log_probs()
+    stored[:3, 4:7] = 0
+    found = {each.cause: each for each in diagnose(batch(log_probs=stored, sampler_log_probs=log_probs())).findings}
+    assert found["zeros"].evidence["column"] == "old_log_prob"
+    assert found["zeros"].evidence["share"] == pytest.approx(9 / 48)
+
+
+def test_zeros_with_nothing_to_compare_with() -> None:
+    stored = log_probs()
+    stored[:3] = 0
+    worst = diagnose(batch(log_probs=stored)).worst
+    assert worst is not None
+    assert (worst.cause, worst.evidence["share"]) == ("zeros", 0.5)
+
+
+def test_a_certain_model_has_zeros_too() -> None:
+    gaps = 30 * torch.rand(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    stored = (1 - (-gaps).exp()).float().log()  # float32 rounds the probability to 1 above 17
+    assert float((stored == 0).double().mean()) > 0.3
+    assert diagnose(batch(log_probs=stored)).worst is None
+
+
+def test_an_empty_batch_passes() -> None:
+    doctor = Doctor()
+    doctor(batch(log_probs=log_probs())[:0])
+    assert doctor.last is None
+
+
+def test_numbers_rounded_to_bfloat16() -> None:
+    worst = diagnose(batch(log_probs=log_probs() - 9, sampler_log_probs=(log_probs() - 9).bfloat16().float())).worst
+    assert worst is None  # rounding below the floor of an unknown precision
+    far = log_probs() - 60
+    worst = diagnose(batch(log_probs=far, sampler_log_probs=far.bfloat16().float())).worst
+    assert worst is not None
+    assert (worst.cause, worst.evidence["precision"]) == ("low_precision", "bfloat16")
+
+
+def test_a_truncated_sampler_without_a_model() -> None:
+    mass = 0.7 + 0.2 * torch.rand(6, 10, generator=torch.Generator().manual_seed(1))
+    worst = diagnose(batch(log_probs=log_probs(), sampler_log_probs=log_probs() - mass.log())).worst
+    assert worst is not None
+    assert worst.cause == "other_sampling"
+    assert 0.7 < float(worst.evidence["mean_ratio"]) < 0.9
+
+
+def test_a_difference_without_a_model_asks_for_one() -> None:
+    worst = diagnose(batch(log_probs=log_probs(), sampler_log_probs=log_probs(7))).worst
+    assert worst is not None
+    assert worst.cause == "mismatch"
+    assert "policy=" in worst.remedy
+
+
+def test_a_few_tokens_that_carry_the_mismatch_are_listed() -> None:
+    """2 of the 48 tokens of the answers, at their places in the answers; a difference of all tokens lists none."""
+    sampler = log_probs()
+    sampler[1, 4] -= 2.5
+    sampler[4, 8] -= 1.9
+    worst = diagnose(batch(log_probs=log_probs(), sampler_log_probs=sampler)).worst
+    assert worst is not None
+    assert worst.cause == "few_tokens"
+    assert worst.evidence["tokens"] == "2 of 48"
+    assert (worst.evidence["answers"], worst.evidence["places"]) == ("2 of 6", "sequence 1: 2; sequence 4: 6")
+    spread = log_probs() + 0.1 * torch.randn(6, 10, generator=torch.Generator().manual_seed(2))
+    causes = {each.cause for each in diagnose(batch(log_probs=log_probs(), sampler_log_probs=spread)).findings}
+    assert causes == {"mismatch"}
+
+
+@pytest.mark.parametrize("place", [6, 20, 22])
+def test_a_token_that_a_wrapper_left_out_is_no_sign_of_older_weights(place: int) -> None:
+    """A sampled pad token that is not among the tokens of the batch: all that follow it were drawn after other tokens."""
+    model, rollout = clean("qwen2", 0)
+    tokenizer = make_tokenizer()
+    long = [i for i, answer in enumerate(rollout.answers) if len(answer) == LENGTH][:16]
+    prompts, answers = ([rows[i] for i in long] for rows in (rollout.prompts, rollout.answers))
+    stored = [rollout.log_probs[i] for i in long]
+    pad = torch.tensor([tokenizer.pad_token_id])
+    drawn = torch.cat([answers[3][:place], pad, answers[3][place:]])
+    ids = torch.cat([prompts[3], drawn])
+    with torch.no_grad():
+        log_probs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    stored[3] = log_probs[-len(drawn) :][drawn != pad]
+    td = Rollout(prompts, answers, stored, torch.zeros(16)).batch()
+    found = diagnose(td, policy=model, tokenizer=tokenizer)
+    causes = {each.cause: each for each in found.findings}
+    assert "stale_weights" not in causes, found
+    assert found.worst is not None
+    if place == 22:
+        assert found.worst.cause == "few_tokens", found
+        evidence = causes["few_tokens"].evidence
+        assert evidence["tokens"] == f"2 of {16 * LENGTH}"
+        assert (evidence["answers"], evidence["places"]) == ("1 of 16", "sequence 3: 22, 23")
+    else:  # a longer part of an answer looks retokenised
+        assert found.worst.cause in ("few_tokens", "retokenised"), found
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite(value: float) -> None:
+    stored = log_probs()
+    stored[2, 5] = value
+    worst = diagnose(batch(log_probs=stored)).worst
+    assert worst is not None
+    assert (worst.cause, worst.evidence["column"]) == ("nan", "old_log_prob")
+    assert worst.evidence["share"] == pytest.approx(1 / 48)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("name", ["policy", "reference"])
+def test_tokens_that_stand_for_images(name: str, stored: bool) -> None:
+    model = make_model("gpt2", 0)
+    given: dict[str, Any] = {"policy": make_model("gpt2", 1), name: model}
+    td = batch(log_probs=log_probs(), sampler_log_probs=log_probs(7)) if stored else batch()
+    token = int(FULL[1, 3])
+    before = diagnose(td, **given)
+    assert "not_text" not in {each.cause for each in before.findings}
+    model.config.image_token_id = token
+    worst = diagnose(td, **given).worst
+    assert worst is not None
+    assert (worst.cause, worst.severity) == ("not_text", "fault")
+    assert f"token id {token} at sequence" in str(worst.evidence["error"])
+    assert "image_token_id" in str(worst.evidence["error"])
+    assert "Leave such sequences out" in worst.remedy
+    assert diagnose(td, policy=LogProbScorer(model)).worst.cause == "not_text"
+    model.config.image_token_id = int(FULL.max()) + 1
+    assert {each.cause for each in diagnose(td, **given).findings} == {each.cause for each in before.findings}
+
+
+def test_an_empty_mask() -> None:
+    td = batch()
+    td["tokens", "prompt"] = FULL
+    worst = diagnose(td).worst
+    assert worst is not None
+    assert worst.cause == "empty_mask"
+
+
+def test_log_probs_of_another_length() -> None:
+    td = batch()
+    rows = [torch.full((9 if i == 2 else 8,), -1.0) for i in range(6)]
+    td["log_probs", "full"] = torch.nested.nested_tensor(rows)
+    worst = diagnose(td).worst
+    assert worst is not None
+    assert worst.cause == "retokenised"
+    assert "pass nested rows of exactly its length" in str(worst.evidence["error"])
+    with pytest.raises(ValueError, match="must"):
+        read_columns(td)
+
+
+def test_notes_are_no_faults() -> None:
+    """Equal rewards within most groups, and a prompt with twice as many answers."""
+    full = torch.tensor([[1, 5], [1, 6], [2, 5], [2, 6], [3, 5], [3, 6], [3, 7], [3, 8]])
+    td = TensorDict(tokens=TensorDict(prompt=full[:, :1], full=full, batch_size=[8]), batch_size=[8])
+    td["next"] = TensorDict(reward=torch.tensor([0.0, 0, 1, 1, 0, 1, 0, 1]).unsqueeze(-1), batch_size=[8])
+    diagnosis = diagnose(td)
+    assert {each.cause for each in diagnosis.notes} == {"no_spread", "duplicated_prompts"}
+    assert diagnosis.exit_code == 0
+
+
+# ------------------------------------------------------------------ the reference
+
+
+def test_a_copy_of_the_policy_is_a_fair_reference_before_the_first_step() -> None:
+    model, rollout = clean("qwen2", 0)
+    td = rollout.batch(slice(8))
+    diagnosis = diagnose(td, policy=model, reference=make_model("qwen2", 0))
+    assert [each.cause for each in diagnosis.findings] == ["zero_kl"]
+    assert diagnosis.exit_code == 0
+    # the same weights after a step: the reference moved along
+    td["next", "log_probs", "full"] = td["log_probs", "full"]
+    moved = stale_by(1)("qwen2", 0)[1]["policy"]
+    assert "reference_is_policy" in {each.cause for each in diagnose(td, policy=moved, reference=moved).faults}
+
+
+def test_adapters_off_are_a_reference_of_their_own() -> None:
+    import peft
+
+    _, rollout = clean("llama", 0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    policy = peft.get_peft_model(make_model("llama", 0), config).eval()
+    td = sample(policy, rollout.prompts[:8], 0, answers=1).batch()
+    given: dict[str, Any] = {"policy": policy, "reference": LogProbScorer(policy, adapters=False)}
+    assert diagnose(td, **given).faults == ()
+    same = diagnose(td, policy=policy, reference=LogProbScorer(policy)).worst
+    assert same is not None
+    assert same.cause == "reference_is_policy"
+
+
+# ------------------------------------------------------------------ what is scored
+
+
+def test_nothing_is_scored_that_the_batch_holds() -> None:
+    model, rollout = clean("gpt2", 0)
+    td = rollout.batch(slice(16))
+    td = RetrieveLogProb(model, entropy_key="entropy", sampler_log_probs_key=("sampler_log_probs", "full"))(
+        td.set("next", td["next"])
+    )
+    model.forward = None  # type: ignore[assignment]
+    try:
+        diagnosis = diagnose(td, policy=model)
+    finally:
+        del model.forward
+    assert diagnosis.forwards == 0
+    assert diagnosis.faults == ()
+    assert abs(diagnosis.measures["surprisal/z"]) < 4
+    assert diagnosis.measures["mismatch/rms"] < 1e-4
+
+
+def test_a_clean_batch_is_scored_once() -> None:
+    model, rollout = clean("qwen3", 0)
+    scorer = LogProbScorer(model)
+    diagnosis = diagnose(rollout.batch(slice(8)), policy=scorer)
+    before = scorer.forwards
+    assert diagnosis.forwards == 0
+    read_columns(rollout.batch(slice(8)), policy=scorer)
+    assert scorer.forwards == 2 * before
+
+
+def test_layouts_agree() -> None:
+    """Nested rows, and a lazy stack of them."""
+    td, given = off_by_one("llama", 0)
+    rows = [
+        TensorDict(
+            tokens=TensorDict(prompt=p, full=f), log_probs=TensorDict(full=x), next=TensorDict(reward=torch.zeros(1))
+        )
+        for p, f, x in zip(
+            *(td.get(key).unbind(0) for key in (("tokens", "prompt"), ("tokens", "full"), ("log_probs", "full"))),
+            strict=True,
+        )
+    ]
+    nested, lazy = diagnose(td, **given), diagnose(lazy_stack(rows), **given)
+    assert nested.worst is not None
+    assert lazy.worst is not None
+    assert lazy.worst.cause == nested.worst.cause == "off_by_one"
+    shared = {name for name in nested.measures if not name.startswith(("reward", "groups"))}
+    assert {n: lazy.measures[n] for n in shared} == pytest.approx({n: nested.measures[n] for n in shared}, rel=1e-5)
+
+
+def test_prompts_from_the_history() -> None:
+    """Without a template of the tokenizer that the prompt fits, the messages of the batch are rendered."""
+    from seeded import ANSWERS, PROMPTS, chat_template
+
+    td, given = chat_template("qwen2", 3)
+    tokenizer = make_tokenizer()
+    chats = []
+    for prompt in td["tokens", "prompt"].unbind(0):
+        question = tokenizer.decode(prompt).split("user\n")[1].split("<|im_end|>")[0]
+        chats.append([{"role": "user", "content": question}])
+    assert len(chats) == PROMPTS * ANSWERS
+    td["history"] = TensorDict(prompt=History.from_chats(chats), batch_size=td.batch_size)
+    bare = make_tokenizer.__wrapped__()
+    bare.chat_template = None
+    worst = diagnose(td, tokenizer=bare, **given).worst
+    assert worst is not None
+    assert (worst.cause, worst.evidence["sampler_s_prompt"]) == ("chat_template", "Zephyr")
+
+
+def test_a_policy_that_has_moved_explains_nothing() -> None:
+    """The trainer's log-probs are of before its steps: they tell of top-p, the policy of now does not."""
+    model, rollout = clean("llama", 0)
+    cut = sample(model, rollout.prompts[::8], 0, top_p=0.9).batch()
+    old = sample(model, rollout.prompts[::8], 0, top_p=0.9, raw=True).batch()
+    cut["next", "log_probs", "full"] = old["log_probs", "full"]
+    before = diagnose(cut, policy=model).worst
+    assert before is not None
+    assert before.cause == "top_p"
+    moved = stale_by(10)("llama", 0)[1]["policy"]
+    after = diagnose(cut, policy=moved)
+    assert after.worst is not None
+    assert after.worst.cause == "other_sampling"
+    assert after.measures["drift/mean_abs"] > 0.1
+
+
+# ------------------------------------------------------------------ reports
+
+
+def test_reports() -> None:
+    td, given = retokenised("llama", 0)
+    diagnosis = diagnose(td, tokenizer=make_tokenizer(), **given)
+    text = str(diagnosis)
+    assert text.splitlines()[0].startswith(f"{int(diagnosis.measures['mask/tokens'])} tokens of 96 sequences: 1 fault")
+    assert "Pass the sampler's token ids" in text
+    assert "mismatch:" in text
+    data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
+    assert data["findings"][0]["cause"] == "retokenised"
+    assert data["measures"]["mask/sequences"] == 96
+    assert "<table>" in diagnosis._repr_html_()
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(diagnosis)
+    assert "token ids" in console.export_text()
+
+
+def test_findings_are_sorted() -> None:
+    sampler = log_probs().roll(1, -1)
+    sampler[:, 9] = 0
+    stored = log_probs()
+    stored[0, 3] = math.nan
+    found = diagnose(batch(log_probs=stored, sampler_log_probs=sampler)).findings
+    assert len(found) >= 2
+    assert [each.confidence for each in found] == sorted((each.confidence for each in found), reverse=True)
+
+
+# ------------------------------------------------------------------ the transform
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_in_a_chat_env(pad_output: bool) -> None:
+    """Two turns of two conversations, whose log-probs are the wrapper's: of the model at temperature 1."""
+    tokenizer = toy_rollouts.make_tokenizer()
+    model = toy_rollouts.make_model(tokenizer, seed=0)
+    policy = toy_rollouts.make_policy(model, tokenizer, pad_output=pad_output)
+    seen: list[Any] = []
+    doctor = Doctor(policy=policy, tokenizer=tokenizer, scope="turn", log=seen.append)
+    data = toy_rollouts.collect(tokenizer, policy, doctor, turns=2)
+    assert len(seen) == 2
+    assert all(each.measures["mask/sequences"] == 2 for each in seen)
+    whole = diagnose(data, policy=policy, scope="turn")
+    assert whole.measures["mask/sequences"] == 4
+    assert whole.measures["mask/tokens"] == sum(each.measures["mask/tokens"] for each in seen)
+    assert whole.measures["mismatch/rms"] < 1e-4
+    assert whole.faults == ()
+
+
+def test_every_third_batch() -> None:
+    seen: list[Any] = []
+    doctor = Doctor(every=3, log=seen.append)
+    td = batch(log_probs=log_probs(), sampler_log_probs=log_probs())
+    for _ in range(7):
+        assert doctor(td) is td
+    assert (doctor.batches, len(seen)) == (7, 3)
+    assert doctor.last is seen[-1]
+
+
+@pytest.mark.parametrize("invert", [False, True])
+def test_in_a_replay_buffer(invert: bool) -> None:
+    doctor = Doctor()
+    buffer = ReplayBuffer(storage=LazyStackStorage(6), batch_size=6)
+    buffer.append_transform(doctor, invert=invert)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DiagnosisWarning)
+        buffer.extend(batch(log_probs=log_probs(), sampler_log_probs=log_probs().roll(1, -1)))
+        assert (doctor.last is not None) == invert
+        buffer.sample()
+    assert doctor.last is not None
+    assert doctor.last.worst is not None
+    assert doctor.batches == 1
+
+
+def test_a_cause_is_warned_of_once() -> None:
+    doctor = Doctor()
+    td = batch(log_probs=log_probs(), sampler_log_probs=log_probs().roll(1, -1))
+    with pytest.warns(DiagnosisWarning, match=r"shifted against the tokens \(confidence 0.99"):
+        doctor(td)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        doctor(td)
+    with pytest.raises(RuntimeError, match="Move them by -1"):
+        Doctor(on_fault="raise")(td)
+
+
+def test_logged_faults(caplog: pytest.LogCaptureFixture) -> None:
+    td = batch(log_probs=log_probs(), sampler_log_probs=log_probs().roll(1, -1))
+    doctor = Doctor(on_fault="log")
+    doctor(td)
+    doctor(td)
+    assert sum("shifted" in record.message for record in caplog.records) == 2
+
+
+def test_models_are_no_part_of_the_transform() -> None:
+    doctor = Doctor(policy=make_model("gpt2", 0))
+    assert list(doctor.parameters()) == []
+    assert doctor.state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"every": 0}, "every must be at least 1"),
+        ({"on_fault": "stop"}, "on_fault must be one of"),
+        ({"temperature": 0.0}, "temperature must be a positive number"),
+    ],
+)
+def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Doctor(**given)
+    if "temperature" in given:
+        with pytest.raises(ValueError, match=message):
+            diagnose(batch(), **given)
+
+
+def test_families_are_five() -> None:
+    assert len(set(FAMILIES)) == 5

@@ -1,0 +1,180 @@
+"""Clip-Cov and KL-Cov: which tokens are chosen, and what is done to them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from by_hand import assert_result, evaluate, own_names, tensor
+from objective_cases import random_batch, rows_of
+from torchrl_llm_kl.losses import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+
+NAN = float("nan")
+# The mean log-prob is -5, the mean advantage 0: covariances 4, 4, 2, 2 and -2, -2. The last token is masked out.
+LOG_PROB = tensor([[-1.0, -9.0, -4.0, -6.0], [-4.0, -6.0, -5.0, NAN]])
+ADVANTAGE = tensor([[1.0, -1.0, 2.0, -2.0], [-2.0, 2.0, 0.0, NAN]])
+MASK = ~LOG_PROB.isnan()
+INPUTS = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "chosen"),
+    [
+        ((1.0, 3.0), [[0, 0, 1, 1], [0, 0, 0, 0]]),
+        ((3.0, 5.0), [[1, 1, 0, 0], [0, 0, 0, 0]]),
+        ((-3.0, -1.0), [[0, 0, 0, 0], [1, 1, 0, 0]]),
+        ((2.0, 4.0), [[0, 0, 0, 0], [0, 0, 0, 0]]),  # strictly between
+    ],
+)
+def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen: list[list[int]]) -> None:
+    for shift in (0.0, 7.0):  # of all advantages: no covariance changes
+        inputs = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE + shift}
+        got = select_clip_cov(LOG_PROB, MASK, **inputs, fraction=1.0, cov_low=bounds[0], cov_high=bounds[1])
+        assert got.int().tolist() == chosen
+
+
+def test_clip_cov_skips_tokens_that_ppo_clips() -> None:
+    ratio = tensor([[1.3, 1.0, 1.15, 1.0], [1.0, 1.0, 1.0, 1.0]])  # A > 0, A < 0, A > 0, A < 0
+    hyper = {"fraction": 1.0, "cov_low": 1.0, "clip_low": 0.1, "clip_high": 0.2}
+    got = select_clip_cov(LOG_PROB, MASK, old_log_prob=LOG_PROB - ratio.log(), advantage=ADVANTAGE, **hyper)
+    assert got[0].tolist() == [False, True, True, True]
+    ratio = tensor([[1.0, 0.85, 1.0, 0.95], [1.0, 1.0, 1.0, 1.0]])
+    got = select_clip_cov(LOG_PROB, MASK, old_log_prob=LOG_PROB - ratio.log(), advantage=ADVANTAGE, **hyper)
+    assert got[0].tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize(("fraction", "number"), [(0.01, 1), (0.3, 2), (0.43, 3), (0.9, 4)])
+def test_clip_cov_chooses_at_random_among_them(fraction: float, number: int) -> None:
+    """A fraction of the 7 masked-in tokens, of 4 candidates; each is chosen equally often."""
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(2, 4)
+    for _ in range(400):
+        got = select_clip_cov(LOG_PROB, MASK, **INPUTS, fraction=fraction, cov_low=1.0, generator=generator)
+        assert got.sum() == number
+        total += got
+    assert not total[1].any()
+    # 400 draws of probability number / 4: 5 standard deviations are at most 50.
+    assert_close(total[0], torch.full((4,), 100.0 * number), atol=50.0, rtol=0)
+
+
+@pytest.mark.parametrize(("fraction", "number"), [(0.01, 1), (0.3, 2), (0.5, 3), (1.0, 7)])
+def test_kl_cov_chooses_the_highest(fraction: float, number: int) -> None:
+    log_prob, advantage = LOG_PROB.clone(), ADVANTAGE.clone()
+    log_prob[0, 0] = -0.8  # makes the order unique
+    log_prob[0, 2] = -3.9
+    got = select_kl_cov(log_prob, MASK, advantage=advantage + 7.0, fraction=fraction)
+    order = [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert got.sum() == number
+    assert all(got[index] for index in order[:number])
+
+
+def test_selecting_takes_no_gradient_and_checks_its_inputs() -> None:
+    log_prob = LOG_PROB.clone().requires_grad_()
+    assert not select_kl_cov(log_prob, MASK, advantage=ADVANTAGE).requires_grad
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 4\) but advantage has shape \(2, 1\)"):
+        select_kl_cov(LOG_PROB, MASK, advantage=ADVANTAGE[:, :1])
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        select_clip_cov(LOG_PROB, MASK.float(), **INPUTS)
+    for fraction in (0.0, 1.5):
+        with pytest.raises(ValueError, match=f"fraction must be greater than 0 and at most 1, got {fraction}"):
+            select_clip_cov(LOG_PROB, MASK, **INPUTS, fraction=fraction)
+        with pytest.raises(ValueError, match=f"fraction must be greater than 0 and at most 1, got {fraction}"):
+            select_kl_cov(LOG_PROB, MASK, advantage=ADVANTAGE, fraction=fraction)
+
+
+def test_clip_cov_drops_the_chosen_tokens() -> None:
+    selected = torch.tensor([[False, True, False, True, False]])
+    result = evaluate(
+        clip_cov,
+        ratio=[[1.5, 1.1, 0.5, 0.5, 1.1]],
+        advantage=[[2.0, 2.0, -1.0, 1.0, -3.0]],
+        selected=selected,
+        clip_low=0.3,
+        clip_high=0.2,
+    )
+    assert_result(
+        result,
+        value=[[-2.4, 0.0, 0.7, 0.0, 3.3]],
+        gradient=[[0.0, 0.0, 0.0, 0.0, 3.3]],
+        selected_fraction=0.4,
+        clip_fraction_low=0.2,
+        clip_fraction_high=0.2,
+    )
+    assert result[0].mask.all()
+
+
+def test_clip_cov_chooses_with_its_own_bounds() -> None:
+    """Covariances 4, 4, 2, 2. PPO clips the last token (0.85 < 0.9, A < 0) and not the first (1.15 < 1.2, A > 0)."""
+    tokens = {
+        "ratio": [[1.15, 1.0, 1.0, 0.85]],
+        "advantage": [[1.0, -1.0, 2.0, -2.0]],
+        "log_prob": LOG_PROB[:1].tolist(),
+    }
+    result = evaluate(clip_cov, **tokens, fraction=1.0, clip_low=0.1, clip_high=0.2)
+    assert_result(result, value=[[0.0, 0.0, 0.0, 1.8]], gradient=[[0.0] * 4], selected_fraction=0.75)
+    result = evaluate(clip_cov, **tokens, fraction=1.0, clip_low=0.1, clip_high=0.2, cov_low=3.0)
+    assert_result(result, value=[[0.0, 0.0, -2.0, 1.8]], gradient=[[0.0, 0.0, -2.0, 0.0]], selected_fraction=0.5)
+    result = evaluate(clip_cov, **tokens, fraction=1.0, clip_low=0.1, clip_high=0.2, cov_high=3.0)
+    assert_result(result, value=[[-1.15, 1.0, 0.0, 1.8]], gradient=[[-1.15, 1.0, 0.0, 0.0]], selected_fraction=0.25)
+
+
+def test_kl_cov_pulls_the_chosen_tokens_back() -> None:
+    selected = torch.tensor([[True, True, False, True]])
+    tokens: dict[str, Any] = {"ratio": [[2.0, 0.5, 2.0, 1.0]], "advantage": [[3.0, 3.0, 3.0, 3.0]]}
+    penalty = 0.25 * math.log(2)
+    for name in ("coeff", "ppo_kl_coef"):
+        assert_result(
+            evaluate(kl_cov, **tokens, selected=selected, **own_names(kl_cov, **{name: 0.25})),
+            value=[[-6 + penalty, -1.5 + penalty, -6.0, -3.0]],
+            gradient=[[-5.75, -1.75, -6.0, -3.0]],
+            selected_fraction=0.75,
+            ratio_mean=5.5 / 4,
+        )
+
+
+@pytest.mark.parametrize(
+    ("function", "hyper"),
+    [
+        (clip_cov, {"clip_cov_ratio": 0.5, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0, "clip_low": 0.1, "clip_high": 0.3}),
+        (kl_cov, {"kl_cov_ratio": 0.2}),
+    ],
+)
+def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, hyper: dict[str, float]) -> None:
+    hyper = own_names(function, **hyper)
+    batch = random_batch(1, rows=8)
+    batch["advantage"][:4] += 2.0
+    inputs = {key: batch[key] for key in ("log_prob", "mask", "advantage")}
+    if function is clip_cov:
+        own = {"fraction": 0.5, "cov_low": 0.3, "cov_high": 2.0, "clip_low": 0.1, "clip_high": 0.3}
+        torch.manual_seed(0)
+        selected = select_clip_cov(**inputs, old_log_prob=batch["old_log_prob"], **own)
+    else:
+        selected = select_kl_cov(**inputs, fraction=0.2)
+    torch.manual_seed(0)
+    (term,) = function(**batch, **hyper)
+    (given,) = function(**batch, **hyper, selected=selected)
+    assert selected.any()
+    assert_close(term.value, given.value)
+    # A part of the batch would choose otherwise, and so needs to be told.
+    rows = torch.arange(4)
+    (part,) = function(**rows_of(batch, rows), **hyper, selected=selected[rows])
+    assert_close(part.value, given.value[rows])
+    (alone,) = function(**rows_of(batch, rows), **hyper)
+    assert not torch.equal(alone.value, part.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "hyper", "message"),
+    [
+        (clip_cov, {"clip_low": 2.0}, "clip_low must be at least 0 and at most 1, got 2.0"),
+        (clip_cov, {"fraction": 0.0}, "fraction must be greater than 0 and at most 1, got 0.0"),
+        (kl_cov, {"coeff": -1.0}, "coeff must be at least 0, got -1.0"),
+    ],
+)
+def test_bad_hyper_parameters(function: Any, hyper: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(function, ratio=[[1.0]], advantage=[[1.0]], **hyper)

@@ -1,0 +1,216 @@
+"""Random templates: every assistant turn is masked right, or an error names it; nothing is wrong in silence.
+
+The templates write one of a few formats in the styles of real ones. The generator knows the format, so that the expected
+turn is written down here: its content as shown, and the end token where the template writes one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from template_pairs import assistant, user
+from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
+from toy_tokenizer import build_tokenizer
+
+SCAN = "{% for m in messages %}{% endfor %}"
+# How a template walks over the messages; BODY writes `m`, which is the last one if `final`.
+WALKS = {
+    "loop": "{% for m in messages %}{% set final = loop.last %}BODY{% endfor %}",
+    "index": "{% for i in range(messages | length) %}{% set final = loop.last %}{% set m = messages[i] %}BODY{% endfor %}",
+    "slice": "{% set final = false %}{% for m in messages[:-1] %}BODY{% endfor %}"
+    "{% set m = messages[-1] %}{% set final = true %}BODY",
+    "no variable": "{% for i in range(messages | length) %}{% set final = loop.last %}"
+    "{% set role, content, reasoning = messages[i].role, messages[i].content, messages[i].reasoning_content %}"
+    "BODY_OF_PARTS{% endfor %}",
+    "namespace": "{% set ns = namespace(out='') %}{% for m in messages %}{% set final = loop.last %}"
+    "{% set piece %}BODY{% endset %}{% set ns.out = ns.out ~ piece %}{% endfor %}{{ ns.out }}",
+    "join": "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set final = loop.last %}"
+    "{% set piece %}BODY{% endset %}{% set ns.all = ns.all + [piece] %}{% endfor %}{{ ns.all | join('') }}",
+    "copies": "{% for original in messages %}{% set final = loop.last %}"
+    "{% set m = dict(role=original.role, content=original.content, reasoning_content=original.reasoning_content) %}BODY"
+    "{% endfor %}",
+    "without empty": "{% for m in messages if m.content %}{% set final = loop.last %}BODY{% endfor %}",
+    "macro": "{% macro show(m, final) %}BODY{% endmacro %}{% for m in messages %}{{ show(m, loop.last) }}{% endfor %}",
+}
+HEADERS = {"chatml": "<|im_start|>{{ m.role }}\n", "words": "{{ m.role }}: ", "tag": "<|{{ m.role }}|>"}
+# "header" is the token that the headers of chatml begin with.
+ENDS = {"eos": "<|im_end|>", "other": "<|end|>", "header": "<|im_start|>", "none": ""}
+# Where the end token is written: after each message, or only between messages.
+PLACES = {
+    "always": "END\n",
+    "between": "{% if not final %}END\n{% endif %}",
+    "closed": "END\n{% if final %}<|closed|>{% endif %}",
+}
+PROMPTS = {
+    "plain": "{% if add_generation_prompt %}HEADER{% endif %}",
+    "missing": "",
+    "not twice": "{% if add_generation_prompt and messages[-1].role != 'assistant' %}HEADER{% endif %}",
+    "thinking": "{% if add_generation_prompt %}HEADER<think>\n{% endif %}",
+}
+CONTENTS = {
+    "plain": "{{ m.content }}",
+    "trimmed": "{{ m.content | trim }}",
+    "without thinking": "{% if final %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}",
+    "reasoning": "{% if m.reasoning_content and final %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
+    "marked": "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}",
+}
+CHOICES = (["", SCAN], WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS)
+
+
+@dataclass(frozen=True)
+class Format:
+    scan: str
+    walk: str
+    header: str
+    end: str
+    place: str
+    prompt: str
+    content: str
+
+    def template(self) -> str:
+        body = HEADERS[self.header] + CONTENTS[self.content] + PLACES[self.place]
+        header = HEADERS[self.header].replace("{{ m.role }}", "assistant")
+        template = WALKS[self.walk] + PROMPTS[self.prompt].replace("HEADER", header)
+        parts = (
+            body.replace("m.role", "role").replace("m.content", "content").replace("m.reasoning_content", "reasoning")
+        )
+        template = template.replace("BODY_OF_PARTS", parts).replace("BODY", body)
+        return self.scan + template.replace("END", ENDS[self.end])
+
+    def turns(self, messages: list[dict]) -> list[str]:
+        """What the model writes in each assistant turn."""
+        turns = []
+        shown = [m for m in messages if m["content"]] if self.walk == "without empty" else messages
+        for at, message in enumerate(shown):
+            final = at == len(shown) - 1
+            content = message["content"]
+            if self.content == "trimmed":
+                content = content.strip()
+            if self.content == "without thinking" and not final:
+                content = content.split("</think>")[-1]
+            if self.content == "reasoning" and final and message.get("reasoning_content"):
+                content = f"<think>\n{message['reasoning_content']}</think>{content}"
+            if self.prompt == "thinking":
+                content = content.removeprefix("<think>\n")
+            end = "" if self.place == "between" and final else ENDS[self.end]
+            if message["role"] == "assistant":
+                turns.append((content + end) if end else (content + end).rstrip())
+        return [turn for turn in turns if turn]
+
+
+formats = st.builds(Format, *(st.sampled_from(list(choices)) for choices in CHOICES))
+answers = ["yes", "user", "assistant", " spaced ", "<think>\nhm</think>no", "", "é😀", "a: b", "[x]"]
+roles = st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=5)
+
+
+def outcome(form: Format, messages: list[dict], prompt: bool, mask=render_conversation) -> str:
+    try:
+        rendered = mask(build_tokenizer(form.template()), messages, add_generation_prompt=prompt)
+    except AssistantMaskError as error:
+        return "error" if "sha256" in str(error) else f"an error without the template's name: {error}"
+    turns = [rendered.text[start:end] for start, end in rendered.assistant_spans]
+    return "right" if turns == form.turns(messages) else f"{turns}, not {form.turns(messages)}, in {rendered.text!r}"
+
+
+@settings(max_examples=80, deadline=None)
+@given(form=formats, roles=roles, data=st.data(), prompt=st.booleans())
+def test_each_turn_is_right_or_an_error(form, roles, data, prompt):
+    assume("assistant" in roles)
+    assume(form.end != "none" or form.place != "closed")  # else <|closed|> is the only token that ends an answer
+    messages = [{"role": role, "content": data.draw(st.sampled_from(answers))} for role in roles]
+    for message in messages:
+        if message["role"] == "assistant" and data.draw(st.booleans()):
+            message["reasoning_content"] = "hm"
+    assert outcome(form, messages, prompt) in ("right", "error")
+
+
+TYPICAL = [user("Hi"), assistant("yes"), user("Bye"), assistant("no")]
+
+
+@pytest.mark.parametrize("scan", ["", SCAN])
+@pytest.mark.parametrize("walk", WALKS)
+def test_typical_formats_are_right(walk, scan):
+    """An error everywhere would satisfy the property; this is where there must be none."""
+    for header, end, prompt in itertools.product(HEADERS, ("eos", "other"), ("plain", "not twice", "thinking")):
+        form = Format(scan, walk, header, end, "always", prompt, "plain")
+        for messages in (TYPICAL, TYPICAL[:2], [{"role": "system", "content": "Be brief."}, *TYPICAL]):
+            assert outcome(form, messages, False) == "right", form
+
+
+def without_last_turn(*args, **kwargs):
+    rendered = render_conversation(*args, **kwargs)
+    return replace(rendered, assistant_spans=rendered.assistant_spans[:-1])
+
+
+def shifted(left: int, right: int):
+    def mask(*args, **kwargs):
+        rendered = render_conversation(*args, **kwargs)
+        return replace(rendered, assistant_spans=tuple((a + left, b + right) for a, b in rendered.assistant_spans))
+
+    return mask
+
+
+@pytest.mark.parametrize(
+    "mask", [without_last_turn, shifted(-len("assistant\n"), 0), shifted(0, -len("<|im_end|>")), shifted(0, 1)]
+)
+def test_a_wrong_mask_is_seen(mask):
+    """Negative control: the faults of an earlier version (a lost turn, a header, no end token, white space after it)."""
+    form = Format("", "slice", "chatml", "eos", "always", "plain", "plain")
+    assert outcome(form, TYPICAL, False) == "right"
+    assert outcome(form, TYPICAL, False, mask) not in ("right", "error")
+
+
+TAGS, THOUGHT = "[x]", "<think>\nhm</think>no"
+# What the random templates found, as (scan, walk, header, end, place, prompt, content), conversation and generation prompt.
+FOUND = [
+    (
+        ("", "no variable", "tag", "other", "between", "missing", "plain"),
+        [assistant(TAGS), assistant("assistant")],
+        True,
+    ),
+    ((SCAN, "copies", "chatml", "other", "closed", "thinking", "marked"), [assistant(TAGS)], False),
+    (("", "macro", "words", "other", "between", "thinking", "marked"), [assistant(THOUGHT), user("a")], False),
+    (("", "loop", "tag", "none", "always", "thinking", "trimmed"), [assistant(THOUGHT), user("a")], True),
+    (
+        (SCAN, "slice", "chatml", "eos", "always", "missing", "plain"),
+        [assistant(""), assistant(""), assistant("")],
+        True,
+    ),
+    (("", "slice", "chatml", "other", "closed", "missing", "trimmed"), [user("x"), assistant("user"), user("x")], True),
+    (
+        (SCAN, "slice", "words", "eos", "always", "not twice", "marked"),
+        [assistant(""), assistant("a"), user("b")],
+        False,
+    ),
+    (
+        (SCAN, "index", "chatml", "other", "always", "not twice", "plain"),
+        [user(""), assistant(""), assistant("a: b"), assistant("a: b"), assistant(" c ")],
+        False,
+    ),
+    (
+        ("", "without empty", "tag", "other", "closed", "plain", "marked"),
+        [user("a"), assistant("b"), assistant("")],
+        True,
+    ),
+    # a second token closes the conversation, and the prompt ends in a thinking tag
+    (
+        ("", "without empty", "words", "eos", "closed", "thinking", "reasoning"),
+        [user(""), user("a: b"), assistant("yes"), user("")],
+        True,
+    ),
+    (
+        (SCAN, "loop", "words", "eos", "closed", "thinking", "reasoning"),
+        [assistant(""), assistant(""), {**assistant(""), "reasoning_content": "hm"}],
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "messages", "prompt"), FOUND)
+def test_what_was_once_wrong_without_a_word(form, messages, prompt):
+    assert outcome(Format(*form), messages, prompt) in ("right", "error")

@@ -1,0 +1,378 @@
+"""Every form of variable-length data, read and rebuilt, against loops over plain Python rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+
+from ragged_cases import DTYPES, FEATURES, KINDS, cases, elements, jagged, make, plain
+from torchrl_llm_kl.ragged import Dense, Jagged, Ragged, Rows, same_rows, segment_sum
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+quick = settings(max_examples=150, deadline=None)
+
+# ---------------------------------------------------------------------- reading
+
+
+@quick
+@given(case=cases())
+def test_flat_form(case):
+    x = case.read()
+    rows = case.rows
+    assert x.values.dtype == case.slots.dtype
+    assert x.values.shape[1:] == case.slots.shape[1:]
+    assert x.values.tolist() == [value for row in rows for value in row]
+    assert x.num_sequences == len(rows)
+    assert x.lengths.tolist() == [len(row) for row in rows]
+    assert x.container.batch_shape == torch.Size(case.batch)
+    assert plain(x.to_list()) == rows
+
+
+@quick
+@given(case=cases())
+def test_index_helpers(case):
+    x = case.read()
+    rows = case.rows
+    assert x.positions.tolist() == [t for row in rows for t in range(len(row))]
+    assert x.sequence_ids.tolist() == [i for i, row in enumerate(rows) for _ in row]
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row))
+    assert x.offsets.tolist() == starts
+    assert {x.positions.dtype, x.sequence_ids.dtype, x.offsets.dtype} == {torch.int64}
+
+
+@quick
+@given(case=cases(dtypes=(torch.float64, torch.int64)))
+def test_sum(case):
+    x = case.read()
+    expected = torch.zeros(len(case.rows), *case.slots.shape[1:], dtype=case.slots.dtype)
+    for i, row in enumerate(case.rows):
+        for value in row:
+            expected[i] += torch.tensor(value, dtype=case.slots.dtype)
+    assert_close(x.sum(), expected, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------- restoring the form
+
+
+@quick
+@given(case=cases())
+def test_restore_the_same_values(case):
+    """Every slot without a value holds exactly ``fill``, whatever it held before."""
+    fill = 1 if case.slots.dtype == torch.bool else -7
+    restored = case.read().restore(fill)
+    x = [value for row in case.rows for value in row]
+    filler = torch.full(case.slots.shape[1:], fill, dtype=case.slots.dtype).tolist()
+    assert plain(restored) == case.rebuilt(x, filler)
+    if isinstance(restored, torch.Tensor):
+        assert restored.dtype == case.slots.dtype
+        assert restored.is_nested == case.source.is_nested
+        assert restored.layout == case.source.layout
+        assert restored.is_nested or restored.shape == case.source.shape
+    else:
+        assert [row.shape for row in restored] == [row.shape for row in case.source]
+
+
+@quick
+@given(case=cases(), features=st.sampled_from(FEATURES), dtype=st.sampled_from(DTYPES))
+def test_restore_other_values(case, features, dtype):
+    x = case.read()
+    new = elements(x.values.shape[0], features, dtype, start=101)
+    fill = -1 if dtype.is_floating_point or (dtype.is_signed and dtype != torch.bool) else 0
+    restored = x.like(new).restore(fill)
+    filler = torch.full(features, fill, dtype=dtype).tolist()
+    assert plain(restored) == case.rebuilt(new.tolist(), filler)
+    assert (restored[0] if isinstance(restored, list) else restored).dtype == dtype
+    if case.kind.startswith("padded"):
+        assert restored.shape == (*case.source.shape[: len(case.batch) + 1], *features)
+
+
+@quick
+@given(case=cases(kinds=("padded-mask", "padded-lengths", "jagged-gaps"), dtypes=(torch.float32,)))
+def test_fill_can_be_infinite(case):
+    x = case.read()
+    restored = x.restore(-math.inf)
+    filler = torch.full(case.slots.shape[1:], -math.inf).tolist()
+    assert plain(restored) == case.rebuilt(x.values.tolist(), filler)
+
+
+@quick
+@given(case=cases())
+def test_restored_data_is_read_again(case):
+    """Reading a restored nested tensor or list yields the same sequences (dense data needs its mask again)."""
+    x = case.read()
+    restored = x.restore()
+    if case.kind.startswith("padded"):
+        again = Ragged.from_padded(restored, **case.options)
+    else:
+        again = Ragged.from_list(restored) if case.kind == "list" else Ragged.from_nested(restored)
+    assert again.values.tolist() == x.values.tolist()
+    assert again.lengths.tolist() == x.lengths.tolist()
+
+
+def test_restore_by_hand():
+    """A left-padded prompt and a right-padded response: padding on both sides, and one hole."""
+    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 0, 1, 0]])
+    x = Ragged.from_padded(torch.arange(10).reshape(2, 5), mask=mask)
+    assert x.values.tolist() == [1, 2, 5, 6, 8]
+    assert x.lengths.tolist() == [2, 3]
+    assert x.positions.tolist() == [0, 1, 0, 1, 2]
+    assert x.restore(-1).tolist() == [[-1, 1, 2, -1, -1], [5, 6, -1, 8, -1]]
+    assert x.to_padded(side="left", value=9).tolist() == [[9, 1, 2], [5, 6, 8]]
+    assert x.to_padded(side="right", value=9).tolist() == [[1, 2, 9], [5, 6, 8]]
+
+
+def test_one_sequence_without_batch():
+    x = Ragged.from_padded(torch.arange(4), lengths=torch.tensor(3), side="left", batch_dims=0)
+    assert x.values.tolist() == [1, 2, 3]
+    assert x.lengths.tolist() == [3]
+    assert x.restore(-1).tolist() == [-1, 1, 2, 3]
+    assert x.like(torch.ones(3, 2)).restore().shape == (4, 2)
+
+
+def test_left_and_right_lengths_by_hand():
+    values, lengths = torch.arange(6).reshape(2, 3), torch.tensor([1, 2], dtype=torch.int32)
+    left = Ragged.from_padded(values, lengths=lengths, side="left")
+    right = Ragged.from_padded(values, lengths=lengths)
+    assert left.values.tolist() == [2, 4, 5]
+    assert right.values.tolist() == [0, 3, 4]
+    assert left.restore(-1).tolist() == [[-1, -1, 2], [-1, 4, 5]]
+    assert right.restore(-1).tolist() == [[0, -1, -1], [3, 4, -1]]
+
+
+# ---------------------------------------------------------------------- conversion to another form
+
+
+@quick
+@given(case=cases(), side=st.sampled_from(["left", "right"]))
+def test_to_padded(case, side):
+    x, rows = case.read(), case.rows
+    width = max((len(row) for row in rows), default=0)
+    fill = int(case.slots.dtype == torch.bool) or -3
+    filler = torch.full(case.slots.shape[1:], fill, dtype=case.slots.dtype).tolist()
+    padded, mask = [], []
+    for row in rows:
+        pad = [filler] * (width - len(row))
+        padded.append(pad + row if side == "left" else row + pad)
+        mask.append([i >= len(pad) if side == "left" else i < len(row) for i in range(width)])
+    got = x.to_padded(side=side, value=fill)
+    assert got.tolist() == padded
+    assert got.shape == (len(rows), width, *case.slots.shape[1:])
+    assert got.dtype == case.slots.dtype
+    assert x.padding_mask(side=side).tolist() == mask
+    assert x.padding_mask(side=side).dtype == torch.bool
+
+
+@quick
+@given(case=cases(), layout=st.sampled_from([torch.strided, torch.jagged]))
+def test_to_nested(case, layout):
+    x = case.read()
+    if x.num_sequences == 0 and layout == torch.strided:
+        with pytest.raises(ValueError, match="at least one row"):
+            x.to_nested(layout)
+        return
+    nested = x.to_nested(layout)
+    assert nested.layout == layout
+    assert nested.dtype == case.slots.dtype
+    if x.num_sequences:
+        assert [row.tolist() for row in nested.unbind()] == case.rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("features", [(), (3,)])
+def test_every_sequence_empty(kind, features):
+    spans = {"padded": 0, "padded-mask": 3, "padded-lengths": 3, "jagged-gaps": 2}.get(kind, 0)
+    case = make(kind, [[False] * spans] * 2, features=features)
+    x = case.read()
+    assert x.values.shape == (0, *features)
+    assert x.lengths.tolist() == [0, 0]
+    assert x.offsets.tolist() == [0, 0, 0]
+    assert x.positions.tolist() == x.sequence_ids.tolist() == []
+    assert_close(x.sum(), torch.zeros(2, *features))
+    assert x.to_padded().shape == (2, 0, *features)
+    assert plain(x.restore(5)) == case.rebuilt([], torch.full(features, 5.0).tolist())
+    assert [row.shape for row in x.to_nested().unbind()] == [(0, *features)] * 2
+
+
+def test_no_sequences():
+    x = Ragged.from_padded(torch.ones(0, 4, 2), mask=torch.ones(0, 4, dtype=torch.bool))
+    assert x.restore().shape == (0, 4, 2)
+    assert x.to_padded().shape == (0, 0, 2)
+    assert x.sum().shape == (0, 2)
+    assert x.offsets.tolist() == [0]
+    empty = Ragged.from_nested(jagged(torch.ones(0, 2), [0]))
+    assert empty.restore().shape[0] == empty.num_sequences == 0
+    gaps = Ragged.from_nested(jagged(torch.ones(3), [0], []))
+    assert gaps.lengths.tolist() == []
+    assert gaps.restore(4).values().tolist() == [4, 4, 4]
+
+
+def test_features_of_size_zero():
+    rows = [torch.ones(2, 0), torch.ones(3, 0)]
+    for x in (Ragged.from_list(rows), Ragged.from_nested(torch.nested.nested_tensor(rows))):
+        assert x.values.shape == (5, 0)
+        assert x.lengths.tolist() == [2, 3]
+
+
+# ---------------------------------------------------------------------- nested tensors of torch
+
+
+def test_strided_that_is_not_contiguous():
+    a, b = torch.arange(24).reshape(3, 4, 2), torch.arange(16).reshape(2, 4, 2)
+    nested = torch.nested.nested_tensor([a, b]).transpose(2, 3)
+    assert not nested.is_contiguous()
+    x = Ragged.from_nested(nested)
+    assert x.lengths.tolist() == [3, 2]
+    assert plain(x.to_list()) == [a.transpose(1, 2).tolist(), b.transpose(1, 2).tolist()]
+    assert plain(x.restore()) == [a.transpose(1, 2).tolist(), b.transpose(1, 2).tolist()]
+
+
+def test_tokens_on_another_device_than_their_jagged_source():
+    """As a scorer lays them out: on the CPU, in the container of ids that are on an accelerator."""
+    source = Jagged(torch.tensor([0, 2, 5]).to("meta"), None)
+    tokens = Ragged(torch.arange(5), torch.tensor([2, 3]), source)
+    assert tokens.offsets.tolist() == [0, 2, 5]
+    assert tokens.positions.tolist() == [0, 1, 0, 1, 2]
+    own = Ragged.from_nested(jagged(torch.ones(5), [0, 2, 5]))
+    assert own.offsets is own.container.offsets  # where both are on one device torch can combine jagged tensors
+
+
+def test_jagged_feature_views():
+    a, b = torch.arange(24).reshape(3, 4, 2), torch.arange(16).reshape(2, 4, 2)
+    nested = torch.nested.nested_tensor([a, b], layout=torch.jagged)
+    assert Ragged.from_nested(nested.transpose(2, 3)).to_list()[1].tolist() == b.transpose(1, 2).tolist()
+    assert Ragged.from_nested(nested.narrow(2, 1, 2)).to_list()[0].tolist() == a[:, 1:3].tolist()
+    assert Ragged.from_nested(nested.chunk(2)[1]).to_list()[0].tolist() == b.tolist()
+
+
+def test_narrowed_jagged():
+    """``torch.nested.narrow`` leaves slots before the first row and after the last."""
+    dense = torch.arange(12).reshape(2, 6)
+    nested = torch.nested.narrow(dense, 1, torch.tensor([1, 2]), torch.tensor([2, 3]), layout=torch.jagged)
+    assert nested.offsets().tolist() == [1, 8, 11]
+    x = Ragged.from_nested(nested)
+    assert plain(x.to_list()) == [[1, 2], [8, 9, 10]]
+    assert x.offsets.tolist() == [0, 2, 5]
+    assert x.container.row_lengths.tolist() == [8, 4]
+    assert Ragged.from_slots(x.slots(), x.container, None).offsets.tolist() == [0, 8, 12]
+    restored = x.restore(-1)
+    assert restored.values().tolist() == [-1, 1, 2, -1, -1, -1, -1, -1, 8, 9, 10, -1]
+    assert plain(list((restored + nested).unbind())) == [[2, 4], [16, 18, 20]]
+    again = Ragged.from_slots(elements(12, dtype=torch.int64, start=0), x.container, x.keep)
+    assert again.lengths.tolist() == [2, 3]
+    assert again.values.tolist() == [1, 2, 8, 9, 10]
+
+
+@pytest.mark.parametrize("kind", ["jagged", "jagged-gaps"])
+def test_restored_jagged_combines_with_its_source(kind):
+    source = make(kind, [[True, True, kind == "jagged"], [True]]).source
+    x = Ragged.from_nested(source)
+    restored = x.like(10 * x.values).restore()
+    assert restored.offsets() is source.offsets()
+    assert restored.lengths() is source.lengths()
+    expected = [[11, 22, 33], [44]] if kind == "jagged" else [[11, 22], [44]]
+    assert plain(list((source + restored).unbind())) == expected
+
+
+def test_jagged_forms_of_the_same_sequences_combine():
+    x = Ragged.from_list([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+    y = x.like(10 * x.values)
+    total = x.to_nested(torch.jagged) + y.to_nested(torch.jagged)
+    assert plain(list(total.unbind())) == [[11, 22], [33]]
+    source = x.to_nested(torch.jagged)
+    total = source + Ragged.from_nested(source).to_nested(torch.jagged)
+    assert plain(list(total.unbind())) == [[2, 4], [6]]
+
+
+def test_jagged_keeps_its_known_minimum_and_maximum_length():
+    source = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
+    restored = Ragged.from_nested(source).restore()
+    assert (restored._maybe_min_seqlen, restored._maybe_max_seqlen) == (1, 3)
+    unknown = Ragged.from_nested(jagged(torch.ones(4), [0, 3, 4])).restore()
+    assert (unknown._maybe_min_seqlen, unknown._maybe_max_seqlen) == (None, None)
+
+
+def test_jagged_with_int32_offsets():
+    source = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 5], dtype=torch.int32))
+    x = Ragged.from_nested(source)
+    assert x.lengths.dtype == x.offsets.dtype == x.container.row_lengths.dtype == torch.int64
+    assert plain(x.to_list()) == [[0, 1], [2, 3, 4]]
+    assert x.restore().offsets() is source.offsets()
+
+
+def test_like_keeps_the_index_helpers():
+    x = Ragged.from_list([torch.ones(2), torch.ones(1)])
+    ids, positions = x.sequence_ids, x.positions
+    y = x.like(torch.ones(3, 2))
+    assert y.offsets is x.offsets
+    assert y.sequence_ids is ids
+    assert y.positions is positions
+    assert y.sum().tolist() == [[2, 2], [1, 1]]
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def test_segment_sum_by_hand():
+    values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+    assert segment_sum(values, torch.tensor([0, 2, 0, 1, 0])).tolist() == [[0, 0], [3, 30], [0, 0], [3, 30], [0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype):
+    """1000 ones: bfloat16 cannot count past 256 one by one, nor float16 past 2048."""
+    total = segment_sum(torch.ones(5000, dtype=dtype), torch.tensor([1000, 4000]))
+    assert total.tolist() == [1000, 4000]
+    assert total.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "total"), [(torch.bool, True, 3), (torch.int32, 2**31 - 1, 3 * (2**31 - 1))]
+)
+def test_integers_are_summed_in_int64(dtype, value, total):
+    got = segment_sum(torch.full((3,), value, dtype=dtype), torch.tensor([3]))
+    assert got.dtype == torch.int64
+    assert got.tolist() == [total]
+
+
+def test_a_nan_stays_in_its_sequence():
+    x = Ragged.from_list([torch.tensor([math.nan, 1.0]), torch.tensor([2.0])])
+    total = x.sum()
+    assert math.isnan(total[0])
+    assert total[1] == 2
+
+
+def test_containers_report_their_row_lengths():
+    dense = Dense(torch.Size([2, 3]), 4, torch.device("cpu"))
+    assert dense.row_lengths.tolist() == [4] * 6
+    rows = Rows(torch.tensor([2, 1]), torch.Size([2]))
+    assert plain(rows.build(torch.tensor([1, 2, 3]))) == [[1, 2], [3]]
+
+
+def test_the_first_elements_of_each_sequence():
+    x = Ragged.from_list([torch.ones(3), torch.ones(0), torch.ones(2)])
+    assert x.first(torch.tensor([1, 0, 2])).tolist() == [True, False, False, True, True]
+    assert x.first(torch.tensor([0, 0, 0])).tolist() == [False] * 5
+
+
+def test_a_mask_that_is_true_everywhere_is_dropped():
+    padded = torch.arange(6.0).reshape(2, 3)
+    x = Ragged.from_padded(padded, mask=torch.ones(2, 3, dtype=torch.bool))
+    assert x.keep is None
+    assert x.lengths.tolist() == [3, 3]
+    assert torch.equal(x.restore(fill=9), padded)
+
+
+def test_lengths_as_numbers_and_as_a_tensor():
+    for rows in (Rows([2, 0, 1], torch.Size([3])), Rows(torch.tensor([2, 0, 1]), torch.Size([3]))):
+        assert rows.row_sizes == [2, 0, 1]
+        assert rows.row_lengths.tolist() == [2, 0, 1]
+        assert rows.row_lengths.dtype == torch.int64
+        assert same_rows(rows, Rows([2, 0, 1], torch.Size([3])))
+        assert not same_rows(rows, Dense(torch.Size([3]), 1, torch.device("cpu")))
+    assert Rows([], torch.Size([0])).row_lengths.shape == (0,)

@@ -1,0 +1,446 @@
+"""``deterministic=True``: a sequence's scores have the same bits alone and in any pack; else the model is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from closeness import assert_near, needs_equal_rows
+from scoring_reference import plain_log_probs, random_sequences
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
+from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
+from torchrl_llm_kl.scoring._scores import Scores, read
+from torchrl_llm_kl.service._wire import Request, Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
+
+pytestmark = needs_equal_rows
+# Wide enough that products of different numbers of rows are summed in different orders.
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2500, "max_position_embeddings": 1024}
+LENGTHS = (150, 3, 67, 262)
+NAMES = ("log_prob", "entropy", "kl", "top_log_probs", "collision")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_model(**WIDE, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def other() -> nn.Module:
+    return tiny_model(**WIDE, initializer_range=0.1, seed=1)
+
+
+def rows_of(*lengths: int, seed: int = 0) -> list[Tensor]:
+    return random_sequences(*lengths, seed=seed, vocab=WIDE["vocab_size"]).to_list()
+
+
+class Packs:
+    """Random packs around the same rows: neighbours that share prefixes with them, copies and continuations, in any order."""
+
+    def __init__(self, mine: list[Tensor], vocab: int, longest: int = 200, seed: int = 0) -> None:
+        self.mine, self.vocab, self.longest = mine, vocab, longest
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def below(self, n: int) -> int:
+        return int(torch.randint(n, (1,), generator=self.rng))
+
+    def draw(self) -> tuple[list[Tensor], list[int]]:
+        """Rows, and where each of ``mine`` is among them."""
+        rows = list(self.mine)
+        for _ in range(self.below(7)):
+            start = self.mine[self.below(len(self.mine))]
+            start = start[: self.below(len(start) + 1)]  # nothing, a part, or all
+            end = torch.randint(self.vocab, (2 + self.below(self.longest),), generator=self.rng)
+            rows.append(torch.cat([start, end])[: self.longest + 2])
+        order = torch.randperm(len(rows), generator=self.rng).tolist()
+        return [rows[i] for i in order], [order.index(i) for i in range(len(self.mine))]
+
+
+def bits(scores: Scores, index: int) -> list[Tensor]:
+    found = {name: getattr(scores, name) for name in NAMES}
+    return [each.to_list()[index].detach() for each in found.values() if each is not None]
+
+
+def differing(scorer: LogProbScorer, packs: Packs, number: int, **options: Any) -> int:
+    """In how many packs the scores of a row have other bits than alone."""
+    alone = [bits(scorer.evaluate([row], **options), 0) for row in packs.mine]
+    count = 0
+    for i in range(number):
+        rows, places = packs.draw()
+        mask = [torch.rand(len(row), generator=packs.rng) < 0.5 if i % 3 else torch.ones(len(row)) > 0 for row in rows]
+        for place in places:
+            mask[place][:] = True
+        for each in mask:
+            each[0] = False
+        scores = scorer.evaluate(rows, mask, grad=i % 5 == 0 and scorer.adapters is True, **options)
+        for want, place in zip(alone, places, strict=True):
+            count += not all(torch.equal(a, b) for a, b in zip(bits(scores, place), want, strict=True))
+    return count
+
+
+# ---------------------------------------------------------------------- the promise
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(50, marks=pytest.mark.slow)])
+def test_bits_in_random_packs_and_the_normal_mode_as_a_control(model: nn.Module, other: nn.Module, number: int) -> None:
+    mine = rows_of(*LENGTHS)
+    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
+    fixed, reference = (LogProbScorer(each, deterministic=True) for each in (model, other))
+    vocab = WIDE["vocab_size"]
+    assert differing(fixed, Packs(mine, vocab), number, reference=reference, **options) == 0
+    assert differing(LogProbScorer(model), Packs(mine, vocab), 10, **options) > 0, (
+        "the data would not show a difference"
+    )
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "opt", "cohere"])
+def test_bits_of_windows_soft_caps_and_scaled_logits(family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=256)
+    mine = random_sequences(90, 3, 140).to_list()
+    scorer = LogProbScorer(model, deterministic=True, temperature=0.7)
+    assert differing(scorer, Packs(mine, VOCAB_SIZE, longest=200), 8, entropy=True) == 0
+    for row in mine:
+        want = plain_log_probs(model, Ragged.from_list([row]), temperature=0.7)
+        assert_near(scorer.score([row]).values, want.detach(), **FORWARD)
+
+
+def test_a_head_that_is_a_module(model: nn.Module) -> None:
+    model = copy.deepcopy(model)
+    model.lm_head.register_forward_hook(lambda _, __, out: out + 0)
+    scorer = LogProbScorer(model, deterministic=True)
+    assert scorer.path == "head"
+    assert differing(scorer, Packs(rows_of(40, 150), WIDE["vocab_size"]), 6, entropy=True) == 0
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(tiny_model(max_position_embeddings=256), config).eval()
+    base = LogProbScorer(tuned, adapters=False, deterministic=True)
+    mine = random_sequences(90, 140).to_list()
+    for scorer in (base, LogProbScorer(tuned, deterministic=True)):
+        assert differing(scorer, Packs(mine, VOCAB_SIZE, longest=100), 5) == 0
+    plain = LogProbScorer(tiny_model(max_position_embeddings=256), deterministic=True)
+    assert torch.equal(base.score(mine).values, plain.score(mine).values)
+
+
+def test_values_with_gradient_and_the_gradient(model: nn.Module) -> None:
+    rows = rows_of(*LENGTHS)
+    rows.append(torch.cat([rows[0][:100], rows[2]]))
+    weights = torch.randn(sum(map(len, rows)), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for scorer in (LogProbScorer(model), LogProbScorer(model, deterministic=True)):
+        found = scorer.score(rows, grad=True).values
+        gradients.append(torch.autograd.grad((found * weights).sum(), list(model.parameters())))
+    assert torch.equal(found.detach(), scorer.score(rows).values)
+    for want, gradient in zip(*gradients, strict=True):
+        assert_close(gradient, want, atol=1e-4 * float(want.abs().max()), rtol=1e-3)
+
+
+def test_checkpointed_layers_keep_the_bits() -> None:
+    model = tiny_model(max_position_embeddings=256)
+    scorer, rows = LogProbScorer(model, deterministic=True), random_sequences(100, 130, 20).to_list()
+    want = scorer.score(rows, grad=True).values
+    (gradient,) = torch.autograd.grad(want.sum(), [model.lm_head.weight])
+    body = torch.autograd.grad(scorer.score(rows, grad=True).values.sum(), list(model.model.layers.parameters()))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    found = scorer.score(rows, grad=True).values
+    assert torch.equal(found, want)
+    again = torch.autograd.grad(found.sum(), [model.lm_head.weight, *model.model.layers.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(again, [gradient, *body], strict=True))
+
+
+def test_cached_keys_and_values_give_the_same_bits(model: nn.Module) -> None:
+    scorer = LogProbScorer(model, deterministic=True)
+    full = rows_of(400, 333)
+    want = [scorer.score([row]).values for row in full]
+    for turn in (37, 101, 230, 333):  # the env's conversations grow, in changing company
+        company = rows_of(50 + turn // 2, seed=turn)
+        found = scorer.score([*company, *(row[:turn] for row in full)], remember=True).to_list()[1:]
+        for part, whole in zip(found, want, strict=True):
+            assert torch.equal(part, whole[:turn])
+    assert scorer.memory.tokens_recalled > 2 * 230
+    mask = [torch.arange(len(row)) >= 333 for row in full]  # only new tokens: all others are cached
+    assert torch.equal(scorer.score(full, mask, remember=True).to_list()[0][333:], want[0][333:])
+
+
+def test_the_attention_in_blocks_is_the_attention() -> None:
+    """With a past in the pack, a past outside, a window, soft-caps, sinks and grouped heads, against the pieces' own."""
+    rng = torch.Generator().manual_seed(0)
+    heads, groups, size, tokens = 4, 2, 8, 150
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    query, key, value = random(1, heads, tokens, size), random(1, groups, tokens, size), random(1, groups, tokens, size)
+    outside = [[(random(1, groups, n, size), random(1, groups, n, size))] for n in (70, 31)]
+    pieces = [
+        PackPiece(0, 70, -1, []),
+        PackPiece(70, 72, 0, []),
+        PackPiece(72, 149, -1, outside),
+        PackPiece(149, 150, 1, []),
+    ]
+    module: Any = nn.Module()
+    for extra in ({}, {"sliding_window": 40}, {"softcap": 2.0}, {"s_aux": random(heads), "sliding_window": 90}):
+        found = []
+        for attend in (None, _invariant.attend):
+            layout = PackLayout(pieces, attend=attend, saving=_attention.saving())
+            _attention._ACTIVE.layout = layout
+            try:
+                found.append(_attention._attention(module, query, key, value, scaling=0.3, **extra)[0])
+            finally:
+                _attention._ACTIVE.layout = None
+        assert_close(found[1], found[0], atol=1e-12, rtol=0)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+class _Uniform(nn.Module):
+    def forward(self, input_ids: Tensor) -> tuple[Tensor]:
+        return (torch.zeros(*input_ids.shape, 4),)
+
+
+def _experts() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=VOCAB_SIZE, num_key_value_heads=2, num_local_experts=4, **sizes)
+    return MixtralForCausalLM(config).eval()
+
+
+def _alibi() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=1, n_head=4)).eval()
+
+
+def _compiled() -> nn.Module:
+    model = tiny_model()
+    model.model.layers[0].mlp.compile(backend="eager")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+@pytest.mark.parametrize(
+    ("build", "options", "reason"),
+    [
+        (tiny_model, {"dtype": torch.bfloat16}, "Qwen2ForCausalLM computes in torch.bfloat16"),
+        (lambda: tiny_model().bfloat16(), {}, "Qwen2ForCausalLM computes in torch.bfloat16"),
+        (tiny_model, {"share_prefixes": False}, "scored in padded batches: leave out share_prefixes=False"),
+        (tiny_model, {"probe": False}, "was not probed: leave out probe=False"),
+        (tiny_model, {"tokens_per_batch": 100}, "tokens_per_batch must be a multiple of 64"),
+        (_Uniform, {}, "_Uniform is scored by its own forward, on padded batches"),
+        (_alibi, {}, "BloomForCausalLM cannot attend within a pack"),
+        (_experts, {}, "MixtralForCausalLM runs .* on sizes that depend on the tokens, as a mixture of experts does"),
+        (_compiled, {}, "has compiled layers"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) or str(x)[:30],
+)
+def test_models_that_cannot_are_refused_with_the_reason(build: Any, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        LogProbScorer(build(), deterministic=True, **options)
+
+
+def test_a_model_on_another_device_or_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = LogProbScorer(tiny_model(), deterministic=True)
+    monkeypatch.setattr(_scorer, "model_device", lambda *_: torch.device("cuda:0"))
+    with pytest.raises(ValueError, match=r"is on cuda:0, and fixed shapes are known to suffice on a CPU only"):
+        scorer.score([[1, 2, 3]])
+    monkeypatch.undo()
+    monkeypatch.setattr(_invariant, "Ranks", lambda _: type("Two", (), {"groups": [object()]})())
+    with pytest.raises(ValueError, match="is wrapped or sharded over ranks"):
+        scorer.score([[1, 2, 3]])
+
+
+def _in_pieces(layout: PackLayout, past: Any, query: Tensor, *rest: Any) -> Tensor:
+    """The normal attention, cut by the places of pieces in the pack; the padding is a piece of its own."""
+    pieces, end = [replace(piece, kept=None) for piece in layout.pieces], layout.pieces[-1].last
+    if end < query.shape[2]:
+        pieces.append(PackPiece(end, query.shape[2], -1, []))
+    return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, query, *rest)
+
+
+@pytest.mark.parametrize("broken", ["packs", "attention", "head"])
+def test_the_check_finds_other_bits(broken: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of the three parts scores vary, and the check of the model says so."""
+    if broken == "packs":
+        monkeypatch.setattr(_passes, "pad_pack", lambda row, _: row)
+    elif broken == "attention":
+        monkeypatch.setattr(_passes, "attend", _in_pieces)
+    else:
+        monkeypatch.setattr(_probe, "read", lambda *args, **options: read(*args, **{**options, "tile": None}))
+    with pytest.raises(
+        ValueError, match="computes other bits for a sequence alone than in a pack: they differ by up to"
+    ):
+        LogProbScorer(model, deterministic=True)
+
+
+def test_a_change_of_threads_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = LogProbScorer(tiny_model(), deterministic=True)
+    calls = []
+    monkeypatch.setattr(_scorer, "find_variance", lambda *_: calls.append(1) or "computes other bits")
+    scorer.score([[1, 2, 3]])
+    assert not calls
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(ValueError, match="Qwen2ForCausalLM computes other bits"):
+            scorer.score([[1, 2, 3]])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("config", [{"dropout": 0.3}, {"dropout": 0.0, "layerdrop": 0.5}])
+def test_dropout_without_a_module_with_gradient(config: dict[str, Any]) -> None:
+    """OPT drops by functions, and whole layers."""
+    model = tiny_model("opt", **config)
+    scorer = LogProbScorer(model, deterministic=True)
+    model.train()
+    with pytest.raises(ValueError, match="drops activations at random"):
+        scorer.score([[3, 4, 5]], grad=True)
+    scorer.score([[3, 4, 5]])
+
+
+def test_autocast_around_a_call_is_refused() -> None:
+    scorer = LogProbScorer(tiny_model(), deterministic=True)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
+        scorer.score([[3, 4, 5]])
+
+
+def test_the_default_size_of_a_pack_may_be_named() -> None:
+    model = tiny_model()
+    scorer, reference = (
+        LogProbScorer(model, deterministic=True),
+        LogProbScorer(model, deterministic=True, tokens_per_batch=256),
+    )
+    kl = scorer.evaluate([[3, 4, 5]], reference=reference).kl
+    assert kl is not None
+    assert not kl.values.any()
+
+
+def test_dropout_with_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gpt2", resid_pdrop=0.1)
+    scorer = LogProbScorer(model.train(), deterministic=True)
+    scorer.score([[1, 2, 3]])  # in evaluation mode
+    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
+        scorer.score([[1, 2, 3]], grad=True)
+    attention = tiny_model(attention_dropout=0.1).train()
+    scorer = LogProbScorer(attention, deterministic=True)
+    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
+        scorer.score([[1, 2, 3]], grad=True)
+
+
+def test_no_other_budget_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    scorer = LogProbScorer(tiny_model(), deterministic=True)
+    monkeypatch.setattr(_run, "_attempt", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        scorer.score([[1, 2, 3]])
+    assert scorer.tokens_per_batch is None
+
+
+def test_an_exact_kl_needs_both_models_alike(model: nn.Module, other: nn.Module) -> None:
+    scorer = LogProbScorer(model, deterministic=True)
+    for reference in (LogProbScorer(other), LogProbScorer(other, deterministic=True, tokens_per_batch=128)):
+        with pytest.raises(ValueError, match="their difference in rounding would count as KL"):
+            scorer.evaluate([[1, 2, 3]], reference=reference)
+
+
+# ---------------------------------------------------------------------- where the setting arrives
+
+
+def batch_of(rows: list[Tensor], prompt: int) -> TensorDict:
+    full = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
+    real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True) > 0
+    tokens = TensorDict(prompt=full[:, :prompt], full=full, batch_size=[len(rows)])
+    masks = TensorDict(all_attention_mask=real, all_assistant_mask=real & (torch.arange(full.shape[1]) >= prompt))
+    reward = TensorDict(reward=torch.arange(float(len(rows))).unsqueeze(-1), batch_size=[len(rows)])
+    return TensorDict(tokens=tokens, masks=masks.auto_batch_size_(1), next=reward, batch_size=[len(rows)])
+
+
+def answers() -> tuple[list[Tensor], int]:
+    """Four answers of different lengths to each of two prompts."""
+    first, second, *ends = rows_of(75, 75, 3, 61, 200, 118, 20, 33, 64, 9, seed=3)
+    return [torch.cat([start, end]) for start, end in zip([first] * 4 + [second] * 4, ends, strict=True)], 75
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+def test_kl_of_a_model_with_its_copy_is_0_in_any_split(estimator: Any, model: nn.Module) -> None:
+    rows, prompt = answers()
+    kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, deterministic=True)
+    found = {}
+    for step in (1, 3, 8):
+        parts = [kl(batch_of(rows[i : i + step], prompt)) for i in range(0, 8, step)]
+        assert all(float(part["next", "kl_penalty"].abs().max()) == 0.0 for part in parts)
+        found[step] = [row for part in parts for row in part["next", "log_probs", "full"].unbind(0)]
+    for i, row in enumerate(rows):
+        assert torch.equal(found[1][i][: len(row)], found[8][i][: len(row)])
+        assert torch.equal(found[3][i][: len(row)], found[8][i][: len(row)])
+
+
+def test_the_first_ratio_of_a_step_is_1(model: nn.Module) -> None:
+    """Old log-probs of the whole batch without gradient, current ones of a micro-batch with: equal to the last bit."""
+    rows, prompt = answers()
+    parts = make_algorithm(
+        "grpo", copy.deepcopy(model), reference=model, group_size=4, loss_args={"deterministic": True}
+    )
+    assert isinstance(parts.kl_transform, (RetrieveKL, RetrieveLogProb))
+    assert parts.loss.scorer.deterministic
+    batch = parts.prepare(batch_of(rows, prompt))
+    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows, prompt))[
+        "next", "log_probs", "full"
+    ]
+    for i, row in enumerate(rows):
+        mask = torch.arange(len(row)) >= prompt
+        current = parts.loss.scorer.score([row], mask, grad=True).values
+        assert torch.equal(current.detach(), old[i, : len(row)])
+    assert torch.isfinite(parts.loss(batch[2:4]).total_loss)
+
+
+def test_settings_reach_every_scorer() -> None:
+    model = tiny_model()
+    kl = RetrieveKL(model, model, deterministic=True)
+    assert kl.deterministic
+    assert [part.scorer.deterministic for part in (kl[0], kl[1])] == [True, True]
+    kl.deterministic = False
+    assert [part.scorer.deterministic for part in (kl[0], kl[1])] == [False, False]
+    loss = PolicyLoss(model, "ppo", deterministic=True, reference=model)
+    assert loss.scorer.deterministic
+    assert loss._reference_scorer is not None
+    assert loss._reference_scorer.deterministic
+    assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic
+    with pytest.raises(ValueError, match=r"own settings: set \['deterministic'\] there"):
+        PolicyLoss(LogProbScorer(model), "ppo", deterministic=True)
+    with pytest.raises(
+        ValueError, match="reference is a scorer with deterministic=False, and the actor has deterministic=True"
+    ):
+        make_algorithm("grpo", model, reference=LogProbScorer(model), group_size=2, loss_args={"deterministic": True})
+
+
+def test_a_service_scores_requests_that_arrive_together_with_the_same_bits(model: nn.Module) -> None:
+    core = ScoringCore(TransformersEngine(model))
+    rows = rows_of(150, 20, 90)
+
+    def request(row: Tensor) -> Request:
+        settings = Settings(deterministic=True)
+        sent = Request.of(row, torch.tensor([len(row)]), None, settings, version=None, caller="")
+        return Request.unpack(sent.pack())
+
+    want = [LogProbScorer(model, deterministic=True).score([row]).values[1:] for row in rows]
+    for found, expected in zip(core.score([request(row) for row in rows]), want, strict=True):
+        assert not isinstance(found, Exception)
+        assert torch.equal(torch.as_tensor(found.log_prob), expected)

@@ -1,0 +1,588 @@
+"""Remembered scores: what hits, what misses, and that a hit is the first computation bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_scorer_wrapper import FakeBackend, engine
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchrl.modules.llm import TransformersWrapper
+
+from closeness import assert_near, rows_keep_their_bits
+from scoring_reference import plain_log_probs, random_mask, random_sequences
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    ReferenceUpdater,
+    RememberedModel,
+    SamplerMismatchWarning,
+    Sampling,
+    Scores,
+    ScoreStore,
+    VersionedScores,
+    fingerprint_of,
+    prepare_reference,
+)
+from torchrl_llm_kl.scoring._store import _encode, _Record
+from toy_models import FORWARD, tiny_model
+from toy_tokenizer import build_tokenizer
+
+SEQUENCES = random_sequences(9, 1, 12, 0, 5)
+
+
+def forwards(model: nn.Module) -> list[int]:
+    """Grows with each forward of the model."""
+    calls: list[int] = []
+    layers = [module for name, module in model.named_modules() if name.endswith("layers.0")]
+    layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def is_forwarded(scorer: Any, calls: list[int], *args: Any, **options: Any) -> bool:
+    """Whether a call runs the model."""
+    before = len(calls)
+    scorer.evaluate(*args, **options)
+    return len(calls) > before
+
+
+# ------------------------------------------------------------------ hits
+
+
+def test_the_second_epoch_makes_no_forward(tmp_path: Path) -> None:
+    model = tiny_model()
+    calls, reference = forwards(model), RememberedModel(model, tmp_path)
+    scorer, mask = reference.make_scorer(temperature=0.7), random_mask(SEQUENCES)
+    first = scorer.score(SEQUENCES, mask)
+    assert_near(first.values, plain_log_probs(model, SEQUENCES, mask, temperature=0.7).detach(), **FORWARD)
+    assert torch.equal(first.values, LogProbScorer(model, temperature=0.7).score(SEQUENCES, mask).values)
+    done = len(calls)
+
+    again = scorer.score(SEQUENCES, mask)
+    assert torch.equal(again.values, first.values)
+    assert again.values.dtype == first.values.dtype
+    shuffled = scorer.score(
+        [row.tolist() for row in SEQUENCES.to_list()[::-1]],
+        Ragged.from_list(SEQUENCES.like(mask).to_list()[::-1]).values,
+    )
+    assert torch.equal(torch.cat(shuffled.to_list()[::-1]), first.values)
+    assert len(calls) == done
+    assert reference.store.tokens_recalled == 2 * int(mask.sum())
+
+
+def test_another_run_makes_no_forward_either(tmp_path: Path) -> None:
+    mask = random_mask(SEQUENCES)
+    first = RememberedModel(tiny_model(), tmp_path)
+    want = first.make_scorer().evaluate(SEQUENCES, mask, entropy=True)
+    first.store.flush()
+
+    model = tiny_model()
+    calls, second = forwards(model), RememberedModel(model, tmp_path)
+    scorer = second.make_scorer()
+    done = len(calls)  # of the scorer's check of the model
+    found = scorer.evaluate(SEQUENCES, mask, entropy=True)
+    assert len(calls) == done
+    assert torch.equal(found.log_prob.values, want.log_prob.values)
+    assert found.entropy is not None
+    assert want.entropy is not None
+    assert torch.equal(found.entropy.values, want.entropy.values)
+
+
+def test_only_what_is_missing_is_forwarded(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    some, every = random_mask(SEQUENCES, keep=0.3), SEQUENCES.positions > 0
+    first = scorer.score(SEQUENCES, some).values
+    both = scorer.score(SEQUENCES, every).values
+    assert torch.equal(both[some], first[some])
+    assert_near(both, plain_log_probs(model, SEQUENCES).detach(), **FORWARD)
+
+    lengths: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda _, args, options: lengths.append((options.get("input_ids") if not args else args[0]).numel()),
+        with_kwargs=True,
+    )
+    longer = [*SEQUENCES.to_list(), torch.tensor([3, 4, 5])]
+    scorer.score(longer)
+    assert lengths == [2]
+
+
+def test_log_probs_are_found_when_entropies_are_requested_too(tmp_path: Path) -> None:
+    model = tiny_model()
+    calls, scorer = forwards(model), RememberedModel(model, tmp_path).make_scorer()
+    first = scorer.score(SEQUENCES).values
+    both = scorer.evaluate(SEQUENCES, entropy=True)
+    assert torch.equal(both.log_prob.values, first)
+    want = LogProbScorer(model).evaluate(SEQUENCES, entropy=True).entropy
+    assert want is not None
+    assert torch.equal(both.entropy.values, want.values)
+    assert not is_forwarded(scorer, calls, SEQUENCES, entropy=True)
+
+
+def test_a_float64_model_and_a_padded_batch(tmp_path: Path) -> None:
+    model = tiny_model().double()
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    ids, real = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4]]), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    first, again = (scorer.score(ids, attention_mask=real).restore() for _ in range(2))
+    assert first.dtype == torch.float64
+    assert first.shape == ids.shape
+    assert torch.equal(first, again)
+    assert torch.equal(first, LogProbScorer(model).score(ids, attention_mask=real).restore())
+
+
+def test_copies_and_pickles_share_the_folder(tmp_path: Path) -> None:
+    reference = RememberedModel(tiny_model(), tmp_path)
+    reference.make_scorer().score(SEQUENCES)
+    reference.store.flush()
+    for twin in (copy.deepcopy(reference), pickle.loads(pickle.dumps(reference))):
+        calls, scorer = forwards(twin.model), twin.make_scorer()
+        assert not is_forwarded(scorer, calls, SEQUENCES)
+
+
+# ------------------------------------------------------------------ misses
+
+
+def one_step(model: nn.Module) -> None:
+    """An optimiser's step that changes one weight in place."""
+    weight = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[3, 5] += 0.5
+
+
+def through_data(model: nn.Module) -> None:
+    """As weight updaters do: no version counter moves."""
+    for parameter in model.parameters():
+        parameter.data.mul_(1.01)
+
+
+def replaced(model: nn.Module) -> None:
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach() * 1.5)
+
+
+def config(model: nn.Module) -> None:
+    model.config.logits_scaling = 2.0
+
+
+@pytest.mark.parametrize("change", [one_step, through_data, replaced, config])
+def test_a_changed_model_misses(tmp_path: Path, change: Callable[[nn.Module], None]) -> None:
+    model = tiny_model("granite")
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    before = scorer.score(SEQUENCES).values
+    saved = copy.deepcopy(model)
+    change(model)
+    after = scorer.score(SEQUENCES).values
+    assert torch.equal(after, LogProbScorer(model).score(SEQUENCES).values)
+    assert not torch.equal(after, before)
+    old = RememberedModel(saved, scorer.model.store).make_scorer()
+    calls = forwards(saved)
+    assert not is_forwarded(old, calls, SEQUENCES)
+    assert torch.equal(old.score(SEQUENCES).values, before)
+
+
+def test_a_few_weights_changed_through_data_miss_after_forget(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    scorer.score(SEQUENCES)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 1] += 3.0
+    scorer.forget()
+    assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(model).score(SEQUENCES).values)
+
+
+def test_a_reference_that_follows_the_policy_misses(tmp_path: Path) -> None:
+    reference, policy = tiny_model(seed=0), tiny_model(seed=1)
+    scorer = RememberedModel(reference, tmp_path).make_scorer()
+    updater = ReferenceUpdater(reference, policy, decay=0.5)
+    for _ in range(3):
+        updater.step()
+        assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(reference).score(SEQUENCES).values)
+    assert scorer.model.store.tokens_recalled == 0
+
+
+def test_a_wrapper_whose_model_is_replaced_misses(tmp_path: Path) -> None:
+    wrapper = TransformersWrapper(tiny_model(), tokenizer=build_tokenizer(), generate=False, input_mode="tokens")
+    scorer = RememberedModel(wrapper, tmp_path).make_scorer()
+    scorer.score(SEQUENCES)
+    wrapper.model = tiny_model(seed=1)
+    assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(wrapper.model).score(SEQUENCES).values)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"dtype": torch.bfloat16},
+    *([{"deterministic": True}] if rows_keep_their_bits() else []),
+]
+
+
+def test_other_settings_and_other_tokens_miss(tmp_path: Path) -> None:
+    model = tiny_model()
+    calls, reference = forwards(model), RememberedModel(model, tmp_path)
+    for settings in SETTINGS:
+        scorer = reference.make_scorer(**settings)
+        assert is_forwarded(scorer, calls, SEQUENCES), settings
+        assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(model, **settings).score(SEQUENCES).values)
+    for settings in SETTINGS:
+        assert not is_forwarded(reference.make_scorer(**settings), calls, SEQUENCES)
+    scorer = reference.make_scorer()
+    ids = SEQUENCES.values.clone()
+    ids[1] += 1
+    assert is_forwarded(scorer, calls, SEQUENCES.like(ids))
+    narrow = reference.make_scorer(dtype=torch.bfloat16).score(SEQUENCES).values
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scorer.score(SEQUENCES).values, narrow)
+        assert is_forwarded(scorer, calls, SEQUENCES.like(ids))
+
+
+def test_a_setting_changed_later_is_what_is_scored_and_stored(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer(temperature=0.7)
+    changes: list[tuple[str, Any, Sampling]] = [
+        ("temperature", 2, Sampling(2.0)),
+        ("sampling", Sampling(0.5, top_k=60), Sampling(0.5, top_k=60)),
+        ("temperature", 1.5, Sampling(1.5, top_k=60)),
+        ("sampling", None, Sampling(1.5)),
+        ("temperature", None, Sampling()),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SamplerMismatchWarning)
+        wanted = {each: LogProbScorer(model, sampling=each).score(SEQUENCES).values for *_, each in changes}
+        assert not torch.equal(wanted[Sampling()], wanted[Sampling(2.0)])
+        scorer.score(SEQUENCES)
+        for name, value, sampling in changes:
+            setattr(scorer, name, value)
+            assert (scorer.sampling, scorer.temperature) == (sampling, sampling.temperature)
+            assert torch.equal(scorer.score(SEQUENCES).values, wanted[sampling])
+            scorer.inner.temperature = 0.25  # past the scorer
+            assert scorer.temperature == 0.25
+            cold = LogProbScorer(model, sampling=scorer.sampling).score(SEQUENCES).values
+            assert torch.equal(scorer.score(SEQUENCES).values, cold)
+            scorer.inner.temperature = sampling.temperature
+        scorer.model.store.flush()
+        calls, again = forwards(model), RememberedModel(model, tmp_path)
+        for sampling, values in wanted.items():
+            other = again.make_scorer(sampling=sampling)
+            done = len(calls)  # of the scorer's check of the model
+            assert torch.equal(other.score(SEQUENCES).values, values)
+            assert len(calls) == done
+
+
+def test_a_setting_of_the_inner_scorer_is_stored_under_what_it_is(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    scorer.inner.dtype = torch.bfloat16
+    narrow = scorer.score(SEQUENCES).values
+    plain = RememberedModel(model, scorer.model.store).make_scorer().score(SEQUENCES).values
+    assert torch.equal(plain, LogProbScorer(model).score(SEQUENCES).values)
+    assert not torch.equal(plain, narrow)
+
+
+def test_settings_that_are_fixed(tmp_path: Path) -> None:
+    scorer = RememberedModel(tiny_model(), tmp_path).make_scorer()
+    before = scorer.score(SEQUENCES).values
+    for name, value in {
+        "adapters": False,
+        "dtype": torch.bfloat16,
+        "deterministic": True,
+        "tokens_per_batch": 64,
+        "memory": 0,
+        "model": tiny_model(seed=1),
+        "path": "full",
+        "temprature": 2.0,
+    }.items():
+        with pytest.raises(AttributeError, match=f"{name} of a RememberedScorer is fixed: build another"):
+            setattr(scorer, name, value)
+    for name, value in {"temperature": 0.0, "sampling": "greedy"}.items():
+        with pytest.raises((ValueError, TypeError), match=f"{name} must be a"):
+            setattr(scorer, name, value)
+    assert scorer.sampling == Sampling()
+    assert torch.equal(scorer.score(SEQUENCES).values, before)
+
+
+def test_adapters_miss(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    reference = RememberedModel(model, tmp_path)
+    active, base = reference.make_scorer(), reference.make_scorer(adapters=False)
+    first = active.score(SEQUENCES).values
+    assert torch.equal(base.score(SEQUENCES).values, LogProbScorer(model, adapters=False).score(SEQUENCES).values)
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scaling", None), dict):
+            layer.scaling["default"] *= 2
+    assert torch.equal(active.score(SEQUENCES).values, LogProbScorer(model).score(SEQUENCES).values)
+    assert not torch.equal(active.score(SEQUENCES).values, first)
+
+
+def test_another_tokenizer_misses(tmp_path: Path) -> None:
+    def scored(**options: Any) -> int:
+        tokenizer = build_tokenizer(**options)
+        wrapper = TransformersWrapper(tiny_model(), tokenizer=tokenizer, generate=False, input_mode="tokens")
+        reference = RememberedModel(wrapper, tmp_path)
+        reference.make_scorer().score(SEQUENCES)
+        reference.store.flush()
+        return reference.store.tokens_recalled
+
+    everything = int((SEQUENCES.positions > 0).sum())
+    assert [scored(), scored(), scored(merges=[("h", "i")]), scored()] == [0, everything, 0, everything]
+
+
+class Scaled(nn.Module):
+    """Logits that depend on an attribute."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.weight = scale, nn.Parameter(torch.linspace(0, 1, 97))
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((self.weight * self.scale).expand(*input_ids.shape, 97),)
+
+
+class Doubled(Scaled):
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return (super().forward(input_ids)[0] * 2,)
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+def test_models_of_equal_weights_and_other_behaviour_miss(tmp_path: Path) -> None:
+    models, store = [Scaled(1.0), Scaled(2.0), Doubled(1.0)], ScoreStore(tmp_path)
+    Doubled.__qualname__, name = Scaled.__qualname__, Doubled.__qualname__
+    try:
+        found = [RememberedModel(model, store).make_scorer().score(SEQUENCES).values for model in models]
+    finally:
+        Doubled.__qualname__ = name
+    assert not torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
+    assert store.tokens_recalled == 0
+
+
+# ------------------------------------------------------------------ another backend, and errors
+
+
+def test_another_backend_needs_a_stated_fingerprint(tmp_path: Path) -> None:
+    module = tiny_model()
+    backend = engine(module)
+    wrapper = FakeBackend(backend, tokenizer_kwargs={"padding": True})
+    with pytest.raises(TypeError, match="FakeBackend holds no weights in this process: state what they are"):
+        RememberedModel(wrapper, tmp_path)
+    scorer = RememberedModel(wrapper, tmp_path, fingerprint="step 100").make_scorer()
+    first = scorer.score(SEQUENCES)
+    assert_near(first.values, plain_log_probs(module, SEQUENCES).detach(), **FORWARD)
+    sent = len(backend.requests)
+    assert torch.equal(scorer.score(SEQUENCES).values, first.values)
+    assert len(backend.requests) == sent
+    RememberedModel(wrapper, scorer.model.store, fingerprint="step 200").make_scorer().score(SEQUENCES)
+    assert len(backend.requests) > sent
+    with pytest.raises(ValueError, match="returns log-probs only"):
+        scorer.evaluate(SEQUENCES, entropy=True)
+    with pytest.raises(ValueError, match=r"temperature=2\.0 cannot be applied by FakeBackend"):
+        scorer.temperature = 2.0
+    assert torch.equal(scorer.score(SEQUENCES).values, first.values)
+
+
+def test_errors_name_the_sequence_of_the_call(tmp_path: Path) -> None:
+    scorer = RememberedModel(tiny_model(), tmp_path).make_scorer()
+    scorer.score([[1, 2], [3, 4]])
+    with pytest.raises(ValueError, match="token id 97 at sequence 2, position 1"):
+        scorer.score([[1, 2], [3, 4], [5, 97]])
+    with pytest.raises(ValueError, match="the mask selects the first token of sequence 1"):
+        scorer.score([[1, 2], [3, 4]], [[False, True], [True, True]])
+    with pytest.raises(TypeError, match="model is a scorer: pass its model"):
+        RememberedModel(LogProbScorer(tiny_model()), tmp_path)
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, 7.0), (0, float("nan")), (1, -5.0), (1, float("inf"))])
+def test_scores_that_cannot_be_are_computed_again(tmp_path: Path, column: int, value: float) -> None:
+    """A shard with right checksums, and a log-prob above 0 or an entropy below."""
+    model = tiny_model()
+    written = RememberedModel(model, tmp_path)
+    want = written.make_scorer().evaluate([[1, 2, 3]], entropy=True)
+    scores = [want.log_prob.values.numpy(), want.entropy.values.numpy()]
+    keys = list(written.store._writer.waiting)
+    written.store.close()
+    (path,) = tmp_path.glob("*.safetensors")
+    mask = np.array([False, True, True])
+    changed = [x[mask] for x in scores]
+    changed[column] = np.array([changed[column][0], value], np.float32)
+    path.write_bytes(_encode([_Record(key, mask, x) for key, x in zip(keys, changed, strict=True)]))
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    with pytest.warns(UserWarning, match="is damaged and is not read .*expected numbers in"):
+        found = scorer.evaluate([[1, 2, 3]], entropy=True)
+    assert torch.equal(found.log_prob.values, want.log_prob.values)
+    assert torch.equal(found.entropy.values, want.entropy.values)
+
+
+def test_nan_is_never_stored(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    for _ in range(2):
+        with pytest.raises(ValueError, match="log-prob is nan"):
+            scorer.score(SEQUENCES)
+    scorer.model.store.flush()
+    assert scorer.model.store.num_bytes == 0
+
+
+@pytest.mark.parametrize("stated", [None, "step 100"])
+def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | None) -> None:
+    # Gloo has threads of its own, one of which may wait for Python's lock when this one waits for its end.
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        reference = RememberedModel(nn.parallel.DistributedDataParallel(tiny_model()), tmp_path, fingerprint=stated)
+        with pytest.raises(ValueError, match="wrapped or sharded over ranks, which would wait for one"):
+            reference.make_scorer().score(SEQUENCES)
+        with pytest.raises(ValueError, match="take the fingerprint of the model before"):
+            fingerprint_of(reference.model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_gradients_and_other_scores_come_from_the_model(tmp_path: Path) -> None:
+    model = tiny_model()
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    scorer.score(SEQUENCES)
+    assert scorer.score(SEQUENCES, grad=True).values.requires_grad
+    found = scorer.evaluate(SEQUENCES, top_k=3, moments=True)
+    assert found.top_indices is not None
+    assert found.collision is not None
+    pair = scorer.evaluate(SEQUENCES, reference=LogProbScorer(tiny_model(seed=1)))
+    assert pair.kl is not None
+
+
+# ------------------------------------------------------------------ a service that is pushed weights meanwhile
+
+
+class Service:
+    """A service's proxy, as scorers see it: weights have versions, and a push may come at any time."""
+
+    def __init__(self) -> None:
+        self.models = [tiny_model(seed=0), tiny_model(seed=1)]
+        self.version, self.requests = 0, 0
+        self.temperature, self.sampling, self.path = 1.0, Sampling(), "remote"
+        self.settings = SimpleNamespace(adapters=True, dtype=None, deterministic=False)
+        self.push_before_reply = self.push_after_reply = False
+
+    def make_scorer(self, **settings: Any) -> Service:
+        return self
+
+    def fingerprint(self) -> tuple[int, str] | None:
+        return self.version, fingerprint_of(self.models[self.version])
+
+    def begin(self, tokens: Ragged, mask: Any = None, **options: Any) -> Callable[[], Scores]:
+        self.requests += 1
+
+        def finish() -> Scores:
+            self.version |= self.push_before_reply
+            version = self.version
+            self.version |= self.push_after_reply
+            found = VersionedScores(*LogProbScorer(self.models[version]).evaluate(tokens, mask, **options))
+            found.version = version
+            return found
+
+        return finish
+
+    def evaluate(self, tokens: Ragged, mask: Any = None, **options: Any) -> Scores:
+        return self.begin(tokens, mask, **options)()
+
+
+@pytest.mark.parametrize("when", ["push_before_reply", "push_after_reply"])
+def test_a_push_during_a_call_stores_nothing_wrong(tmp_path: Path, when: str) -> None:
+    service = Service()
+    want = [LogProbScorer(model).score(SEQUENCES).values for model in service.models]
+    scorer = RememberedModel(service, tmp_path).make_scorer()
+    scorer.score(SEQUENCES.to_list()[:2])  # a part is known before the push
+    setattr(service, when, True)
+    during = scorer.evaluate(SEQUENCES)
+    assert during.version == (1 if when == "push_before_reply" else 0)
+    assert_near(during.log_prob.values, want[during.version], **FORWARD)
+    service.push_before_reply = service.push_after_reply = False
+    for version in (1, 0, 1):
+        service.version = version
+        assert_near(scorer.score(SEQUENCES).values, want[version], **FORWARD)
+    sent = service.requests
+    scorer.score(SEQUENCES)
+    assert service.requests == sent
+
+
+def test_the_request_is_sent_before_the_reply_is_awaited(tmp_path: Path) -> None:
+    service = Service()
+    finish = RememberedModel(service, tmp_path).make_scorer().begin(SEQUENCES)
+    assert service.requests == 1
+    assert_near(finish().log_prob.values, LogProbScorer(service.models[0]).score(SEQUENCES).values, **FORWARD)
+
+
+# ------------------------------------------------------------------ the fingerprint
+
+
+def test_a_fingerprint_is_stable(tmp_path: Path) -> None:
+    table = nn.Embedding.from_pretrained(torch.arange(6.0).view(2, 3))
+    assert fingerprint_of(table) == "bced6b2db7f567f83a97d7bdaf773397", "also in other processes and releases"
+    model = tiny_model()
+    found = fingerprint_of(model)
+    LogProbScorer(model).score(SEQUENCES)
+    model.train().requires_grad_(False)
+    assert fingerprint_of(model) == found
+    model.save_pretrained(tmp_path)
+    assert fingerprint_of(type(model).from_pretrained(tmp_path)) == found
+    wrapper = TransformersWrapper(model, tokenizer=build_tokenizer(), generate=False, input_mode="tokens")
+    assert fingerprint_of(wrapper) == found
+
+
+def test_any_change_of_a_tensor_changes_the_fingerprint() -> None:
+    model = tiny_model()
+    seen = {fingerprint_of(model)}
+    for name, parameter in model.named_parameters():
+        flat = parameter.data.view(-1)
+        before = flat[-1].clone()
+        flat[-1] = torch.nextafter(before, torch.tensor(9.0))
+        seen.add(fingerprint_of(model))
+        flat[-1] = before
+        assert parameter.dtype == torch.float32, name
+    assert len(seen) == 1 + len(list(model.named_parameters()))
+    assert fingerprint_of(model) in seen
+    others = [
+        copy.deepcopy(model).bfloat16(),
+        prepare_reference(copy.deepcopy(model), dtype=torch.int8),
+        tiny_model(rms_norm_eps=1e-3),
+        tiny_model("llama"),
+        nn.Sequential(model),
+    ]
+    seen |= {fingerprint_of(other) for other in others}
+    assert len(seen) == 1 + len(list(model.named_parameters())) + len(others)
+
+
+def test_tensors_that_are_views_scalars_or_empty() -> None:
+    module = nn.Module()
+    module.register_buffer("t", torch.arange(12.0).view(3, 4).t())
+    module.register_buffer("scalar", torch.tensor(3))
+    module.register_buffer("empty", torch.zeros(0, 2, dtype=torch.bfloat16))
+    module.register_buffer("flags", torch.tensor([True, False]))
+    twin = nn.Module()
+    for name, buffer in module.named_buffers():
+        twin.register_buffer(name, buffer.contiguous().clone())
+    assert fingerprint_of(module) == fingerprint_of(twin)
+    twin.get_buffer("flags")[1] = True
+    assert fingerprint_of(module) != fingerprint_of(twin)
+
+
+def test_weights_on_the_meta_device_have_no_fingerprint() -> None:
+    with pytest.raises(ValueError, match="meta device"):
+        fingerprint_of(nn.Linear(2, 2, device="meta"))
+
+
+def test_a_store_given_to_two_models(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    models = [tiny_model(seed=seed) for seed in (0, 1)]
+    for _ in range(2):
+        for model in models:
+            found = RememberedModel(model, store).make_scorer().score(SEQUENCES).values
+            assert torch.equal(found, LogProbScorer(model).score(SEQUENCES).values)
+    assert store.tokens_recalled * 2 == store.tokens_seen

@@ -1,0 +1,632 @@
+"""Routing of a mixture of experts: recorded and replayed, beside plain models whose routers are patched by hand."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_scorer_wrapper import FakeBackend, engine
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from checkpointed import enable, enable_and_wrap, in_own_code, wrap
+from closeness import assert_near
+from scoring_reference import assert_scores, body_tokens, conversation, ids
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.scoring import RememberedModel, Scores
+from torchrl_llm_kl.scoring._model import text_config
+from torchrl_llm_kl.scoring._routing import Routers, flat_record, tell_apart
+from toy_models import EXPERT_FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
+
+# Layers with a router, of three.
+LAYERS = {"mixtral": [0, 1, 2], "qwen3_moe": [0, 1], "gpt_oss": [0, 1, 2], "deepseek_v3": [1, 2]}
+EXPERTS, K = 6, 2
+ROWS = conversation()
+TOKENS = Ragged.from_list(ROWS)
+WEIGHTS = torch.linspace(-1, 2, len(TOKENS.values))
+# Two prompts, one of which two share and one continues, in a third of the tokens: for comparisons in float64.
+SOME = [ROWS[i] for i in (0, 1, 2, 6)]
+SOME_TOKENS = Ragged.from_list(SOME)
+
+
+class FullLogits(nn.Module):
+    """A model without a separate head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None) -> tuple[Tensor]:
+        return (self.inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits,)
+
+
+def make_scorer(model: nn.Module, kind: str) -> LogProbScorer:
+    if kind == "full":
+        with pytest.warns(UserWarning, match="full forward"):
+            return LogProbScorer(FullLogits(model))
+    # Packs of 23 tokens: shared prompts span several.
+    return LogProbScorer(model, tokens_per_batch=23, share_prefixes=kind == "packed")
+
+
+def in_float64(family: str) -> nn.Module:
+    model: Any = tiny_model(family).double()
+    model.set_experts_implementation("eager")  # the default has no float64
+    return model
+
+
+def routers(model: Any) -> list[nn.Module]:
+    blocks = [layer.mlp for layer in model.model.layers]
+    found = [getattr(block, "router", None) or getattr(block, "gate", None) for block in blocks]
+    return [router for router in found if router is not None]
+
+
+def perturbed(model: nn.Module, seed: int = 1, std: float = 0.5) -> nn.Module:
+    """A copy whose routers choose other experts."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    for router in routers(other):
+        noise = torch.randn(router.weight.shape, generator=generator, dtype=router.weight.dtype)
+        router.weight.data += std * noise
+    return other
+
+
+def weigh(family: str, model: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+    """The weights of chosen experts by the papers' formulas, not by transformers' operators."""
+    at = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, chosen, True)
+    if family in ("mixtral", "gpt_oss"):  # a softmax over the chosen ones alone
+        return logits.masked_fill(~at, -torch.inf).softmax(-1).gather(-1, chosen)
+    if family == "qwen3_moe":  # shares of the softmax over all, not normalised
+        return (logits - logits.logsumexp(-1, keepdim=True)).exp().gather(-1, chosen)
+    share = torch.where(at, logits.sigmoid(), 0)
+    return (model.config.routed_scaling_factor * share / share.sum(-1, keepdim=True)).gather(-1, chosen)
+
+
+def by_hand(family: str, model: nn.Module, rows: list[Tensor], records: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy ``[N]`` of a model whose routers use the experts ``[T, L, k]``, one sequence at a time."""
+    found: list[Tensor] = []
+    for row, record in zip(rows, records, strict=True):
+        for place, router in enumerate(routers(model)):
+
+            def forward(hidden: Tensor, router: Any = router, experts: Tensor = record, place: int = place) -> Any:
+                chosen = experts[:, place].long()
+                hidden = hidden.reshape(-1, router.hidden_dim)
+                logits = F.linear(hidden, router.weight, getattr(router, "bias", None))
+                return logits, weigh(family, model, logits, chosen), chosen
+
+            router.forward = forward
+        log_p = model(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
+        both = torch.stack([log_p.gather(-1, row[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], -1)
+        found.append(F.pad(both, (0, 0, 1, 0)))
+    for router in routers(model):
+        del router.__dict__["forward"]
+    return tuple(torch.cat(found).unbind(-1))  # type: ignore[return-value]
+
+
+def own_experts(model: nn.Module, rows: list[Tensor]) -> list[Tensor]:
+    """The experts ``[T, L, k]`` that the plain model chooses, one sequence at a time."""
+    found: list[Tensor] = []
+    seen: list[Tensor] = []
+    handles = [router.register_forward_hook(lambda *args: seen.append(args[2][2])) for router in routers(model)]
+    for row in rows:
+        seen.clear()
+        with torch.no_grad():
+            model(input_ids=row[None])
+        found.append(torch.stack(seen, 1))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def random_experts(rows: list[Tensor], layers: int, seed: int = 0) -> list[Tensor]:
+    """Different experts at each token; those of a shared token are the same if the sequences agree so far."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(len(row), layers, EXPERTS, generator=generator).argsort(-1)[..., :K] for row in rows]
+
+
+def gradients(model: nn.Module, *parts: Tensor) -> list[Tensor | None]:
+    total = sum((WEIGHTS[: len(part)].to(part.dtype) * part).sum() * (i + 1) for i, part in enumerate(parts))
+    return list(torch.autograd.grad(total, list(model.parameters()), allow_unused=True))
+
+
+def assert_same(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float = 0.0) -> None:
+    """Equal gradients, up to a share of the largest of each parameter: transformers' norms are in float32 in any model."""
+    for a, b in zip(found, expected, strict=True):
+        a, b = (torch.zeros(()) if x is None else x for x in (a, b))
+        assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+def flat(scores: Scores) -> tuple[Tensor, Tensor]:
+    assert scores.entropy is not None
+    return scores.log_prob.values, scores.entropy.values
+
+
+# ------------------------------------------------------------------ own routing
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_packs_of_a_mixture_are_exact(family: str) -> None:
+    model = tiny_model(family)
+    scorer = LogProbScorer(model, tokens_per_batch=23)
+    assert scorer.shares_prefixes
+    assert_scores(scorer, model, ROWS)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_record_is_what_the_model_chose(family: str, kind: str) -> None:
+    model = tiny_model(family)
+    mask = TOKENS.positions > 0
+    mask[TOKENS.sequence_ids == 4] = False  # not forwarded
+    found = make_scorer(model, kind).evaluate(TOKENS, mask, record_routing=True).routing
+    assert found is not None
+    assert found.values.dtype == torch.int8
+    for i, (record, want) in enumerate(zip(found.to_list(), own_experts(model, ROWS), strict=True)):
+        forwarded = 0 if i == 4 else len(want) - 1
+        assert torch.equal(record[:forwarded].sort(-1).values.long(), want[:forwarded].sort(-1).values)
+        assert bool((record[forwarded:] == -1).all())
+        assert record.shape[1:] == (len(LAYERS[family]), K)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_own_routing_replayed_changes_no_bit(family: str, kind: str) -> None:
+    model = tiny_model(family)
+    scorer = make_scorer(model, kind)
+    first = scorer.evaluate(TOKENS, entropy=True, record_routing=True, grad=True)
+    again = scorer.evaluate(TOKENS, entropy=True, routing=first.routing, grad=True)
+    for a, b in zip(flat(first), flat(again), strict=True):
+        assert torch.equal(a, b)
+    assert_same(gradients(model, *flat(again)), gradients(model, *flat(first)))
+    plain = scorer.evaluate(TOKENS, record_routing=True)
+    assert torch.equal(scorer.score(TOKENS, routing=plain.routing).values, plain.log_prob.values)
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_own_routing_replayed_in_half_precision(family: str) -> None:
+    model = tiny_model(family)
+    scorer = LogProbScorer(model, dtype=torch.bfloat16, tokens_per_batch=23)
+    first = scorer.evaluate(TOKENS, record_routing=True)
+    assert torch.equal(scorer.score(TOKENS, routing=first.routing).values, first.log_prob.values)
+
+
+# ------------------------------------------------------------------ other routing
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_flips_are_corrected(family: str, kind: str) -> None:
+    """The routing of A in B, whose routers differ: what B computes with A's experts and its own weights of them."""
+    sampler = in_float64(family)
+    model = perturbed(sampler)
+    scorer = make_scorer(model, kind)
+    records = own_experts(sampler, SOME)
+    flips = (torch.cat(own_experts(model, SOME)).sort(-1).values != torch.cat(records).sort(-1).values).any(-1)
+    assert 0.1 < float(flips.double().mean()) < 1
+    found = scorer.evaluate(SOME_TOKENS, routing=records, entropy=True, grad=True)
+    want = by_hand(family, model, SOME, records)
+    unforced = scorer.score(SOME_TOKENS).values
+    assert float((unforced - want[0].detach()).abs().max()) > 0.1
+    for a, b in zip(flat(found), want, strict=True):
+        assert_near(a.double(), b, size=16, dtype=torch.float32)
+    assert_same(gradients(model, *flat(found)), gradients(model, *want), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_random_experts_in_each_sequence(family: str, kind: str) -> None:
+    """Sequences with the same prompt and different experts do not share it."""
+    model = in_float64(family)
+    records = random_experts(SOME, len(LAYERS[family]))
+    scorer = make_scorer(model, kind)
+    found = scorer.evaluate(SOME_TOKENS, routing=records, entropy=True, grad=True)
+    want = by_hand(family, model, SOME, records)
+    for a, b in zip(flat(found), want, strict=True):
+        assert_near(a.double(), b, size=16, dtype=torch.float32)
+    assert_same(gradients(model, *flat(found)), gradients(model, *want), 1e-5)
+
+
+def test_prompts_are_shared_where_they_are_routed_alike() -> None:
+    model = tiny_model("mixtral")
+    scorer = LogProbScorer(model)
+    record = scorer.evaluate(TOKENS, record_routing=True).routing
+    assert record is not None
+    shared, apart = 37 + 16 + 18 + 12 + 10, sum(len(row) - 1 for row in ROWS)  # by hand, as in the tests of checkpoints
+    assert body_tokens(model, lambda: scorer.score(TOKENS)) == shared
+    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=record)) == shared
+    different = random_experts(ROWS, 3)
+    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=different)) == apart
+    # The last token of the prompt of the second group, of 18 tokens, in one of its two answers: 17 remain shared.
+    values = record.values.clone()
+    at = int(TOKENS.offsets[4]) + 17
+    values[at, 1] = (values[at, 1] + 1) % EXPERTS
+    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=values)) == shared + 1
+    # Recorded for the responses alone, prompts are shared as without a record.
+    responses = values.masked_fill((TOKENS.positions < 20)[:, None, None], -1)
+    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=responses)) == shared
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_tokens_and_layers_without_a_record(kind: str) -> None:
+    """-1 leaves the choice to the router, whose input depends on the experts before it."""
+    model, rows = in_float64("mixtral"), ROWS[:4]
+    tokens = Ragged.from_list(rows)
+    records = random_experts(rows, 3)
+    for record in records:
+        record[:20] = -1
+        record[:, 1] = -1
+    scorer = make_scorer(model, kind)
+    found = scorer.evaluate(tokens, routing=records, record_routing=True)
+    assert found.routing is not None
+    used = found.routing.to_list()
+    for record, chosen in zip(records, used, strict=True):
+        assert torch.equal(chosen[20:-1, [0, 2]].long(), record[20:-1, [0, 2]])
+        assert bool((chosen[:-1] >= 0).all())
+        chosen[-1] = torch.tensor([0, 1])  # not forwarded: any will do
+    want, _ = by_hand("mixtral", model, rows, used)
+    assert_near(found.log_prob.values.double(), want, size=16, dtype=torch.float32)
+    # The routers' own choices are those of a model with the recorded ones forced alone.
+    for place in (0, 1, 2):
+        free = torch.cat([record[:, place, 0] < 0 for record in records])
+        logits: list[Tensor] = []
+        handle = routers(model)[place].register_forward_hook(lambda *args, into=logits: into.append(args[2][0]))
+        with torch.no_grad():
+            by_hand("mixtral", model, rows, used)
+        handle.remove()
+        best = torch.cat(logits).topk(2, -1).indices
+        last = torch.cat([torch.arange(len(row)) == len(row) - 1 for row in rows])
+        chosen = torch.cat(used)[:, place].long()
+        assert torch.equal(chosen[free & ~last].sort(-1).values, best[free & ~last].sort(-1).values)
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_router_gradients_are_finite_differences(family: str) -> None:
+    model = in_float64(family)
+    scorer = LogProbScorer(model, tokens_per_batch=23)
+    records = random_experts(SOME, len(LAYERS[family]), seed=3)
+
+    def total(grad: bool = False) -> Tensor:
+        return (WEIGHTS[: len(SOME_TOKENS.values)] * scorer.score(SOME_TOKENS, routing=records, grad=grad).values).sum()
+
+    weights = [parameter for router in routers(model) for parameter in router.parameters()]
+    found = torch.autograd.grad(total(grad=True), weights)
+    # Some routers compute their softmax in float32: steps are large beside its rounding.
+    step, generator = 4e-3, torch.Generator().manual_seed(0)
+    for weight, gradient in zip(weights, found, strict=True):
+        direction = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        direction = direction / direction.norm()
+        values = []
+        for factor in (-2, -1, 1, 2):
+            weight.data += factor * step * direction
+            values.append(total().double())
+            weight.data -= factor * step * direction
+        fourth_order = (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step)
+        assert float(gradient.abs().max()) > 1e-3
+        assert_close((gradient * direction).sum(), fourth_order, atol=2e-3, rtol=2e-3)
+
+
+# ------------------------------------------------------------------ forms of a record
+
+
+def test_engines_forms() -> None:
+    """vLLM: an array for each sequence without its last token, with a place for each layer, dense ones too."""
+    model = tiny_model("deepseek_v3")
+    scorer = LogProbScorer(model)
+    want = scorer.evaluate(TOKENS, record_routing=True)
+    assert want.routing is not None
+    records = want.routing.to_list()
+    of_vllm = []
+    for record in records:
+        array = np.zeros((len(record) - 1, 3, K), dtype=np.uint8)
+        array[:, 1:] = record[:-1].numpy()
+        of_vllm.append(array)
+    model = perturbed(model)
+    scorer = LogProbScorer(model)
+    expected = scorer.score(TOKENS, routing=want.routing).values
+    assert not torch.equal(scorer.score(TOKENS).values, expected)
+    forms = [of_vllm, records, want.routing.values, torch.cat(records).long(), want.routing.to_nested()]
+    for form in forms:
+        assert torch.equal(scorer.score(TOKENS, routing=form).values, expected)
+    padded, real = TOKENS.to_padded(side="left"), TOKENS.padding_mask(side="left")
+    found = scorer.score(padded, attention_mask=real.long(), routing=want.routing.to_padded(side="left"))
+    assert torch.equal(found.values, expected)
+    assert torch.equal(scorer.score(padded, attention_mask=real.long(), routing=of_vllm).values, expected)
+
+
+def test_dtype_of_a_record() -> None:
+    assert Routers.of(tiny_model("mixtral", num_local_experts=128)).dtype == torch.int8
+    assert Routers.of(tiny_model("mixtral", num_local_experts=129)).dtype == torch.int16
+    model = tiny_model("mixtral", num_local_experts=130)
+    scorer = LogProbScorer(model)
+    first = scorer.evaluate([ROWS[0]], record_routing=True)
+    assert first.routing is not None
+    assert first.routing.values.dtype == torch.int16
+    assert torch.equal(scorer.score([ROWS[0]], routing=first.routing).values, first.log_prob.values)
+
+
+def test_tell_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(3, (200,), generator=generator)
+    record = torch.randint(2, (200, 2, 1), generator=generator).to(torch.int8)
+    found = tell_apart(values, None, record, record.long())
+    equal = (values[:, None] == values) & (record.flatten(1)[:, None] == record.flatten(1)).all(-1)
+    assert torch.equal(found[:, None] == found, equal)
+    assert tell_apart(values, None) is values
+
+
+# ------------------------------------------------------------------ with the rest of the scorer
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("checkpointed", [enable, wrap, enable_and_wrap], ids=lambda f: f.__name__)
+def test_checkpoints_replay(checkpointed: Any, reentrant: bool, share: bool) -> None:
+    """The recomputation in the backward replays too: gradients are those without checkpoints."""
+    records = random_experts(ROWS, 3)
+    expected, found = [], []
+    for into, change in ((expected, False), (found, True)):
+        model = tiny_model("mixtral").train()
+        scorer = LogProbScorer(model, share_prefixes=share, tokens_per_batch=23)
+        names = [name for name, _ in model.named_parameters()]
+        calls = []
+        handle = routers(model)[1].register_forward_pre_hook(lambda *_, into=calls: into.append(1))
+        if change:
+            checkpointed(model, reentrant)
+        scores = scorer.evaluate(TOKENS, routing=records, record_routing=True, grad=True)
+        forwards = len(calls)
+        (WEIGHTS * scores.log_prob.values).sum().backward()
+        gradient = [parameter.grad for parameter in model.parameters()]
+        assert (len(calls) > forwards) is change, "layers are computed again in the backward"
+        handle.remove()
+        assert scores.routing is not None
+        into += [scores.log_prob.values.detach(), scores.routing.values, dict(zip(names, gradient, strict=True))]
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert_same(list(found[2].values()), list(expected[2].values()), 1e-6)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_checkpoint_in_the_models_own_code_is_refused(share: bool) -> None:
+    model = tiny_model("mixtral").train()
+    in_own_code(model, reentrant=False)
+    scorer = LogProbScorer(model, share_prefixes=share)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="checkpoint in their own code"):
+            scorer.score(TOKENS, routing=random_experts(ROWS, 3), grad=True)
+
+
+def test_the_references_own_routing() -> None:
+    model = in_float64("mixtral")
+    ref = perturbed(model)
+    scorer, ref_scorer = LogProbScorer(model, tokens_per_batch=23), LogProbScorer(ref)
+    records, others = random_experts(ROWS, 3, seed=1), random_experts(ROWS, 3, seed=2)
+    for given in (None, others):
+        options = {} if given is None else {"ref_routing": given}
+        found = scorer.evaluate(TOKENS, routing=records, reference=ref_scorer, **options)
+        assert found.ref_log_prob is not None
+        assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, size=16, dtype=torch.float32)
+        want = ref_scorer.score(TOKENS, routing=given).values
+        assert_near(found.ref_log_prob.values, want, size=16, dtype=torch.float32)
+    same = scorer.evaluate(TOKENS, routing=records, reference=LogProbScorer(model), ref_routing=records)
+    assert same.kl is not None
+    assert_close(same.kl.values, torch.zeros_like(same.kl.values), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="no reference= is given"):
+        scorer.evaluate(TOKENS, ref_routing=records)
+
+
+def test_adapters_and_the_base_as_reference() -> None:
+    """The policy replays and its base, the same modules without adapters, routes by itself."""
+    peft = pytest.importorskip("peft")
+    plain = tiny_model("mixtral")
+    own = LogProbScorer(plain).score(TOKENS).values
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    policy = peft.get_peft_model(plain, peft.LoraConfig(**settings))
+    scorer, base = LogProbScorer(policy), LogProbScorer(policy, adapters=False)
+    first = scorer.evaluate(TOKENS, record_routing=True)
+    assert torch.equal(scorer.score(TOKENS, routing=first.routing).values, first.log_prob.values)
+    records = random_experts(ROWS, 3)
+    found = scorer.evaluate(TOKENS, routing=records, reference=base)
+    assert found.ref_log_prob is not None
+    assert_near(found.ref_log_prob.values, own, **FORWARD)
+    assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, **FORWARD)
+    assert float((found.log_prob.values - first.log_prob.values).abs().max()) > 0.1
+
+
+def test_the_cache_of_prefixes_is_left_alone() -> None:
+    """Cached keys and values are of the model's own routing."""
+    model = tiny_model("mixtral")
+    scorer, records = LogProbScorer(model), random_experts(ROWS, 3)
+    own = scorer.score(TOKENS, remember=True).values
+    want = LogProbScorer(model).score(TOKENS, routing=records).values
+    assert torch.equal(scorer.score(TOKENS, routing=records, remember=True).values, want)
+    assert_near(scorer.score(TOKENS, remember=True).values, own, **FORWARD)
+    assert scorer.memory.tokens_recalled > 0
+
+
+def test_a_remembered_model(tmp_path: Any) -> None:
+    model, records = tiny_model("mixtral"), random_experts(ROWS, 3)
+    want = LogProbScorer(model).score(TOKENS, routing=records).values
+    scorer = RememberedModel(model, tmp_path).make_scorer()
+    own = scorer.score(TOKENS).values
+    assert torch.equal(scorer.score(TOKENS, routing=records).values, want)
+    assert torch.equal(scorer.score(TOKENS).values, own)
+    assert scorer.evaluate(TOKENS, record_routing=True).routing is not None
+
+
+def test_nothing_stays_on_the_model() -> None:
+    model = tiny_model("mixtral")
+    enable(model, reentrant=False)
+    scorer, records = LogProbScorer(model), random_experts(ROWS, 3)
+    before = [(dict(m.__dict__), len(m._forward_hooks)) for m in model.modules()]
+    own = scorer.score(TOKENS).values
+    scorer.score(TOKENS, routing=records)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop")
+
+    handle = model.model.layers[2].mlp.gate.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        scorer.score(TOKENS, routing=records)
+    handle.remove()
+    assert [(dict(m.__dict__), len(m._forward_hooks)) for m in model.modules()] == before
+    assert torch.equal(scorer.score(TOKENS).values, own)
+
+
+def test_another_thread_routes_by_itself() -> None:
+    """A router that another thread calls during a replay chooses as it does otherwise."""
+    model = tiny_model("mixtral")
+    scorer, records = LogProbScorer(model), random_experts(ROWS, 3)
+    router, found = routers(model)[0], []
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    want = router(hidden)
+
+    def meanwhile(*_: Any) -> None:
+        if not found:
+            found.append(None)
+            thread = threading.Thread(target=lambda: found.append(router(hidden)))
+            thread.start()
+            thread.join()
+
+    handle = model.model.layers[1].register_forward_hook(meanwhile)
+    scorer.score(TOKENS, routing=records)
+    handle.remove()
+    assert all(torch.equal(a, b) for a, b in zip(found[1], want, strict=True))
+
+
+# ------------------------------------------------------------------ refused
+
+
+def olmoe() -> nn.Module:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return OlmoeForCausalLM(
+        OlmoeConfig(vocab_size=VOCAB_SIZE, num_experts=4, num_experts_per_tok=2, pad_token_id=None, **sizes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tiny_model("qwen2"), "Qwen2ForCausalLM is dense"),
+        (olmoe, "OlmoeTopKRouter weigh experts is not known here. Known are Mixtral"),
+    ],
+    ids=["dense", "unknown"],
+)
+@pytest.mark.parametrize("option", ["record_routing", "routing"])
+def test_models_that_are_refused(make: Any, message: str, option: str) -> None:
+    scorer = LogProbScorer(make())
+    value = True if option == "record_routing" else random_experts(ROWS, 1)
+    with pytest.raises(ValueError, match=message):
+        scorer.evaluate(TOKENS, **{option: value})
+
+
+def test_another_backend_is_refused() -> None:
+    scorer = LogProbScorer(FakeBackend(engine(tiny_model("mixtral"))))
+    with pytest.raises(ValueError, match="routing of FakeBackend cannot be recorded or replayed"):
+        scorer.evaluate(TOKENS, record_routing=True)
+
+
+def test_compiled_models_are_refused() -> None:
+    model = tiny_model("mixtral")
+    scorer = LogProbScorer(model)
+    model.model.layers[1].compile(backend="eager")
+    with pytest.raises(ValueError, match="MixtralForCausalLM has compiled parts"):
+        scorer.evaluate(TOKENS, record_routing=True)
+
+
+def test_a_router_that_was_changed_is_refused() -> None:
+    model = tiny_model("mixtral")
+    router = routers(model)[1]
+    router.register_forward_hook(lambda _, __, out: (out[0], 2 * out[1], out[2]))
+    with pytest.raises(ValueError, match="MixtralTopKRouter does not weigh experts as in transformers"):
+        LogProbScorer(model, probe=False).score(TOKENS, routing=random_experts(ROWS, 3))
+
+
+def test_a_router_that_is_not_called_is_refused() -> None:
+    model = tiny_model("mixtral")
+    model.model.layers[1].mlp.forward = lambda hidden: hidden
+    with pytest.raises(ValueError, match="MixtralTopKRouter of layer 1 was not called"):
+        LogProbScorer(model).evaluate(TOKENS, record_routing=True)
+
+
+def altered(change: Any) -> Any:
+    records = random_experts(ROWS, 3)
+    changed = change(records)
+    return records if changed is None else changed
+
+
+def put(row: int, place: tuple[int, ...], value: list[int]) -> Any:
+    def change(records: list[Tensor]) -> None:
+        records[row][place] = torch.tensor(value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda r: [x[:, :2] for x in r],
+            "the record has 2 layers, and MixtralForCausalLM has 3: expected one for each",
+        ),
+        (lambda r: [x[..., :1] for x in r], "has 1 experts for each token and layer, and MixtralForCausalLM chooses 2"),
+        (lambda r: r[:-1], "the record has 7 sequences, the tokens have 8"),
+        (
+            lambda r: [*r[:2], r[2][:-2], *r[3:]],
+            r"sequence 2 has shape \(39, 3, 2\): expected \(41, layers, experts\), or 40",
+        ),
+        (lambda r: torch.cat(r)[1:], r"shape \(195, 3, 2\): expected \(196, layers, experts\)"),
+        (lambda r: torch.cat(r).float(), "holds torch.float32: expected integers"),
+        (
+            put(1, (5, 2), [6, 0]),
+            r"experts \[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5",
+        ),
+        (
+            put(1, (5, 2), [-56, -100]),  # ids that were stored in too narrow a type
+            r"experts \[-56, -100\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5, or -1",
+        ),
+        (put(3, (7, 0), [-1, 0]), r"\[-1, 0\] at sequence 3, position 7, layer 0: expected either all experts"),
+        (put(0, (2, 1), [4, 4]), r"\[4, 4\] at sequence 0, position 2, layer 1: expected 2 different experts"),
+    ],
+)
+def test_records_that_are_refused(change: Any, message: str) -> None:
+    scorer = LogProbScorer(tiny_model("mixtral"))
+    with pytest.raises(ValueError, match=message):
+        scorer.score(TOKENS, routing=altered(change))
+
+
+def test_tokens_that_need_no_forward_are_not_checked() -> None:
+    """Engines fill the place of the last token with zeros."""
+    scorer = LogProbScorer(tiny_model("mixtral"))
+    want = random_experts(ROWS, 3)
+    filled = [record.clone() for record in want]
+    for record in filled:
+        record[-1] = 0
+    assert torch.equal(scorer.score(TOKENS, routing=filled).values, scorer.score(TOKENS, routing=want).values)
+
+
+def test_an_empty_mask_and_flat_records() -> None:
+    scorer = LogProbScorer(tiny_model("mixtral"))
+    nothing = torch.zeros_like(TOKENS.positions, dtype=torch.bool)
+    found = scorer.evaluate(TOKENS, nothing, routing=random_experts(ROWS, 3), record_routing=True)
+    assert found.routing is not None
+    assert bool((found.routing.values == -1).all())
+    assert flat_record([torch.zeros(0, 3, 2, dtype=torch.int8)], Ragged.from_list([ids(1, 0)])).tolist() == [
+        [[-1] * 2] * 3
+    ]
+
+
+def test_the_configuration_of_the_language_model() -> None:
+    from transformers import Gemma3Config
+
+    class Multimodal(nn.Module):
+        config = Gemma3Config(text_config={"num_hidden_layers": 3}, vision_config={"num_hidden_layers": 5})
+
+    assert text_config(Multimodal()).num_hidden_layers == 3

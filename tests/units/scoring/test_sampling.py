@@ -1,0 +1,566 @@
+"""Scores of a truncated sampler: beside masked softmaxes of the plain model's logits; and whether a sampler is known."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from closeness import assert_near, needs_equal_rows
+from scoring_reference import ids, plain_log_probs, random_mask, random_sequences
+from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    RememberedModel,
+    SamplerMismatchWarning,
+    Sampling,
+    as_sampling,
+    warn_of_mismatch,
+)
+from torchrl_llm_kl.scoring._sampling import mismatch_of, sampler_of
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
+
+SAMPLINGS = [
+    Sampling(0.7, top_k=5),
+    Sampling(1.3, top_p=0.8),
+    Sampling(0.5, min_p=0.1),
+    Sampling(0.9, top_k=20, top_p=0.9, min_p=0.02),
+    Sampling(2.0, top_p=0.999),  # nearly all: whole rows of the head
+]
+
+
+class FullLogits(nn.Module):
+    """A model without a separate head."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None):
+        return (self.inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits,)
+
+
+def plain_logits(model, row):
+    """Logits that predict each token but the first; ``[T - 1, V]``."""
+    return model(input_ids=row[None]).logits[0, :-1]
+
+
+def keep_of(logits, sampling, targets):
+    """The tokens that transformers' warpers leave, and the sampled ones."""
+    scores = logits.detach() / sampling.temperature
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
+    return scores.isfinite().scatter(1, targets[:, None], True)
+
+
+def expected(model, rows, sampling, ref=None):
+    """Log-prob, entropy, and KL and reference log-prob of each token but the first, one row at a time; ``[N, 2 or 4]``."""
+    out = []
+    for row in rows:
+        logits, targets = plain_logits(model, row), row[1:]
+        keep = keep_of(logits, sampling, targets)
+        log_p = (logits / sampling.temperature).masked_fill(~keep, -math.inf).log_softmax(-1)
+        finite = log_p.masked_fill(~keep, 0.0)
+        columns = [finite.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)]
+        if ref is not None:
+            logits = plain_logits(ref, row).detach() / sampling.temperature
+            if sampling.reference == "kept":
+                logits = logits.masked_fill(~keep, -math.inf)
+            log_q = (
+                logits.log_softmax(-1).masked_fill(~keep, 0.0)
+                if sampling.reference == "kept"
+                else logits.log_softmax(-1)
+            )
+            columns += [(log_p.exp() * (finite - log_q)).sum(-1), log_q.gather(1, targets[:, None])[:, 0]]
+        out.append(torch.stack(columns, -1))
+        out.append(torch.zeros(0, out[-1].shape[1], dtype=out[-1].dtype))
+    return torch.cat(out)
+
+
+def sampled_rows(model, sampling, count=4, length=9):
+    """Rows whose tokens after the first are drawn from the truncated sampler."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.stack([ids(3, 0), *(ids(3, seed) for seed in range(1, count))])
+    for _ in range(length - 3):
+        with torch.no_grad():
+            logits = model(input_ids=rows).logits[:, -1]
+        top = logits.argmax(-1)
+        keep = keep_of(logits, sampling, top)
+        probs = (logits / sampling.temperature).masked_fill(~keep, -math.inf).softmax(-1)
+        rows = torch.cat([rows, probs.multinomial(1, generator=generator)], 1)
+    return list(rows)
+
+
+def of_scores(scores, *names):
+    flat = [getattr(scores, name).values for name in names]
+    scored = scores.log_prob.positions > 0
+    return torch.stack(flat, -1)[scored]
+
+
+# ------------------------------------------------------------------ own logits
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_values_and_gradients(sampling, kind):
+    model = tiny_model("gemma2" if kind == "packed" else "qwen2").double()
+    rows = sampled_rows(model, sampling)
+    if kind == "full":
+        with pytest.warns(UserWarning, match="full forward"):
+            scorer = LogProbScorer(FullLogits(model), sampling=sampling)
+    else:
+        scorer = LogProbScorer(model, sampling=sampling, share_prefixes=kind == "packed")
+    assert scorer.path == ("full" if kind == "full" else "head")
+    tokens = Ragged.from_list(rows)
+    mask = torch.tensor([False, False, False] + [True] * 6).repeat(4)
+    found = scorer.evaluate(tokens, mask, entropy=True, grad=True)
+    want = expected(model, rows, sampling).reshape(4, 8, 2)[:, 2:].reshape(-1, 2)
+    got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
+    assert_near(got, want.to(got.dtype), size=16, dtype=torch.float32)
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=want.dtype)
+    parameters = list(model.parameters())
+    of_want = torch.autograd.grad((weights * want).sum(), parameters, allow_unused=True)
+    of_got = torch.autograd.grad((weights * got).sum(), parameters, allow_unused=True)
+    for a, b in zip(of_got, of_want, strict=True):
+        assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reference", ["whole", "kept"])
+@pytest.mark.parametrize("kind", ["head", "full"])
+def test_exact_kl(reference, kind):
+    sampling = Sampling(0.8, top_k=8, top_p=0.9, reference=reference)
+    model, ref = tiny_model().double(), tiny_model(seed=1).double()
+    rows = sampled_rows(model, sampling)
+    if kind == "full":
+        with pytest.warns(UserWarning, match="full forward"):
+            scorers = [
+                LogProbScorer(FullLogits(model), sampling=sampling),
+                LogProbScorer(FullLogits(ref), temperature=0.8),
+            ]
+    else:
+        scorers = [LogProbScorer(model, sampling=sampling), LogProbScorer(ref, temperature=0.8)]
+    found = scorers[0].evaluate(Ragged.from_list(rows), reference=scorers[1], entropy=True)
+    with torch.no_grad():
+        want = expected(model, rows, sampling, ref)
+    got = of_scores(found, "log_prob", "entropy", "kl", "ref_log_prob")
+    assert_near(got.double(), want, size=16, dtype=torch.float32)
+    assert float(got[:, 2].min()) >= -1e-9
+
+
+@pytest.mark.parametrize(("reference", "at_zero"), [("whole", False), ("kept", True)])
+def test_kl_of_a_model_with_itself(reference, at_zero):
+    """To the whole reference it is -log of the mass that is kept: the sampler is not the model."""
+    model, sampling = tiny_model(), Sampling(top_p=0.8, reference=reference)
+    rows = sampled_rows(model, sampling)
+    found = LogProbScorer(model, sampling=sampling).evaluate(Ragged.from_list(rows), reference=LogProbScorer(model))
+    masses = []
+    for row in rows:
+        logits = plain_logits(model, row).detach()
+        masses.append((logits.softmax(-1) * keep_of(logits, sampling, row[1:])).sum(-1))
+    want = torch.zeros(32) if at_zero else -torch.cat(masses).log()
+    assert_near(of_scores(found, "kl")[:, 0], want, **FORWARD)
+
+
+def test_mean_ratio():
+    """Over all that a sampler of top-p 0.8 may draw, the mean ratio is 1; of whole distributions the mass that is kept."""
+    model, sampling, prompt = tiny_model(), Sampling(top_p=0.8), ids(6, 3)
+    with torch.no_grad():
+        logits = model(input_ids=prompt[None]).logits[0, -1:]
+    keep = keep_of(logits, sampling, logits.argmax(-1))[0]
+    rows = [torch.cat([prompt, token[None]]) for token in keep.nonzero().squeeze(1)]
+    last = torch.tensor([False] * 6 + [True]).repeat(len(rows))
+    drawn = logits[0].masked_fill(~keep, -math.inf).softmax(-1)[keep]
+    ratio = LogProbScorer(model, sampling=sampling).score(Ragged.from_list(rows), last).values[last].exp() / drawn
+    assert_near((drawn * ratio).sum(), 1.0, **FORWARD)
+    whole = LogProbScorer(model).score(Ragged.from_list(rows), last).values[last].exp() / drawn
+    mass = float(logits[0].softmax(-1)[keep].sum())
+    assert_near((drawn * whole).sum(), mass, **FORWARD)
+    assert 0.8 <= mass < 0.99
+
+
+@needs_equal_rows
+def test_deterministic_and_moments_and_dtype():
+    """Bits do not depend on the batch; ``sum p ** 2`` over what is kept."""
+    model, sampling = tiny_model(), Sampling(top_k=6)
+    rows = sampled_rows(model, sampling)
+    scorer = LogProbScorer(model, sampling=sampling, deterministic=True)
+    together = scorer.score(Ragged.from_list(rows)).to_list()
+    for row, found in zip(rows, together, strict=True):
+        assert torch.equal(scorer.score(Ragged.from_list([row])).values, found)
+    found = LogProbScorer(model, sampling=sampling).evaluate(Ragged.from_list(rows), moments=True)
+    want = []
+    for row in rows:
+        logits = plain_logits(model, row).detach()
+        p = logits.masked_fill(~keep_of(logits, sampling, row[1:]), -math.inf).softmax(-1)
+        h = -(p * p.clamp(min=1e-30).log()).sum(-1, keepdim=True)
+        want.append(torch.stack([p.square().sum(-1), (p.square() * (h + p.clamp(min=1e-30).log())).sum(-1)], -1))
+    assert_close(of_scores(found, "collision", "discriminator"), torch.cat(want), atol=1e-5, rtol=1e-4)
+
+
+def test_cache_and_store_know_the_sampler(tmp_path):
+    model, rows = tiny_model(), Ragged.from_list([ids(30, 0)])
+    wanted = {}
+    for sampling in (Sampling(), Sampling(top_k=60), Sampling(0.5, top_k=60)):
+        wanted[sampling] = LogProbScorer(model, sampling=sampling).score(rows).values
+    scorer, memory = LogProbScorer(model), RememberedModel(model, tmp_path)
+    for sampling in [*wanted, *wanted]:
+        scorer.sampling = sampling
+        assert_near(scorer.score(rows, remember=True).values, wanted[sampling], **FORWARD)
+        assert_near(memory.make_scorer(sampling=sampling).score(rows).values, wanted[sampling], **FORWARD)
+    assert memory.store.tokens_recalled == 3 * 29
+
+
+def test_a_token_that_the_sampler_would_not_draw():
+    """It counts as kept, and a warning says how many there are."""
+    model, rows, sampling = tiny_model().double(), [ids(20, 0)], Sampling(top_k=2)
+    scorer = LogProbScorer(model, sampling=sampling)
+    with pytest.warns(
+        SamplerMismatchWarning, match=r"% of the 19 tokens are not among those that Sampling\(top_k=2\) leaves"
+    ):
+        found = scorer.score(Ragged.from_list(rows)).values[1:]
+    with torch.no_grad():
+        assert_near(found.double(), expected(model, rows, sampling)[:, 0], size=16, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scorer.score(Ragged.from_list(rows))
+
+
+# ------------------------------------------------------------------ replay
+
+
+def random_record(tokens, seed=0):
+    """For each token 1 to 6 ids, one of which is its own."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        torch.cat([token[None], torch.randint(VOCAB_SIZE, (int(n),), generator=generator)]).unique()
+        for token, n in zip(tokens.values, torch.randint(6, tokens.values.shape, generator=generator), strict=True)
+    ]
+    return Kept(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
+    """Those of transformers' warpers, and the sampled token; none where nothing is scored; and a replay of them."""
+    model = tiny_model().double()
+    tokens = random_sequences(9, 4, 1, 7)
+    mask = random_mask(tokens, keep=0.7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "full":
+            scorer = LogProbScorer(FullLogits(model), sampling=sampling)
+        else:
+            scorer = LogProbScorer(model, sampling=sampling, share_prefixes=kind == "packed", tokens_per_batch=8)
+        for grad in (False, True):
+            found = scorer.evaluate(tokens, mask, return_kept=True, grad=grad)
+            kept = found.kept
+            assert_near(found.log_prob.values, scorer.score(tokens, mask).values, size=16, dtype=torch.float32)
+    assert kept.offsets.shape == (len(tokens.values) + 1,)
+    assert not kept.offsets.diff()[~mask].any()
+    at = 0
+    for row in tokens.to_list():
+        logits = model(input_ids=row[None]).logits[0]
+        for i in range(len(row)):
+            if mask[at]:
+                keep = keep_of(logits[i - 1 : i], sampling, row[i : i + 1])[0]
+                some = kept.ids[kept.offsets[at] : kept.offsets[at + 1]]
+                assert sorted(some.tolist()) == keep.nonzero().squeeze(-1).tolist()
+            at += 1
+    again = scorer.evaluate(tokens, mask, kept=kept, return_kept=True)
+    assert again.kept is kept
+    assert_near(again.log_prob.values, found.log_prob.values, size=16, dtype=torch.float32)
+
+
+@needs_equal_rows
+def test_nothing_is_returned_where_nothing_is_left_out():
+    model, rows = tiny_model(), [ids(5, 0)]
+    with pytest.raises(ValueError, match="which leaves every token: there is nothing to return"):
+        LogProbScorer(model, temperature=0.7).evaluate(rows, return_kept=True)
+    with pytest.raises(ValueError, match="deterministic=True with return_kept=True"):
+        LogProbScorer(model, sampling=Sampling(top_k=3), deterministic=True).evaluate(rows, return_kept=True)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "full", "cached"])
+def test_replay(kind):
+    model, ref = tiny_model().double(), tiny_model(seed=1).double()
+    tokens = random_sequences(9, 4, 1, 7)
+    mask, record = random_mask(tokens, keep=0.7), random_record(tokens)
+    sampling = Sampling(0.7, top_k=3, reference="kept")
+    if kind == "full":
+        with pytest.warns(UserWarning, match="full forward"):
+            scorer = LogProbScorer(FullLogits(model), sampling=sampling)
+    else:
+        scorer = LogProbScorer(model, sampling=sampling, share_prefixes=kind != "padded", tokens_per_batch=8)
+    options = {"entropy": True, "kept": record, "grad": kind != "cached", "remember": kind == "cached"}
+    if kind == "cached":
+        scorer.score(tokens, remember=True)
+    found = scorer.evaluate(tokens, mask, **options)
+    want, keep = [], torch.zeros(tokens.values.shape[0], VOCAB_SIZE, dtype=torch.bool)
+    keep[record.rows, record.ids] = True
+    for row, kept in zip(tokens.to_list(), tokens.like(keep).to_list(), strict=True):
+        log_p = (plain_logits(model, row) / 0.7).masked_fill(~kept[1:], -math.inf).log_softmax(-1)
+        finite = log_p.masked_fill(~kept[1:], 0.0)
+        both = torch.stack([finite.gather(1, row[1:, None])[:, 0], -(log_p.exp() * finite).sum(-1)], -1)
+        want.append(torch.cat([both.new_zeros(1, 2), both]))
+    want = torch.cat(want)[mask]
+    got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
+    assert_near(got, want.to(got.dtype), size=16, dtype=torch.float32)
+    if kind == "cached":
+        return
+    parameters = list(model.parameters())
+    of_want = torch.autograd.grad(want.sum(), parameters, allow_unused=True)
+    for a, b in zip(torch.autograd.grad(got.sum(), parameters, allow_unused=True), of_want, strict=True):
+        assert_close(a, b, atol=1e-5, rtol=1e-5)
+    scorers = LogProbScorer(model, sampling=sampling), LogProbScorer(ref, temperature=0.7)
+    kl = scorers[0].evaluate(tokens, mask, kept=record, reference=scorers[1]).kl.values
+    assert float(kl.min()) >= -1e-9
+
+
+def test_a_replay_is_not_cached():
+    model, tokens = tiny_model(), Ragged.from_list([ids(12, 0)])
+    scorer = LogProbScorer(model)
+    scorer.score(tokens, kept=random_record(tokens), remember=True)
+    assert_close(scorer.score(tokens, remember=True).values, LogProbScorer(model).score(tokens).values)
+
+
+def test_a_record_of_other_tokens():
+    tokens = random_sequences(5, 4)
+    record, scorer = random_record(tokens), LogProbScorer(tiny_model())
+    shifted = Kept(record.ids, record.offsets.roll(-1))
+    other = random_sequences(5, 4, seed=1)
+    with pytest.raises(ValueError, match=r"at sequence 0, position \d.*were recorded as kept there"):
+        scorer.score(other, kept=record)
+    with pytest.raises(ValueError, match=r"must not descend|from 0 to"):
+        scorer.score(tokens, kept=shifted)
+    with pytest.raises(ValueError, match=r"must hold 10 numbers"):
+        scorer.score(tokens, kept=Kept(record.ids, record.offsets[:-1]))
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@needs_equal_rows
+def test_refusals():
+    model, tokens = tiny_model(), random_sequences(5)
+    scorer = LogProbScorer(model, sampling=Sampling(top_k=50))
+    with pytest.raises(ValueError, match="score the two apart"):
+        scorer.evaluate(tokens, top_k=3)
+    with pytest.raises(ValueError, match="the reference is scored with Sampling"):
+        LogProbScorer(model).evaluate(tokens, reference=scorer)
+    with pytest.raises(ValueError, match="infinite where the policy is truncated"):
+        scorer.evaluate(tokens, reference=LogProbScorer(model), direction="forward")
+    with pytest.raises(ValueError, match="deterministic=True with kept="):
+        LogProbScorer(model, deterministic=True).score(tokens, kept=random_record(tokens))
+    with pytest.raises(ValueError, match="two temperatures"):
+        LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))
+    with pytest.raises(TypeError, match="must be a Sampling"):
+        LogProbScorer(model, sampling={"top_k": 3})
+
+
+@pytest.mark.parametrize("kind", ["tiles", "logits", "replay"])
+@pytest.mark.parametrize("what", ["top_ids=", "direction='jensen_shannon'"])
+def test_a_distillation_needs_the_whole_distribution(what, kind):
+    """A truncated student is refused; a temperature alone divides its logits."""
+    model, tokens = tiny_model().double(), random_sequences(5, 4)
+    top_ids = torch.tensor([3, 8]).expand(len(tokens.values), 2)
+    asked = {"top_ids": top_ids}
+    if what != "top_ids=":
+        asked = {"reference": LogProbScorer(tiny_model(seed=1).double()), "direction": "jensen_shannon"}
+    if kind == "replay":
+        scorer, found = LogProbScorer(model), "kept="
+        asked["kept"] = random_record(tokens)
+    else:
+        scorer = LogProbScorer(model if kind == "tiles" else FullLogits(model), sampling=Sampling(top_p=0.9))
+        found = "Sampling(top_p=0.9)"
+    with pytest.raises(
+        ValueError, match=re.escape(f"{what} with {found}: a teacher's tokens") + ".*Sampling.temperature"
+    ):
+        scorer.evaluate(tokens, **asked)
+    if what == "top_ids=" and kind != "replay":
+        warm = LogProbScorer(scorer.model, sampling=Sampling(0.6)).evaluate(tokens, top_ids=top_ids).outcomes
+        for row, outcomes in zip(tokens.to_list(), warm.to_list(), strict=True):
+            log_p = (model(input_ids=row[None]).logits[0, :-1] / 0.6).log_softmax(-1).detach()
+            others = log_p.index_fill(-1, torch.tensor([3, 8]), -torch.inf).logsumexp(-1, keepdim=True)
+            assert_close(outcomes[1:], torch.cat([log_p[:, [3, 8]], others], -1), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"temperature": 0.0}, "greedy sampling has no log-prob"),
+        ({"temperature": "1"}, "temperature must be a number, 1 or None to turn it off, got '1'"),
+        ({"temperature": True}, "temperature must be a number, .* got True"),
+        ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
+        ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
+        ({"temperature": torch.ones(2)}, "temperature must be a number"),
+        ({"top_k": -2}, "0 for all"),
+        ({"top_k": 2.0}, "whole number"),
+        ({"top_k": "5"}, "top_k must be a number, 0 or None to turn it off, got '5'"),
+        ({"top_k": True}, "top_k must be a number, .* got True"),
+        ({"top_p": "0.9"}, "top_p must be a number, 1 or None"),
+        ({"top_p": math.nan}, r"top_p must lie in \(0, 1\].* got nan"),
+        ({"top_p": -1}, "top_p must lie"),
+        ({"min_p": [0.1]}, r"min_p must be a number, .* got \[0.1\]"),
+        ({"min_p": math.nan}, "min_p must lie"),
+        ({"top_p": 0.0}, "top_p must lie"),
+        ({"min_p": 1.1}, "min_p must lie"),
+        ({"reference": "own"}, "reference"),
+    ],
+)
+def test_bad_settings(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        Sampling(**arguments)
+    if "temperature" in arguments:
+        for refused in (LogProbScorer, RetrieveLogProb, KLRewardTransform):
+            with pytest.raises(ValueError, match=match):
+                refused(tiny_model(), **arguments)
+        transform = RetrieveLogProb(tiny_model())
+        with pytest.raises(ValueError, match=match):
+            transform.temperature = arguments["temperature"]
+
+
+def test_none_is_off():
+    assert Sampling(None, None, None, None) == Sampling(top_k=-1) == Sampling()
+    assert Sampling(top_k=-1, top_p=None, min_p=0.1) == Sampling(min_p=0.1)
+    assert as_sampling(None, Sampling(0.5, top_p=None)) == Sampling(0.5)
+    model, rows = tiny_model(), random_sequences(5, 3)
+    expected = plain_log_probs(model, rows).detach()
+    for settings in ({"temperature": None}, {"sampling": Sampling(None, top_k=-1, top_p=None, min_p=None)}):
+        assert_close(LogProbScorer(model, **settings).score(rows).values, expected)
+    transform = RetrieveLogProb(model, temperature=None)
+    assert transform.temperature == 1.0
+    transform.temperature = 0.5
+    transform.temperature = None
+    assert_close(transform.scorer.score(rows).values, expected)
+
+
+def test_none_is_off_in_transformers():
+    """What the comparison with a wrapper takes for granted."""
+    model = configured(top_k=2, top_p=0.5, min_p=0.5, repetition_penalty=3.0)
+    off = {"temperature": None, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": None}
+    outputs = {"output_logits": True, "output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    found = model.generate(torch.tensor([[3, 4, 5]]), do_sample=True, **off, **outputs)
+    assert all(torch.equal(scores, logits) for scores, logits in zip(found.scores, found.logits, strict=True))
+
+
+def test_generate_kwargs_refuses_what_generate_does_not_know():
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"generate of \w+ has no 'max_tokens'. Did you mean 'max_new_tokens'\?"):
+        Sampling().generate_kwargs(model, max_tokens=5)
+    with pytest.raises(ValueError, match=r"has no 'streamr'\. Did you mean 'streamer'"):
+        Sampling().generate_kwargs(model, streamr=None)
+    for name, value in (("temperature", 2.0), ("top_k", 5), ("do_sample", False), ("repetition_penalty", 1.2)):
+        with pytest.raises(ValueError, match=f"{name}={value} is not how .*Sampling.temperature=0.5.* samples"):
+            Sampling(0.5).generate_kwargs(model, **{name: value})
+    others = {"max_new_tokens": 3, "eos_token_id": [7, 8], "attention_mask": torch.ones(1, 3), "streamer": None}
+    found = Sampling(0.5).generate_kwargs(model, temperature=0.5, **others)
+    assert {name: found[name] for name in others} == others
+    model.generate(torch.tensor([[3, 4, 5]]), **found)
+
+
+def test_one_temperature():
+    assert as_sampling(0.5, None) == Sampling(0.5)
+    assert as_sampling(1.0, Sampling(0.5)) == as_sampling(0.5, Sampling(0.5)) == Sampling(0.5)
+    assert str(Sampling(0.5, top_p=0.9)) == "Sampling(temperature=0.5, top_p=0.9)"
+
+
+# ------------------------------------------------------------------ the sampler of a wrapper
+
+
+class Wrapper:
+    """What the comparison reads of a wrapper: ``model`` is None for an engine's."""
+
+    def __init__(self, model, generate=True, **generate_kwargs):
+        self.model, self.generate, self.generate_kwargs = model, generate, generate_kwargs
+
+    def get_new_version(self, **kwargs):
+        raise NotImplementedError
+
+
+def configured(**settings):
+    model = tiny_model()
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "found"),
+    [
+        (Wrapper(configured(), do_sample=True), Sampling(top_k=50)),
+        (Wrapper(configured(), do_sample=True, top_k=97, temperature=0.7), Sampling(0.7, top_k=97)),
+        (Wrapper(configured(top_k=20, top_p=0.8, do_sample=True)), Sampling(top_k=20, top_p=0.8)),
+        (Wrapper(configured(top_k=20), do_sample=True, top_k=0, min_p=0.1), Sampling(min_p=0.1)),
+        (Wrapper(configured(), top_k=20), "greedy"),
+        (Wrapper(configured(), do_sample=False), "greedy"),
+        (Wrapper(configured(), generate=False), None),
+        (Wrapper(configured(), generate=False, do_sample=True), Sampling(top_k=50)),
+        (Wrapper(None, top_p=0.9), Sampling(top_p=0.9)),
+        (Wrapper(None, temperature=0.0), "greedy"),
+        (Wrapper(None, top_k=-1), Sampling()),
+        (Wrapper(None, top_k=None, top_p=None, temperature=None), Sampling()),
+        (Wrapper(configured(), do_sample=True, top_k=None), Sampling()),
+        (Wrapper(configured(top_k=20, top_p=0.8, do_sample=True), top_k=None, min_p=None), Sampling(top_p=0.8)),
+        (Wrapper(configured(temperature=0.5), do_sample=True, temperature=None, top_k=0), Sampling()),
+        (Wrapper(configured(), do_sample=None), "greedy"),
+        (
+            Wrapper(configured(top_k=20, do_sample=True), generation_config=GenerationConfig(top_p=0.8)),
+            Sampling(top_k=20, top_p=0.8),
+        ),
+        (tiny_model(), None),
+    ],
+)
+def test_sampler_of(wrapper, found):
+    assert sampler_of(wrapper) == found
+
+
+def test_what_a_mismatch_says():
+    wrapper = Wrapper(configured(), do_sample=True)
+    message = mismatch_of(wrapper, Sampling())
+    assert message.startswith("sampler uses top_k=50, scorer does not.")
+    assert 'generate_kwargs={"top_k": 97, "top_p": 1.0}' in message  # torchrl's wrapper takes no 0
+    assert "sampling=Sampling(top_k=50)" in message
+    assert mismatch_of(wrapper, Sampling(top_k=50)) is None
+    assert "sampler uses top_k=50, scorer top_k=20" in mismatch_of(wrapper, Sampling(top_k=20))
+    assert mismatch_of(Wrapper(configured(), do_sample=True, top_k=97), Sampling()) is None
+    warm = Wrapper(configured(), do_sample=True, top_k=97, temperature=0.7)
+    assert mismatch_of(warm, Sampling()).startswith("sampler uses temperature=0.7, scorer temperature=1.")
+    assert mismatch_of(warm, Sampling(0.7)) is None
+    assert "scorer uses top_p=0.9, sampler does not" in mismatch_of(warm, Sampling(0.7, top_p=0.9))
+    penalised = Wrapper(configured(repetition_penalty=1.1), do_sample=True, top_k=97)
+    message = mismatch_of(penalised, Sampling())
+    assert "repetition_penalty=1.1, which cannot be scored" in message
+    assert '"repetition_penalty": 1.0' in message
+    assert "sampling=" not in message
+
+
+def test_greedy():
+    """Fine for an evaluation, wrong for a policy gradient."""
+    wrapper = Wrapper(configured())
+    assert mismatch_of(wrapper, Sampling()) is None
+    assert "sampler is greedy" in mismatch_of(wrapper, Sampling(), trains=True)
+
+
+def test_a_warning_of_its_own_category():
+    with pytest.warns(SamplerMismatchWarning, match="top_k=50") as caught:
+        warn_of_mismatch(Wrapper(configured(), do_sample=True), Sampling())
+    assert caught[0].filename == __file__
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    found = as_sampling(1.0, Sampling(np.float32(0.5), top_p=np.float32(0.75), min_p=np.float32(0.25)))
+    assert found == Sampling(0.5, top_p=0.75, min_p=0.25)
+    assert {type(found.temperature), type(found.top_p), type(found.min_p)} == {float}

@@ -1,0 +1,342 @@
+"""Several scores from one pass: log-prob, entropy, top-k and the exact KL."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from closeness import assert_near
+from scoring_reference import body_tokens, conversation
+from torchrl_llm_kl import LogProbScorer, Ragged
+from toy_models import BACKWARD, FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
+
+
+def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
+    """All log-probs that predict tokens 1, 2, ... of a sequence; ``[T - 1, V]``."""
+    out = model(input_ids=row[None])
+    logits = out.logits if hasattr(out, "logits") else out[0]
+    return (logits[0, :-1].float() / temperature).log_softmax(-1)
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def assert_exact(
+    scorer: LogProbScorer, reference: LogProbScorer, temperature: float = 1.0, direction: Any = "reverse"
+) -> None:
+    rows = conversation()
+    batch = Ragged.from_list(rows)
+    mask = (batch.positions > 0) & (torch.arange(len(batch.values)) % 4 != 0)
+    ids = (7 * torch.arange(len(batch.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
+    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": ids}
+    got = scorer.evaluate(batch, mask, reference=reference, direction=direction, **options)
+    assert_near(got.log_prob.values, scorer.score(batch, mask).values, **FORWARD)
+    assert_near(got.ref_log_prob.values, reference.score(batch, mask).values, **FORWARD)
+    alone = scorer.evaluate(batch, mask, top_ids=ids)  # in the sweep of the log-probs
+    assert_near(alone.outcomes.values, got.outcomes.values, **FORWARD)
+    all_ids, columns = batch.like(ids).to_list(), (column.to_list() for column in got[:-1])  # all but the routing
+    columns = zip(rows, batch.like(mask).to_list(), all_ids, *columns, strict=True)
+    for (
+        row,
+        asked,
+        listed,
+        log_prob,
+        entropy,
+        _,
+        exact,
+        top,
+        top_log_prob,
+        tail,
+        collision,
+        discriminator,
+        out,
+    ) in columns:
+        with torch.no_grad():
+            p, q = plain(scorer.model, row, temperature), plain(reference.model, row, temperature)
+        asked = asked[1:]
+        assert (exact[0], entropy[0], log_prob[0], tail[0]) == (0, 0, 0, 0)
+        want = kl(p, q) if direction == "reverse" else kl(q, p)
+        assert_near(exact[1:], torch.where(asked, want, 0.0), **FORWARD)
+        assert_near(entropy[1:], torch.where(asked, -(p.exp() * p).sum(-1), 0.0), **FORWARD)
+        best, indices = p.topk(3)
+        assert_near(top_log_prob[1:][asked], best[asked], **FORWARD)
+        assert torch.equal(top[1:][asked], indices[asked])
+        assert_near(tail[1:][asked].exp(), 1 - best.exp().sum(-1)[asked], **FORWARD)
+        assert not top[1:][~asked].any()
+        assert not out[1:][~asked].any()
+        of_ids = p.gather(-1, listed[1:])
+        assert_near(out[1:, :-1][asked], of_ids[asked], **FORWARD)
+        assert_near(out[1:, -1][asked].exp(), 1 - of_ids.exp().sum(-1)[asked], **FORWARD)
+        total = p.exp().double()
+        log_p, h = total.log(), -(total * total.log()).sum(-1, keepdim=True)
+        for found, moment in ((collision, total**2), (discriminator, total**2 * (h + log_p))):
+            assert found[0] == 0
+            assert_close(found[1:].double(), torch.where(asked, moment.sum(-1), 0.0), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_sums_over_the_whole_vocabulary(family: str) -> None:
+    assert_exact(LogProbScorer(tiny_model(family)), LogProbScorer(tiny_model(family, seed=1)))
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_temperature_small_packs_and_two_families(direction: Any) -> None:
+    scorer = LogProbScorer(tiny_model("gemma2"), temperature=0.7, tokens_per_batch=9, head_chunk=4)
+    assert_exact(scorer, LogProbScorer(tiny_model("granite"), temperature=0.7), 0.7, direction)
+
+
+class Tuples(nn.Module):
+    """Not from transformers: logits in a tuple, no parts with known names."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.body, self.head = (
+            nn.Embedding(VOCAB_SIZE, 8),
+            nn.GRU(8, 8, batch_first=True),
+            nn.Linear(8, VOCAB_SIZE),
+        )
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.head(self.body(self.embedding(input_ids))[0]), None
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    [
+        (lambda: Tuples(0), lambda: Tuples(1)),
+        (lambda: Tuples(0), lambda: tiny_model("llama")),
+        (lambda: tiny_model("llama"), lambda: Tuples(0)),
+    ],
+    ids=["both whole", "policy whole", "reference whole"],
+)
+def test_models_that_return_whole_logits(policy: Any, reference: Any, direction: Any) -> None:
+    assert_exact(
+        LogProbScorer(policy(), tokens_per_batch=64, head_chunk=5), LogProbScorer(reference()), direction=direction
+    )
+
+
+def test_one_model_padded_and_one_in_packs() -> None:
+    model, ref = tiny_model("llama"), tiny_model("qwen2")
+    assert_exact(LogProbScorer(model, share_prefixes=False, tokens_per_batch=30), LogProbScorer(ref))
+    assert_exact(LogProbScorer(model), LogProbScorer(ref, share_prefixes=False))
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["lm_head", "q_proj"]])
+def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
+    """One set of weights with and without adapters, also with an adapter on the head."""
+    peft = pytest.importorskip("peft")
+    before = tiny_model("llama")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=target)
+    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    policy, base = LogProbScorer(model), LogProbScorer(model, adapters=False)
+    batch = Ragged.from_list(conversation())
+    got = policy.evaluate(batch, reference=base)
+    for row, exact in zip(conversation(), got.kl.to_list(), strict=True):
+        with torch.no_grad():
+            assert_near(exact[1:], kl(plain(model, row), plain(before, row)), **FORWARD)
+    assert float(got.kl.values.max()) > 0.01
+
+
+def test_everything_costs_one_forward_of_each_body() -> None:
+    model, ref, batch = tiny_model("llama"), tiny_model("llama", seed=1), Ragged.from_list(conversation())
+    scorer, reference = LogProbScorer(model), LogProbScorer(ref)
+    once = body_tokens(model, lambda: scorer.score(batch))
+    everything = dict(entropy=True, top_k=5, reference=reference)
+    assert body_tokens(model, lambda: scorer.evaluate(batch, **everything)) == once
+    assert body_tokens(ref, lambda: scorer.evaluate(batch, **everything)) == once
+
+
+@pytest.mark.parametrize("tokens_per_batch", [11, 8192])
+def test_gradients_reach_the_policy_alone(tokens_per_batch: int) -> None:
+    model, ref, rows = tiny_model("qwen2"), tiny_model("qwen2", seed=1), conversation()[:5]
+    scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
+    got = scorer.evaluate(Ragged.from_list(rows), entropy=True, top_k=2, reference=LogProbScorer(ref), grad=True)
+    assert not got.ref_log_prob.values.requires_grad
+    assert not got.top_log_probs.values.requires_grad
+    parameters = list(model.parameters())
+    loss = (got.kl.values + 0.3 * got.entropy.values - 0.2 * got.log_prob.values).sum()
+    found = torch.autograd.grad(loss, [*parameters, *ref.parameters()], allow_unused=True)
+    assert all(g is None for g in found[len(parameters) :])
+    want = torch.zeros(())
+    for row in rows:
+        p = plain(model, row)
+        chosen = p.gather(-1, row[1:, None]).sum()
+        want = want + kl(p, plain(ref, row).detach()).sum() - 0.3 * (p.exp() * p).sum() - 0.2 * chosen
+    for a, b in zip(found, torch.autograd.grad(want, parameters), strict=False):
+        assert_near(a, b, **BACKWARD)
+
+
+def test_conversations_that_go_on_use_both_caches() -> None:
+    model, ref = tiny_model("llama"), tiny_model("llama", seed=1)
+    scorer, reference = LogProbScorer(model), LogProbScorer(ref)
+    row = torch.arange(30)
+    scorer.evaluate(Ragged.from_list([row[:20]]), reference=reference, remember=True)
+    batch = Ragged.from_list([row])
+    new = batch.positions >= 22
+    with torch.no_grad():
+        want = kl(plain(model, row), plain(ref, row))
+
+    def turn() -> None:
+        got = scorer.evaluate(batch, new, reference=reference, entropy=True, remember=True)
+        assert_near(got.kl.values[22:], want[21:], **FORWARD)
+
+    assert body_tokens(ref, turn) == 29 - 19
+    scorer.forget()  # one cache is empty: both models use only the hits that both caches have
+    assert body_tokens(ref, turn) == 29
+
+
+def test_exact_kl_of_a_model_with_itself_is_zero() -> None:
+    scorer = LogProbScorer(tiny_model("qwen2"))
+    got = scorer.evaluate(Ragged.from_list(conversation()), reference=scorer)
+    assert float(got.kl.values.abs().max()) <= 1e-6
+
+
+def sequences_and_probabilities(model: Any, prompt: Tensor, length: int, vocab: int) -> tuple[list[Tensor], Tensor]:
+    rows = [torch.cat([prompt, torch.tensor(tail)]) for tail in itertools.product(range(vocab), repeat=length)]
+    with torch.no_grad():
+        chosen = [plain(model, row).gather(-1, row[1:, None])[len(prompt) - 1 :].sum() for row in rows]
+    return rows, torch.stack(chosen).double().exp()
+
+
+def test_rao_blackwell_by_enumeration() -> None:
+    """Over every answer of three tokens: same mean as k1, the KL of the two distributions, and no more variance."""
+    vocab, prompt = 4, torch.tensor([1, 3])
+    model, ref = (tiny_model("llama", seed=s, vocab_size=vocab, initializer_range=0.6) for s in (0, 1))
+    rows, weight = sequences_and_probabilities(model, prompt, 3, vocab)
+    _, ref_weight = sequences_and_probabilities(ref, prompt, 3, vocab)
+    assert_close(weight.sum(), torch.tensor(1.0).double(), atol=1e-5, rtol=0)
+    true_kl = (weight * (weight / ref_weight).log()).sum()
+    assert true_kl > 0.1
+
+    batch = Ragged.from_list(rows)
+    got = LogProbScorer(model).evaluate(batch, batch.positions >= 2, reference=LogProbScorer(ref))
+    exact = got.kl.sum().double()
+    k1 = (got.log_prob.sum() - got.ref_log_prob.sum()).double()
+    for estimate in (exact, k1):
+        assert_close((weight * estimate).sum(), true_kl, atol=1e-5, rtol=1e-5)
+    variance = [(weight * (estimate - true_kl) ** 2).sum() for estimate in (exact, k1)]
+    assert 0 < variance[0] < 0.8 * variance[1]
+
+
+def test_rao_blackwell_on_sampled_text() -> None:
+    model, ref = tiny_model("qwen2", initializer_range=0.2), tiny_model("qwen2", seed=1, initializer_range=0.2)
+    torch.manual_seed(0)
+    prompts = torch.arange(6).expand(256, 6)
+    sampled = model.generate(
+        prompts, do_sample=True, max_new_tokens=12, top_k=0, attention_mask=torch.ones_like(prompts)
+    )
+    batch = Ragged.from_list(list(sampled))
+    got = LogProbScorer(model).evaluate(batch, batch.positions >= 6, reference=LogProbScorer(ref))
+    exact, k1 = got.kl.sum(), got.log_prob.sum() - got.ref_log_prob.sum()
+    error = ((exact - k1).std() / len(exact) ** 0.5).item()
+    assert abs(float(exact.mean() - k1.mean())) < 4 * error, "the same quantity"
+    assert float(exact.var()) < 0.5 * float(k1.var())
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_other_vocabularies_are_an_error(reverse: bool) -> None:
+    pair = [LogProbScorer(tiny_model("llama")), LogProbScorer(tiny_model("llama", vocab_size=VOCAB_SIZE + 3))]
+    scorer, reference = pair if reverse else pair[::-1]
+    with pytest.raises(ValueError, match=r"vocabular.*(97|100).*(97|100)"):
+        scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
+
+
+def test_a_temperature_of_one_call() -> None:
+    """For both models, whatever their own temperatures are."""
+    models = tiny_model("llama"), tiny_model("llama", seed=1)
+    scorer, reference = LogProbScorer(models[0], temperature=0.7), LogProbScorer(models[1])
+    batch = Ragged.from_list(conversation())
+    ids = torch.arange(4).expand(len(batch.values), 4)
+    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": ids}
+    found = scorer.evaluate(batch, reference=reference, temperature=1.6, **options)
+    hot = [LogProbScorer(model, temperature=1.6) for model in models]
+    expected = hot[0].evaluate(batch, reference=hot[1], **options)
+    for a, b in zip(found[:-1], expected[:-1], strict=True):
+        assert torch.equal(a.values, b.values)
+    assert_near(scorer.score(batch, temperature=1.6).values, expected.log_prob.values, **FORWARD)
+    assert torch.equal(scorer.score(batch).values, LogProbScorer(models[0], temperature=0.7).score(batch).values), (
+        "the scorer keeps its own"
+    )
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            scorer.score(batch, temperature=bad)
+
+
+def test_other_temperatures_are_an_error() -> None:
+    scorer, reference = LogProbScorer(tiny_model("llama"), temperature=0.7), LogProbScorer(tiny_model("llama", seed=1))
+    with pytest.raises(ValueError, match=r"scored at temperature 0\.7 and the reference at 1\.0"):
+        scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_k": VOCAB_SIZE + 1}, "98.*97"),
+        ({"direction": "sideways"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'sideways'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    for model in (tiny_model("llama"), Tuples()):
+        with pytest.raises(ValueError, match=message):
+            LogProbScorer(model).evaluate(Ragged.from_list(conversation()), **options)
+
+
+def test_sequences_of_one_token_have_nothing_to_score() -> None:
+    scorer = LogProbScorer(tiny_model("llama"))
+    batch = Ragged.from_list([torch.tensor([3]), torch.tensor([5])])
+    for remember in (False, True):
+        options: dict[str, Any] = {"top_k": 2, "moments": True, "top_ids": torch.zeros(2, 3, dtype=torch.long)}
+        got = scorer.evaluate(batch, entropy=True, reference=scorer, remember=remember, **options)
+        assert all(torch.equal(column.values, torch.zeros_like(column.values)) for column in got[:-1])
+        assert got.top_indices.values.shape == (2, 2)
+        assert got.outcomes.values.shape == (2, 4)
+
+
+@pytest.mark.parametrize("whole_logits", [False, True], ids=["tiles", "logits"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_moments_of_three_tokens_by_hand(whole_logits: bool, temperature: float) -> None:
+    """Probabilities 1/2, 1/3, 1/6, or 9/14, 4/14, 1/14 at half the temperature; and a token that is ruled out."""
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.tensor([3.0, 2.0, 1.0, 0.0]).log())
+
+        def forward(self, input_ids: Tensor) -> Any:
+            return (self.bias.expand(*input_ids.shape, 4),)
+
+    model: Any = Fixed()
+    if not whole_logits:
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        model.lm_head.bias = nn.Parameter(torch.full((VOCAB_SIZE,), -torch.inf))
+        model.lm_head.bias.data[:3] = torch.tensor([3.0, 2.0, 1.0]).log()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scorer = LogProbScorer(model, temperature=temperature, probe=False)
+        batch = Ragged.from_list([torch.tensor([0, 2, 1])])
+        got = scorer.evaluate(batch, entropy=True, moments=True, grad=True)
+    p = [1 / 2, 1 / 3, 1 / 6] if temperature == 1 else [9 / 14, 4 / 14, 1 / 14]
+    h = -sum(x * math.log(x) for x in p)
+    collision, discriminator = sum(x * x for x in p), sum(x * x * (h + math.log(x)) for x in p)
+    assert_close(got.collision.values, torch.tensor([0, collision, collision]))
+    assert_close(got.discriminator.values, torch.tensor([0, discriminator, discriminator]))
+    assert got.log_prob.values.requires_grad
+    assert not got.collision.values.requires_grad
+    assert not got.discriminator.values.requires_grad
+    assert scorer.evaluate(batch).collision is None

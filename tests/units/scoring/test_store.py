@@ -1,0 +1,568 @@
+"""The store of scores: what comes back, what damage and kills cost, how large it grows. Without torch."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import importlib.util
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from project import PROJECT
+
+PATH = PROJECT / "torchrl_llm_kl" / "scoring" / "_store.py"
+
+
+def load() -> ModuleType:
+    """The module by its path: the package would import torch, in each process."""
+    if "score_store" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("score_store", PATH)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules["score_store"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["score_store"]
+
+
+ScoreStore: Any = load().ScoreStore
+
+
+def row(number: int, length: int = 50, dtype: Any = np.float32) -> tuple[bytes, np.ndarray, np.ndarray]:
+    """Key, mask and scores of a sequence; the scores follow from the number, so that a reader can check them."""
+    key = blake2b(str(number).encode(), digest_size=16).digest()
+    rng = np.random.default_rng(number)
+    mask = rng.random(length) < 0.6
+    mask[1] = True
+    return key, mask, np.where(mask, rng.standard_normal(length), 0).astype(dtype)
+
+
+def put(store: Any, *numbers: int, **options: Any) -> None:
+    for number in numbers:
+        key, mask, values = row(number, **options)
+        store.add([key], [len(mask)], mask, values)
+
+
+def has(store: Any, number: int, **options: Any) -> bool:
+    """Whether a sequence is known; a known one must have its own scores, to the last bit."""
+    key, mask, values = row(number, **options)
+    known, found = store.read([key], [len(mask)])
+    assert not known.any() or (np.array_equal(known, mask) and np.array_equal(found, values))
+    return bool(known.any())
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.scores.safetensors"))
+
+
+# ------------------------------------------------------------------ what comes back
+
+
+def test_several_sequences_of_one_call(tmp_path: Path) -> None:
+    rows = [row(0, 5), row(1, 0 + 2), row(2, 300)]
+    keys, masks, values = (list(each) for each in zip(*rows, strict=True))
+    store = ScoreStore(tmp_path)
+    store.add(keys, [5, 2, 300], np.concatenate(masks), np.concatenate(values))
+    for reader in (store, None):
+        if reader is None:
+            store.flush()
+            reader = ScoreStore(tmp_path)
+        order = [2, 0, 1]
+        known, found = reader.read([keys[i] for i in order] + [b"x" * 16], [300, 5, 2, 4])
+        assert np.array_equal(known, np.concatenate([masks[i] for i in order] + [np.zeros(4, bool)]))
+        assert np.array_equal(found, np.concatenate([values[i] for i in order] + [np.zeros(4, np.float32)]))
+        assert found.dtype == np.float32
+
+
+def test_float64_stays_float64(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1, dtype=np.float64)
+    put(store, 2)
+    store.flush()
+    store = ScoreStore(tmp_path)
+    assert has(store, 1, dtype=np.float64)
+    assert has(store, 2)
+    assert store.read([row(1)[0]], [50])[1].dtype == np.float64
+
+
+def test_another_mask_adds_tokens_and_the_first_scores_stay(tmp_path: Path) -> None:
+    store, key = ScoreStore(tmp_path), b"k" * 16
+    first, second = np.array([0, 1, 1, 0], bool), np.array([0, 0, 1, 1], bool)
+    store.add([key], [4], first, np.array([0, 1, 2, 0], np.float32))
+    store.flush()
+    store.add([key], [4], second, np.array([0, 0, 7, 3], np.float32))
+    for reader in (store, ScoreStore(tmp_path)):
+        known, values = reader.read([key], [4])
+        assert known.tolist() == [False, True, True, reader is store]
+        assert values.tolist() == [0, 1, 2, 3 if reader is store else 0]
+    store.flush()
+    assert ScoreStore(tmp_path).read([key], [4])[0].tolist() == [False, True, True, True]
+
+
+def test_a_process_goes_on_reading_its_own_scores(tmp_path: Path) -> None:
+    """Two processes compute one sequence at once, with different rounding: neither sees its scores change."""
+    key, mask = b"k" * 16, np.array([0, 1], bool)
+    stores = [ScoreStore(tmp_path) for _ in range(2)]
+    for i, store in enumerate(stores):
+        store.add([key], [2], mask, np.array([0, i], np.float32))
+    for store in stores:
+        store.flush()
+    assert [store.read([key], [2])[1].tolist() for store in stores] == [[0, 0], [0, 1]]
+
+
+def test_keys_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
+    store, mask = ScoreStore(tmp_path), np.ones(1, bool)
+    store.add([b"12345678" + b"a" * 8], [1], mask, np.array([1], np.float32))
+    store.flush()
+    assert not store.read([b"12345678" + b"b" * 8], [1])[0].any()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
+def test_copies_open_the_same_folder(tmp_path: Path, again: Callable[[Any], Any]) -> None:
+    store = ScoreStore(tmp_path, max_bytes=10**6, shard_bytes=10**5, flush_after=3)
+    put(store, 1)
+    store.flush()
+    twin = again(store)
+    assert has(twin, 1)
+    assert (twin.max_bytes, twin.shard_bytes, twin.flush_after) == (10**6, 10**5, 3)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    with pytest.raises(ValueError, match="shard_bytes=20 and max_bytes=10"):
+        ScoreStore(tmp_path, max_bytes=10, shard_bytes=20)
+    with pytest.raises(ValueError, match="flush_after must be"):
+        ScoreStore(tmp_path, flush_after=float("nan"))
+    with pytest.raises(ValueError, match="a boolean mask and scores of 3 tokens"):
+        store.add([b"k" * 16], [3], np.ones(2, bool), np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="float32 or float64, got float16"):
+        store.add([b"k" * 16], [3], np.ones(3, bool), np.zeros(3, np.float16))
+
+
+# ------------------------------------------------------------------ when it is written, and how much
+
+
+def test_a_full_shard_is_written_and_a_record_that_waited(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path, shard_bytes=2000)
+    put(store, *range(5))
+    assert not shards(tmp_path)
+    put(store, *range(5, 20))
+    assert shards(tmp_path)
+    late = ScoreStore(tmp_path / "late", flush_after=0.0)
+    put(late, 1)
+    assert len(shards(tmp_path / "late")) == 1
+
+
+def test_readers_see_shards_that_others_write(tmp_path: Path) -> None:
+    writer, reader = ScoreStore(tmp_path), ScoreStore(tmp_path)
+    assert not has(reader, 1)
+    for number in (1, 2, 3):
+        put(writer, number)
+        writer.flush()
+        assert has(reader, number)
+
+
+def test_the_size_is_bounded_and_the_least_recently_read_shard_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load(), "_TOUCH_EVERY", 0.0)
+    store = ScoreStore(tmp_path, max_bytes=20_000, shard_bytes=4000)
+    put(store, 0)
+    store.flush()
+    for number in range(1, 300):
+        put(store, number)
+        assert store.num_bytes <= 20_000
+        time.sleep(0.0002)
+        assert has(store, 0), "read again and again"
+    store.flush()
+    assert has(store, 299)
+    assert not has(store, 1)
+    assert not has(ScoreStore(tmp_path), 1)
+
+
+def test_one_call_may_exceed_a_shard_and_one_sequence_the_store(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path, max_bytes=10_000, shard_bytes=1500)
+    rows = [row(i) for i in range(20)]
+    keys, masks, values = (list(each) for each in zip(*rows, strict=True))
+    store.add(keys, [50] * 20, np.concatenate(masks), np.concatenate(values))
+    assert len(shards(tmp_path)) > 1
+    put(store, 99, length=10_000)
+    store.flush()
+    assert store.num_bytes <= 10_000
+    assert not has(store, 99, length=10_000)
+    assert has(store, 19)
+
+
+def test_a_folder_that_cannot_be_written_warns_once(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path / "store", flush_after=0.0)
+    (tmp_path / "store").rmdir()
+    (tmp_path / "store").write_text("in the way")
+    with pytest.warns(UserWarning, match="cannot be stored.*Check that the folder is writable"):
+        put(store, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        put(store, 2)
+        assert not has(store, 1)
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path / "store", flush_after=0.0)
+    put(store, 1)
+    shards(tmp_path / "store")[0].unlink()
+    assert not has(store, 1)
+    for path in (tmp_path / "store").iterdir():
+        path.unlink()
+    (tmp_path / "store").rmdir()
+    assert not has(store, 1)
+    put(store, 2)
+    assert has(store, 2)
+
+
+# ------------------------------------------------------------------ damage
+
+
+def damaged(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    path = shards(folder)[0]
+    path.write_bytes(change(path.read_bytes()))
+
+
+CHANGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut in the size": lambda data: data[:5],
+    "cut in the header": lambda data: data[:40],
+    "cut in the records": lambda data: data[:-100],
+    "cut by a byte": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0",
+    "huge header": lambda data: b"\xff" * 8 + data[8:],
+    "no JSON": lambda data: data[:8] + b"#" + data[9:],
+    "of another format": lambda data: data.replace(b'"format":"1"', b'"format":"9"'),
+    "of another kind": lambda data: data.replace(b'"keys"', b'"kyes"'),
+    "zeros": lambda data: bytes(len(data)),
+    "one bit: a comma becomes a full stop": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[0.', 1),
+    "a list for a header": lambda data: data[:8] + b"[" + data[9:],
+    "deep JSON": lambda data: struct.pack("<Q", 200_000) + b"[" * 200_000 + data,
+    "an offset below 0": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[-9,', 1),
+    "an endless number": lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[1e999,', 1),
+    "of another dtype": lambda data: data.replace(b'"F32"', b'"F16"'),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, name: str) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1, 2)
+    store.flush()
+    damaged(tmp_path, CHANGES[name])
+    reader = ScoreStore(tmp_path)
+    with pytest.warns(UserWarning, match="is damaged and is not read"):
+        assert not has(reader, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not has(reader, 2)
+        put(reader, 1)
+        reader.flush()
+        assert has(reader, 1)
+
+
+def as_fifo(path: Path, data: bytes) -> None:
+    os.mkfifo(path)
+
+
+def as_link(path: Path, data: bytes) -> None:
+    target = path.with_name("elsewhere")
+    target.write_bytes(data)
+    path.symlink_to(target)
+
+
+def as_folder(path: Path, data: bytes) -> None:
+    path.mkdir()
+
+
+def as_socket(path: Path, data: bytes) -> None:
+    short = os.path.relpath(path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(short)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pipes")
+@pytest.mark.parametrize("make", [as_fifo, as_link, as_folder, as_socket])
+@pytest.mark.parametrize("opened", [False, True])
+def test_only_regular_files_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, opened: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
+    put(store, 1, 2)
+    store.flush()
+    reader = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
+    assert not opened or has(reader, 1)
+    (path,) = shards(tmp_path)
+    data = path.read_bytes()
+    path.unlink()
+    make(path, data)
+    with pytest.warns(UserWarning, match="is damaged and is not read .*it is no regular file"):
+        assert not has(reader, 1)
+    assert not has(reader, 2)
+    for number in range(40):  # and it is not removed to make room
+        put(reader, number)
+        reader.flush()
+    assert has(reader, 39)
+    assert path in shards(tmp_path)
+
+
+def forged(folder: Path, key: bytes, mask: np.ndarray, values: np.ndarray) -> None:
+    """A shard with right checksums."""
+    module = load()
+    (path,) = shards(folder)
+    path.write_bytes(module._encode([module._Record(key, mask, values)]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 7.0, 0.02])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_scores_that_cannot_be(tmp_path: Path, value: float, dtype: Any) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    store.flush()
+    key, mask = row(1)[0], np.array([False, True, True])
+    forged(tmp_path, key, mask, np.array([-0.5, value], dtype))
+    reader = ScoreStore(tmp_path)
+    with pytest.warns(UserWarning, match="is damaged and is not read .*expected numbers in"):
+        known, values = reader.read([key], [3], -math.inf, 0.01)
+    assert not known.any()
+    assert not values.any()
+    if not math.isfinite(value):
+        with pytest.warns(UserWarning, match="is damaged and is not read"):
+            assert not ScoreStore(tmp_path).read([key], [3])[0].any()
+        with pytest.raises(ValueError, match="scores must be finite"):
+            store.add([key], [3], mask, np.array([0, -0.5, value], dtype))
+    waiting = ScoreStore(tmp_path / "waiting")
+    if math.isfinite(value):
+        waiting.add([key], [3], mask, np.array([0, -0.5, value], dtype))
+    assert not waiting.read([key], [3], -math.inf, 0.01)[0].any()
+    forged(tmp_path, key, mask, np.array([-0.5, 0.0], dtype))
+    assert ScoreStore(tmp_path).read([key], [3], -math.inf, 0.01)[1].tolist() == [0, -0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "number"),
+    [
+        ([False, True, True], 1),  # fewer scores than tokens
+        ([False, True, False], 2),  # more
+        ([False, True, True, True, False], 3),  # of a longer sequence
+        ([True], 1),  # of a shorter one
+        ([False, True, True], 4),  # more scores than the sequence is long
+    ],
+)
+def test_a_record_that_does_not_fit_its_mask_or_sequence(tmp_path: Path, mask: list[bool], number: int) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    store.flush()
+    key = row(1)[0]
+    forged(tmp_path, key, np.array(mask), np.full(number, -0.5, np.float32))
+    reader = ScoreStore(tmp_path)
+    with pytest.warns(UserWarning, match="is damaged and is not read"):
+        known, values = reader.read([key], [3])
+    assert known.tolist() == [False] * 3
+    assert values.tolist() == [0.0] * 3
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores are a miss now, and found later."""
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    store.flush()
+    opened = ScoreStore(tmp_path)
+    assert has(opened, 1)
+    fresh = ScoreStore(tmp_path)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for reader in (opened, fresh):
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.open", full)
+            with pytest.warns(UserWarning, match="could not be read .*Too many open files.*this time"):
+                assert not has(reader, 1)
+        assert has(reader, 1)
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "training.tmp", "model.safetensors.tmp"):
+        (tmp_path / name).write_bytes(bytes(5000))
+    store = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
+    for number in range(40):
+        put(store, number)
+        store.flush()
+    assert has(store, 39)
+    assert not has(store, 0), "the store is full"
+    assert {path.name for path in tmp_path.iterdir()} > {"model.safetensors", "training.tmp", "model.safetensors.tmp"}
+
+
+def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, *range(20))
+    store.flush()
+    good = shards(tmp_path)[0].read_bytes()
+    rng, lost = np.random.default_rng(0), 0
+    for at in rng.choice(len(good) * 8, 300, replace=False).tolist():
+        bad = bytearray(good)
+        bad[at // 8] ^= 1 << at % 8
+        shards(tmp_path)[0].write_bytes(bad)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reader = ScoreStore(tmp_path)
+            lost += not all([has(reader, number) for number in range(20)])  # `has` checks the scores
+    assert lost > 290
+
+
+def test_a_file_that_is_damaged_while_it_is_open(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1, 2)
+    store.flush()
+    assert has(store, 1)
+    damaged(tmp_path, lambda data: data[: len(data) // 2])
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert not has(store, 1)
+    assert not has(store, 2)
+
+
+def test_a_file_that_vanishes_is_a_miss(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    store.flush()
+    assert has(store, 1)
+    shards(tmp_path)[0].unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not has(store, 1)
+
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    store = ScoreStore(tmp_path)
+    put(store, 1, 2)
+    store.flush()
+    found = load_file(shards(tmp_path)[0])
+    assert set(found) == {"keys", "checks", "lengths", "counts", "masks", "values"}
+    assert np.array_equal(found["values"], np.concatenate([row(i)[2][row(i)[1]] for i in (1, 2)]))
+
+
+# ------------------------------------------------------------------ several processes
+
+
+def _work(folder: str, seed: int, rounds: int) -> None:
+    """Write and read random sequences, also those of others; an AssertionError for a wrong score."""
+    from filelock import FileLock
+
+    store = ScoreStore(folder, max_bytes=20_000, shard_bytes=3000)
+    rng, hits = np.random.default_rng(seed), 0
+    for _ in range(rounds):
+        number = int(rng.integers(200))
+        if has(store, number):
+            hits += 1
+        else:
+            put(store, number)
+        with FileLock(Path(folder) / "lock"):
+            assert store.num_bytes <= 20_000
+    store.flush()
+    assert hits > rounds // 10
+
+
+def _write_for_ever(folder: str) -> None:
+    store, number = ScoreStore(folder, max_bytes=10**6, shard_bytes=2000), 0
+    while True:
+        put(store, number % 1000)
+        number += 1
+
+
+def _write_and_leave(folder: str) -> None:
+    put(ScoreStore(folder), 7)
+
+
+def start(target: Callable[..., None], *args: Any, method: str = "spawn") -> Any:
+    process = multiprocessing.get_context(method).Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def test_four_processes_write_and_read_at_once(tmp_path: Path) -> None:
+    processes = [start(_work, str(tmp_path), seed, 600) for seed in range(4)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 4
+    reader = ScoreStore(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sum(has(reader, number) for number in range(200)) > 50
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_process_killed_while_it_writes_harms_nothing(tmp_path: Path) -> None:
+    for _ in range(4):
+        before = len(shards(tmp_path))
+        process = start(_write_for_ever, str(tmp_path))
+        until = time.monotonic() + 60
+        while len(shards(tmp_path)) < before + 20 and time.monotonic() < until:
+            time.sleep(0.003)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+    reader = ScoreStore(tmp_path, max_bytes=10**6, shard_bytes=2000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sum(has(reader, number) for number in range(1000)) > 100
+        put(reader, 5000)
+        reader.flush()  # the lock is free, and drafts are gone
+    assert has(reader, 5000)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_drafts_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "0123.scores.safetensors.tmp").write_bytes(b"half a shard")
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    assert has(ScoreStore(tmp_path), 1) is False
+    store.flush()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
+    process = start(_write_and_leave, str(tmp_path))
+    process.join(60)
+    assert has(ScoreStore(tmp_path), 7)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_does_not_write_the_records_of_its_parent(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            put(store, 2)
+            store.flush()
+            code = 0 if has(store, 2) and not has(store, 1) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert has(store, 2)
+    store.flush()
+    assert has(ScoreStore(tmp_path), 1)

@@ -1,0 +1,667 @@
+"""The control actor's table and rules, with a clock of the test and without Ray; then fingerprints and factories."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from remote_models import model
+from torchrl_llm_kl.scoring import fingerprint_of
+from torchrl_llm_kl.service import ServiceClosedError, ServiceConfigError
+from torchrl_llm_kl.service.control import _actor, _membership
+from torchrl_llm_kl.service.control._actor import ControlActor
+from torchrl_llm_kl.service.control._membership import Member, Memberships, client_name
+from torchrl_llm_kl.service.control._spec import HeldModel, describe_reads
+from torchrl_llm_kl.service.control._table import (
+    BACKING_OFF,
+    DRAINING,
+    FAILED,
+    GRACE,
+    HUNG,
+    MISSING,
+    PENDING,
+    READY,
+    STARTING,
+    Control,
+    Plan,
+    Scaling,
+    check_expected,
+)
+
+ray = pytest.importorskip("ray")
+CONFIG = {"name": "service:0", "model": "A", "max_wait": 0.1}
+HERE = {"job": "01", "worker": "ff", "driver": True}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Lab:
+    """A control table with replicas that do what a test says."""
+
+    def __init__(self, **plan: Any) -> None:
+        self.clock = Clock()
+        self.control = Control(Plan("service", **plan), clock=self.clock, scaling=Scaling(wait=3, hold=10, idle=300))
+        self.lives = 0
+
+    def join(self, client: str = "client", **options: Any) -> dict[str, Any]:
+        return self.control.join(client, HERE, **{"config": CONFIG, **options})
+
+    def start(self, replica: int = 0) -> Any:
+        """A new process of a replica asks for leave."""
+        self.lives += 1
+        return self.control.starting(replica, f"life {self.lives}")
+
+    def ready(self, replica: int = 0, **facts: Any) -> str:
+        return self.control.ready(replica, f"life {self.lives}", {"fingerprint": "f", "version": 0, **facts})
+
+    def up(self, replica: int = 0, **facts: Any) -> None:
+        self.start(replica)
+        assert self.ready(replica, **facts) == ""
+
+    def state(self, replica: int = 0) -> str:
+        return self.control.slots[replica].state
+
+    def wait(
+        self, seconds: float, *, beat: bool = True, gone: tuple[str, ...] = (), **pulses: dict[str, Any]
+    ) -> list[tuple[str, int]]:
+        """Let time pass; replicas named ``r0``, ``r1``, ... answer each second with these facts, clients too if they beat."""
+        done = []
+        for _ in range(int(seconds)):
+            self.clock.now += 1
+            for replica, slot in self.control.slots.items():
+                if slot.state != MISSING and slot.asked is None:
+                    self.control.asked(replica)
+            for name, facts in pulses.items():
+                slot = self.control.slots[int(name[1:])]
+                if slot.state not in (MISSING,):
+                    self.control.pulse(int(name[1:]), {"life": slot.life, "fingerprint": "f", **facts})
+            for client in self.control.clients if beat else ():
+                self.control.hold(client, HERE, 0)
+            for what, replica in self.control.tick(gone):
+                done.append((what, replica))
+                if what == "retire":
+                    self.control.retired(replica)
+        return done
+
+
+# ------------------------------------------------------------------ a table that was lost
+
+
+def test_a_replica_that_stood_still_before_the_table_was_lost() -> None:
+    """It never answers: only Ray knows that it is not starting."""
+    lab = Lab(hang_after=30.0)
+    lab.join()
+    lab.control.found(0)
+    assert lab.control.unheard() == []
+    assert lab.wait(9) == []
+    assert lab.control.unheard() == []
+    lab.wait(2)
+    assert (lab.control.unheard(), lab.state()) == ([0], PENDING)
+    assert lab.wait(100) == [], "it may be starting"
+    lab.control.stopped(0)
+    assert lab.wait(1) == [("restart", 0)]
+    lab.control.lost(0)
+    lab.up()
+    lab.control.stopped(0)
+    assert lab.state() == READY
+
+
+# ------------------------------------------------------------------ joining
+
+
+def test_the_first_client_sets_the_configuration_and_others_must_share_it() -> None:
+    lab = Lab()
+    assert lab.join()["incarnation"] == 1
+    lab.up()
+    lab.join("other", new=True)
+    with pytest.raises(
+        ServiceConfigError, match=r"'service:0' is in use with another configuration: model: it has 'A', req"
+    ):
+        lab.join("third", config={**CONFIG, "model": "B"}, new=True)
+    assert set(lab.control.clients) == {"client", "other"}
+
+
+def test_a_configuration_is_replaced_once_nothing_runs_and_nobody_uses_it() -> None:
+    lab = Lab()
+    lab.join(new=True)
+    lab.start()
+    lab.control.failed(0, "life 1", "OSError: no checkpoint")
+    with pytest.raises(ServiceConfigError):
+        lab.join("other", config={**CONFIG, "model": "B"}, new=True)
+    assert lab.join(config={**CONFIG, "model": "B"}, new=True)["incarnation"] == 2
+    with pytest.raises(ServiceClosedError, match="incarnation 2, not 1"):
+        lab.join("other", incarnation=1)
+
+
+def test_the_last_client_ends_the_service_unless_it_is_detached() -> None:
+    for detached, end in ((False, [("end", 0)]), (True, [])):
+        lab = Lab(detached=detached)
+        lab.join("a")
+        lab.join("b")
+        lab.up()
+        lab.control.release("a", 0)
+        assert lab.control.tick() == []
+        lab.control.release("b", 0)
+        assert lab.control.tick() == end
+        assert bool(lab.join("c")["ended"]) is not detached
+
+
+def test_messages_that_overtake_each_other() -> None:
+    lab = Lab()
+    lab.join("a", lease=1)
+    lab.control.release("a", 1)
+    lab.control.hold("a", HERE, 0, 1)
+    assert lab.control.tick() == [("end", 0)], "a heartbeat that was sent before the release renews nothing"
+    lab = Lab()
+    lab.join("a", lease=1)
+    lab.join("a", lease=2)
+    lab.control.release("a", 1)
+    assert lab.control.tick() == [], "the newer lease stays"
+    lab = Lab()
+    lab.control.release("a", 1)
+    lab.join("a", lease=1)
+    lab.join("b", lease=1)
+    lab.control.release("b", 1)
+    assert lab.control.tick() == [("end", 0)], "a join that arrives after its release"
+
+
+def test_a_client_of_an_ended_incarnation_does_not_join_the_next() -> None:
+    lab = Lab()
+    lab.join("new", incarnation=2)
+    before = lab.control.version
+    told = lab.control.hold("idle", HERE, before, 5, 1)
+    assert told is not None
+    assert (told["ended"], told["incarnation"]) == ("it was shut down; the name has another one, incarnation 2", 2)
+    assert set(lab.control.clients) == {"new"}
+    lab.control.release("new", 9, 1)
+    assert lab.control.tick() == [], "an earlier lease of the same process"
+    assert lab.control.hold("new", HERE, before, 0, 2) is None
+    lab.control.release("new", 9, 2)
+    assert lab.control.tick() == [("end", 0)]
+
+
+def test_an_actor_that_lost_its_table_learns_the_incarnation_from_clients() -> None:
+    lab = Lab()
+    assert lab.control.hold("client", HERE, lab.control.version, 1, 4) is None
+    assert lab.control.incarnation == 4
+    assert set(lab.control.clients) == {"client"}
+
+
+def test_heartbeats_end_with_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is idle while its service is shut down and another takes the name."""
+    lab, beats = Lab(), list[tuple[Any, ...]]()
+    lab.join("new", incarnation=2)
+
+    def hold(*args: Any) -> Any:
+        beats.append(args)
+        return lab.control.hold(*args)
+
+    def deposit(*args: Any) -> None:
+        raise AssertionError("the model of the incarnation that ended")
+
+    monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
+    monkeypatch.setattr(_membership, "cluster", lambda: "cluster")
+    monkeypatch.setattr(_membership, "whereabouts", lambda: HERE)
+    remote = types.SimpleNamespace(
+        hold=types.SimpleNamespace(remote=hold), deposit=types.SimpleNamespace(remote=deposit)
+    )
+    idle, busy = (
+        Member(Plan("service"), "cluster", i, table={"version": 0}, lease=i, control=remote, session="session")
+        for i in (1, 2)
+    )
+    idle.held = HeldModel(model())
+    members = Memberships()
+    members._members.update(idle=idle, busy=busy)
+    for _ in range(3):
+        members._beat("session")
+    assert [args[3:] for args in beats] == [(1, 1), (2, 2), (2, 2), (2, 2)]
+    assert "it was shut down" in idle.table["ended"]
+    assert busy.table == lab.control.table()
+    assert lab.control.clients[client_name()].lease == 2
+
+
+def test_a_model_by_value_of_an_ended_incarnation_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    lab = Lab()
+    lab.join(incarnation=2, new=True)
+    actor = object.__new__(ControlActor)
+    actor._control, actor._lock, actor._model = lab.control, threading.RLock(), None
+    actor.deposit(b"old", 1)
+    assert (actor.model(), lab.control.has_model) == ([], False)
+    actor.deposit(b"new", 2)
+    actor.deposit(b"old", 1)
+    assert (actor.model(), lab.control.has_model) == ([b"new"], True)
+    replaced = lab.join(config={**CONFIG, "model": "B"}, new=True)
+    assert (replaced["incarnation"], replaced["has_model"], actor.model()) == (3, False, []), "another configuration"
+
+
+def test_a_silent_client_keeps_its_lease_until_ray_reports_its_end() -> None:
+    lab = Lab(lease=600.0)
+    lab.join()
+    assert lab.wait(GRACE - 1, beat=False, gone=("client",)) == [], "it may be about to connect again"
+    assert lab.wait(300, beat=False) == [], "stopped, not gone"
+    assert lab.control.silent_clients() == {"client": HERE}
+    lab.control.hold("client", HERE, 0)
+    assert not lab.control.silent_clients()
+    assert lab.wait(GRACE + 1, beat=False, gone=("client",))[0] == ("end", 0)
+
+
+def test_without_any_word_from_ray_a_lease_ends_after_its_time() -> None:
+    lab = Lab(lease=100.0)
+    lab.join()
+    assert lab.wait(99, beat=False) == []
+    assert lab.wait(2, beat=False)[0] == ("end", 0)
+
+
+def test_time_in_which_the_control_actor_itself_is_stopped_does_not_count() -> None:
+    lab = Lab(lease=100.0, hang_after=60.0)
+    lab.join()
+    lab.up()
+    lab.clock.now += 500
+    assert lab.control.tick(gone=["client"]) == []
+    assert lab.state() == READY
+
+
+# ------------------------------------------------------------------ starts that fail
+
+
+def test_a_factory_that_ends_its_process_is_called_three_times_with_growing_pauses() -> None:
+    lab = Lab()
+    lab.join(new=True)
+    pauses = []
+    for _ in range(3):
+        start = lab.start()
+        assert not start.refusal
+        pauses.append(start.pause)
+        lab.clock.now += start.pause + 1
+    assert pauses == [0.0, 1.0, 2.0]
+    refused = lab.start().refusal
+    assert "service:0 failed to start 3 times within 5 s: its process ended before the model was made" in refused
+    assert lab.state() == FAILED
+    assert lab.start().refusal == refused, "until someone constructs the service again"
+    lab.join(new=True)
+    assert lab.start().refusal == ""
+
+
+def test_a_factory_that_raises_counts_too_and_its_error_is_the_cause() -> None:
+    lab = Lab()
+    lab.join(new=True)
+    for _ in range(3):
+        lab.start()
+        lab.control.failed(0, f"life {lab.lives}", "OSError: no such checkpoint")
+    assert "its factory raised OSError: no such checkpoint" in lab.start().refusal
+
+
+def test_a_success_and_time_forgive_failed_starts() -> None:
+    lab = Lab()
+    lab.join(new=True)
+    for _ in range(5):
+        for _ in range(2):
+            lab.start()
+            lab.clock.now += 10
+        lab.up()
+    for _ in range(10):
+        assert lab.start().refusal == ""
+        lab.clock.now += 301  # seldom: two within a window at most
+    assert lab.control.slots[0].starts == lab.lives
+
+
+def test_a_process_that_dies_with_its_model_is_no_failed_start() -> None:
+    lab = Lab()
+    lab.join()
+    for _ in range(10):
+        lab.up()
+        lab.control.lost(0)
+        assert lab.state() == MISSING
+    assert lab.start().pause == 0
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_a_restarted_replica_must_have_the_weights_of_the_first() -> None:
+    lab = Lab(slots=2, least=2)
+    lab.join()
+    lab.up(0, fingerprint="one")
+    assert lab.join()["fingerprint"] == "one"
+    lab.start(1)
+    assert "loaded other weights (fingerprint two) than the first replica of the service (one)" in lab.ready(
+        1, fingerprint="two"
+    )
+    assert lab.state(1) == FAILED
+    lab.start(1)
+    assert "loaded other weights" in lab.ready(1, fingerprint="two", version=3), "some of them were pushed"
+    lab.start(1)
+    assert lab.ready(1, fingerprint="two", version=3, replaced=True) == "", "pushed weights replaced them all"
+    lab.start(1)
+    assert lab.ready(1, fingerprint="one") == ""
+
+
+@pytest.mark.parametrize(
+    ("expect", "found", "fine"), [("a", "a", True), (None, "a", True), ("a", "b", False), ("a", None, False)]
+)
+def test_expected_weights(expect: str | None, found: str | None, fine: bool) -> None:
+    if fine:
+        check_expected(expect, found, "service")
+    else:
+        with pytest.raises(ServiceConfigError, match="expected a: pass the checkpoint's fingerprint_of"):
+            check_expected(expect, found, "service")
+
+
+# ------------------------------------------------------------------ replicas that hang
+
+
+def test_a_silent_replica_is_avoided_then_started_again() -> None:
+    lab = Lab(slots=2, least=2, hang_after=60.0)
+    lab.join()
+    lab.up(0)
+    lab.up(1)
+    before = lab.control.version
+    assert lab.wait(12, r1={}) == []
+    assert (lab.state(0), lab.state(1)) == (HUNG, READY)
+    assert lab.control.version > before, "clients get the new table"
+    assert lab.wait(50, r1={}) == [("restart", 0)]
+    assert lab.wait(50, r1={}) == [], "once"
+    lab.up(0)
+    assert lab.state(0) == READY
+
+
+@pytest.mark.parametrize("hang_after", [0.5, 1.0, 2.0, 60.0])
+def test_answers_that_are_collected_late_are_no_silence(hang_after: float) -> None:
+    """The control actor sends a pulse, looks once a second for the answer, and sends the next one a second after that."""
+    lab = Lab(hang_after=hang_after)
+    lab.join()
+    lab.up()
+    for _ in range(100):
+        lab.control.asked(0)
+        for _ in range(2):
+            lab.clock.now += 1.1
+            assert lab.control.tick() == []
+        lab.control.pulse(0, {"life": "life 1", "fingerprint": "f"})
+        lab.control.hold("client", HERE, 0)
+        lab.clock.now += 1.1
+        assert lab.control.tick() == []
+        assert lab.state() == READY
+    lab.clock.now += 8.0
+    lab.control.tick()
+    assert lab.state() == READY, "nobody asked"
+
+
+def test_a_pulse_that_was_sent_before_a_replica_was_ready_is_still_awaited() -> None:
+    lab = Lab(hang_after=1.0)
+    lab.join()
+    lab.start()
+    lab.control.asked(0)
+    assert lab.wait(30) == []
+    assert lab.ready() == ""
+    assert lab.wait(3) == []
+    assert lab.wait(5) == [("restart", 0)], "three seconds after its last sign of life"
+
+
+def test_a_replica_whose_model_hangs_is_started_again_at_once() -> None:
+    lab = Lab()
+    lab.join()
+    lab.up()
+    assert lab.wait(3, r0={"hung": True}) == [("restart", 0)]
+
+
+def test_a_replica_that_answers_again_is_used_again() -> None:
+    lab = Lab(hang_after=60.0)
+    lab.join()
+    lab.up()
+    lab.wait(20)
+    assert lab.state() == HUNG
+    assert lab.wait(1, r0={}) == []
+    assert lab.state() == READY
+
+
+# ------------------------------------------------------------------ the table is lost
+
+
+def test_a_lost_table_is_rebuilt_from_the_replicas() -> None:
+    lab = Lab(slots=3, least=1)
+    lab.join()
+    facts = {"config": CONFIG, "fingerprint": "f", "incarnation": 4, "version": 7, "starts": 3}
+    for replica in (0, 2):
+        lab.control.found(replica)
+        assert lab.state(replica) == PENDING
+        lab.control.pulse(replica, {**facts, "life": f"old {replica}"})
+    table = lab.join("another", incarnation=4)
+    assert table["states"] == {0: READY, 1: MISSING, 2: READY}
+    assert (table["incarnation"], table["fingerprint"], table["newest"], table["scale"]) == (4, "f", 7, 3)
+    assert lab.start(0).starts == 4
+    with pytest.raises(ServiceConfigError):
+        lab.join("third", config={**CONFIG, "model": "B"}, new=True)
+
+
+def test_clients_get_the_table_of_an_actor_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version must not be the one that they have, or nobody would give it the model again."""
+    monkeypatch.setattr(_actor, "_kept", lambda *name: {})
+    monkeypatch.setattr(_actor, "ended", lambda *name: 0)
+    monkeypatch.setattr(_actor, "_put", lambda *entry: None)
+    monkeypatch.setattr(ControlActor, "_rebuild", lambda self: None)
+    monkeypatch.setattr(ControlActor, "_run", lambda self: None)
+    version = ControlActor(Plan("service")).join("client", HERE, config=CONFIG)["version"]
+    found = ControlActor(Plan("service")).hold("client", HERE, version, 1, 1)
+    assert found is not None
+    assert found["version"] != version
+
+
+def test_quarantined_requests_are_bounded() -> None:
+    control = Lab().control
+    control.quarantine(str(i) for i in range(3000))
+    assert list(control.quarantined) == [str(i) for i in range(3000 - 1024, 3000)]
+    before = control.version
+    control.quarantine(["2999"])
+    assert control.version == before
+
+
+# ------------------------------------------------------------------ the number of replicas
+
+
+def scaled() -> Lab:
+    lab = Lab(slots=3, least=1, detached=True)
+    lab.join()
+    lab.up(0)
+    return lab
+
+
+BUSY = {"queue_tokens": 40_000, "tokens_per_second": 10_000.0, "busy_share": 1.0}
+IDLE = {"queue_tokens": 0, "tokens_per_second": 10_000.0, "busy_share": 0.1}
+
+
+def test_a_long_queue_adds_a_replica_and_idle_minutes_remove_it() -> None:
+    lab = scaled()
+    lab.wait(9, r0=BUSY)
+    assert lab.control.scale == 1, "not at once"
+    lab.wait(3, r0=BUSY)
+    assert lab.control.scale == 2
+    lab.wait(60, r0=BUSY)
+    assert lab.control.scale == 2, "the new one is not there yet"
+    lab.up(1)
+    lab.wait(200, r0=IDLE, r1=IDLE)
+    assert lab.control.scale == 2
+    done = lab.wait(120, r0=IDLE, r1=IDLE)
+    assert lab.control.scale == 1
+    assert done == [("retire", 1)]
+    assert lab.state(1) == MISSING
+
+
+def test_a_replica_that_is_not_needed_finishes_its_requests() -> None:
+    lab = scaled()
+    lab.wait(12, r0=BUSY)
+    lab.up(1)
+    lab.wait(301, r0=IDLE, r1=IDLE)
+    assert lab.state(1) == DRAINING
+    assert lab.wait(100, r0=IDLE, r1={**IDLE, "queue_tokens": 5}) == []
+    assert lab.wait(1, r0=IDLE, r1=IDLE) == [("retire", 1)]
+
+
+def test_the_number_does_not_swing() -> None:
+    lab = scaled()
+    for _ in range(20):
+        lab.wait(8, r0=BUSY)
+        lab.wait(8, r0=IDLE)
+    assert lab.control.scale == 1
+    lab.wait(12, r0=BUSY)
+    lab.up(1)
+    half = {**IDLE, "busy_share": 0.4}
+    lab.wait(2000, r0=half, r1=half)
+    assert lab.control.scale == 2, "one alone would be busy for 80% of the time"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["start", "ready", "fail", "lose", "busy", "idle", "silent"])),
+        max_size=60,
+    )
+)
+def test_any_order_of_events_keeps_the_table_sound(events: list[tuple[int, str]]) -> None:
+    lab = scaled()
+    acts: dict[str, Callable[[int], Any]] = {
+        "start": lab.start,
+        "ready": lambda i: lab.ready(i),
+        "fail": lambda i: lab.control.failed(i, lab.control.slots[i].life, "error"),
+        "lose": lab.control.lost,
+        "busy": lambda i: lab.wait(15, **{f"r{i}": BUSY}),
+        "idle": lambda i: lab.wait(310, **{f"r{i}": IDLE}),
+        "silent": lambda i: lab.wait(400),
+    }
+    for replica, act in events:
+        version, before = lab.control.version, lab.control.table()
+        acts[act](replica)
+        assert 1 <= lab.control.scale <= 3
+        after = lab.control.table()
+        changed = {key for key in after if after[key] != before[key]} - {"version", "newest"}
+        assert not changed or lab.control.version > version, changed
+        assert set(lab.control.table()["states"].values()) <= {
+            MISSING, PENDING, STARTING, READY, HUNG, BACKING_OFF, FAILED, DRAINING
+        }  # fmt: skip
+
+
+# ------------------------------------------------------------------ fingerprints
+
+
+def changed(what: str) -> nn.Module:
+    other = model()
+    weight = other.lm_head.weight
+    with torch.no_grad():
+        if what == "one bit":
+            weight.view(torch.int32)[3, 5] ^= 1
+        elif what == "two rows swapped":
+            weight[[0, 1]] = weight[[1, 0]].clone()
+        elif what == "type":
+            other.to(torch.bfloat16)
+        elif what == "configuration":
+            other.config.rms_norm_eps = 0.125
+        elif what == "shape":
+            weight.data = weight.data.reshape(weight.shape[1], weight.shape[0])
+    return other
+
+
+def test_equal_models_have_equal_fingerprints() -> None:
+    one = fingerprint_of(model())
+    assert fingerprint_of(model()) == one == fingerprint_of(copy.deepcopy(model()))
+    strided = model()
+    strided.lm_head.weight.data = strided.lm_head.weight.data.t().contiguous().t()  # same values, other memory layout
+    assert fingerprint_of(strided) == one
+    moved = model()
+    moved.config._name_or_path = "/elsewhere"
+    assert fingerprint_of(moved) == one
+
+
+@pytest.mark.parametrize("what", ["one bit", "two rows swapped", "type", "configuration", "shape"])
+def test_any_other_weights_or_configuration_show(what: str) -> None:
+    assert fingerprint_of(changed(what)) != fingerprint_of(model())
+
+
+def test_what_has_no_weights_has_no_fingerprint() -> None:
+    with pytest.raises(TypeError, match="str holds no weights in this process"):
+        fingerprint_of("http://localhost")
+
+
+# ------------------------------------------------------------------ what a factory reads
+
+
+def script(checkpoint: int, **others: Any) -> Callable[[], nn.Module]:
+    """The factory of a driver's script, with the module globals that it had there."""
+    source = """
+import torch
+import threading
+LOCK = threading.Lock()
+UNUSED = object()
+def middle():
+    return inner(LIMITS)
+def inner(limits):
+    return model(CKPT) if limits else load()  # a cycle
+def load():
+    with LOCK:
+        return middle()
+class Loader:
+    def __call__(self):
+        return self.read()
+    def read(self):
+        return model(CKPT)
+"""
+    module = types.ModuleType("driver")
+    module.__dict__.update({"CKPT": checkpoint, "LIMITS": {"a": [1, 2.5]}, "model": model, **others})
+    exec(source, module.__dict__)
+    return module.load  # type: ignore[no-any-return]
+
+
+def test_globals_that_the_factory_and_its_helpers_read_are_compared() -> None:
+    """Two drivers whose factories differ in a global alone: the second got the first one's scores."""
+    zero, one = (describe_reads(script(checkpoint))[0] for checkpoint in (0, 1))
+    assert {key for key in zero if zero[key] != one[key]} == {"driver.CKPT"}
+    assert (zero["driver.CKPT"], one["driver.CKPT"]) == ("0", "1")
+    again, opaque = describe_reads(script(0))
+    assert again == zero
+    assert opaque == ["driver.LOCK"], "it says what it cannot compare"
+    other = describe_reads(script(0, LIMITS={"a": [1, 2.75]}))[0]
+    assert {key for key in zero if zero[key] != other[key]} == {"driver.LIMITS"}
+
+
+@pytest.mark.parametrize("kind", ["partial", "instance", "method", "lambda", "closure"])
+def test_globals_behind_any_kind_of_factory(kind: str) -> None:
+    def make(checkpoint: int) -> Callable[[], Any]:
+        load = script(checkpoint)
+        loader = load.__globals__["Loader"]()
+        inside = eval("lambda: load()", load.__globals__)
+        kinds = {
+            "partial": partial(load),
+            "instance": loader,
+            "method": loader.read,
+            "lambda": inside,
+            "closure": lambda: load(),
+        }
+        return kinds[kind]
+
+    zero, one = (describe_reads(make(checkpoint))[0] for checkpoint in (0, 1))
+    assert {key for key in zero if zero[key] != one[key]} == {"driver.CKPT"}
+
+
+def test_a_changed_helper_shows_and_long_values_are_cut() -> None:
+    def changed_helper(limits: object) -> nn.Module:
+        return model(2)
+
+    before, after = script(0), script(0, LONG="x" * 1000)
+    after.__globals__["middle"] = types.FunctionType(changed_helper.__code__, after.__globals__, "middle")
+    one, other = describe_reads(before)[0], describe_reads(after)[0]
+    assert one["driver.middle"] != other["driver.middle"]
+    assert max(map(len, other.values())) < 200

@@ -1,0 +1,592 @@
+"""Engines behind HTTP: the values are those of the local scorer, and each trap of the servers is an error, never a number."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from load import assert_same, callers, sequences
+from prompt_server import MODEL, PromptServer
+from remote_models import model
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.scoring import Scores
+from torchrl_llm_kl.service import HTTPEngine, ScoringService, ServiceConfigError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.engines import _http
+from torchrl_llm_kl.service.engines._engine import Engine
+from torchrl_llm_kl.service.engines._http import rounding
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from waits import until
+
+DIALECTS = ["vllm", "sglang"]
+PLAIN = Settings()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PromptServer]:
+    found = PromptServer()
+    yield found
+    found.close()
+
+
+class Exact(LogProbScorer):
+    """In float64, as the server computes; the scores are rounded to float32, as an engine's are."""
+
+    def evaluate(self, *args: Any, **options: Any) -> Scores:
+        found = super().evaluate(*args, **options)
+        kinds = {torch.float64: torch.float32}
+        return Scores(
+            *(None if x is None else x.like(x.values.to(kinds.get(x.values.dtype, x.values.dtype))) for x in found)
+        )
+
+
+@cache
+def scorer(temperature: float = 1.0) -> Exact:
+    return Exact(model().double(), temperature=temperature)
+
+
+def engine(server: PromptServer, dialect: str = "vllm", **options: Any) -> HTTPEngine:
+    return HTTPEngine(server.url, **{"model": MODEL, "dialect": dialect, "timeout": 20.0, **options})
+
+
+def scored(
+    found: HTTPEngine, rows: Ragged | None = None, mask: torch.Tensor | None = None, settings: Settings = PLAIN
+) -> torch.Tensor:
+    rows = sequences(4, 6) if rows is None else rows
+    return found.score(rows, rows.positions > 0 if mask is None else mask, settings).values
+
+
+def some_mask(rows: Ragged) -> torch.Tensor:
+    """The second half of most sequences, none of some, and a gap."""
+    mask = (rows.positions >= 4) & (rows.sequence_ids % 3 != 1)
+    mask[mask.nonzero()[1]] = False
+    return mask
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_values_are_those_of_the_model(server: PromptServer, dialect: str) -> None:
+    found = engine(server, dialect)
+    assert isinstance(found, Engine)
+    assert (found.temperatures, found.precision) == ("raw", 0.0)
+    rows = sequences(4, 9)
+    for mask in (rows.positions > 0, some_mask(rows), torch.zeros_like(rows.positions, dtype=torch.bool)):
+        assert_same(scored(found, rows, mask), scorer().score(rows, mask).values)
+    assert found.progress() > 9
+    assert found.cached_tokens() == (0, 0)
+    assert found.interface()[1] is False
+    found.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_only_what_is_needed_is_requested(server: PromptServer, dialect: str) -> None:
+    found = engine(server, dialect)
+    rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 5)])
+    mask = torch.zeros(12, dtype=torch.bool)
+    mask[[3, 5]] = True
+    scored(found, rows, mask)  # connects
+    server.change()
+    scored(found, rows, mask)
+    (body,) = server.requests()  # a sequence without a scored token is not sent
+    assert body["prompt" if dialect == "vllm" else "input_ids"] == [1, 2, 3, 4, 5, 6]  # nor what follows the last one
+    sampling = body if dialect == "vllm" else body["sampling_params"]
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: sampling[name] for name in plain} == plain
+    if dialect == "sglang":
+        assert body["logprob_start_len"] == 2  # whose own entry is null
+
+
+# ------------------------------------------------------------------ temperatures
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_raw_log_probs_at_another_temperature_are_refused(server: PromptServer, dialect: str) -> None:
+    found = engine(server, dialect)
+    with pytest.raises(ValueError, match=r"temperature=0.7, but the server's log-probs are at temperature 1"):
+        scored(found, settings=Settings(temperature=0.7))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_tempered_log_probs(server: PromptServer, dialect: str) -> None:
+    with server.set(tempered=True):
+        found = engine(server, dialect)
+        assert found.temperatures == "tempered"
+        for temperature in (1.0, 0.7):
+            want = scorer(temperature).score(sequences(4, 6)).values
+            assert_same(scored(found, settings=Settings(temperature=temperature)), want)
+
+
+def test_another_processor_at_the_server_is_an_error(server: PromptServer) -> None:
+    with server.set(scrambled=True), pytest.raises(ServiceError, match="neither those at 1 nor of halved logits"):
+        engine(server)
+
+
+# ------------------------------------------------------------------ caches
+
+
+@pytest.mark.parametrize("cache_", ["null", "missing", "stale"])
+def test_vllm_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
+    """A salt for each request keeps it from the others' prefixes."""
+    rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 12), torch.arange(1, 9)])
+    with server.set(cache=cache_):
+        assert_same(scored(engine(server), rows), scorer().score(rows).values)
+
+
+@pytest.mark.parametrize(
+    ("cache_", "message"),
+    [
+        ("null", r"returned no log-prob for \d+ of \d+ tokens of the probe.*--no-enable-prefix-caching"),
+        ("missing", r"returned no log-prob|scored other tokens than were sent"),
+        ("stale", "log-probs of one sequence changed between two requests"),
+    ],
+)
+def test_vllm_that_ignores_the_salt(server: PromptServer, cache_: str, message: str) -> None:
+    with server.set(cache=cache_, salts=False), pytest.raises(ServiceError, match=message):
+        engine(server)
+
+
+@pytest.mark.parametrize("cache_", ["null", "missing"])
+def test_sglang_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
+    """Tokens without scores are requested again with ``logprob_start_len=0``."""
+    rows = Ragged.from_list([torch.arange(1, 12), torch.arange(1, 9)])
+    mask = (rows.positions > 2) & (rows.positions < 7)
+    with server.set(cache=cache_):
+        found = engine(server, "sglang")
+        server.change()
+        for _ in range(2):
+            assert_same(scored(found, rows, mask), scorer().score(rows, mask).values)
+        assert {body["logprob_start_len"] for body in server.requests()} == {2, 0}
+        server.change(recomputes=False)
+        alone = Ragged.from_list([torch.arange(1, 12)])
+        assert scored(found, alone, mask[:11]).isfinite().all()
+        with pytest.raises(ServiceError, match="returned no log-prob for"):
+            scored(found, alone, mask[:11])
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("decimals", [2, 4])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_rounding_is_measured(server: PromptServer, dialect: str, decimals: int) -> None:
+    with server.set(decimals=decimals):
+        found = engine(server, dialect)
+        assert found.precision == pytest.approx(0.5 * 10.0**-decimals)
+        difference = (scored(found) - scorer().score(sequences(4, 6)).values).abs().max()
+        assert 0 < difference <= found.precision + 1e-6
+
+
+def test_rounding() -> None:
+    assert rounding([-1.0, -2.0]) == 0.5
+    assert rounding([-1.23, -2.0, -math.inf]) == pytest.approx(0.005)
+    values = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
+    assert rounding(values) == 0.0
+    assert rounding(torch.tensor(values).bfloat16().tolist()) == 0.0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_forbidden_token_is_no_number(server: PromptServer, dialect: str) -> None:
+    """vLLM sends -9999.0 for -inf, SGLang null."""
+    rows = Ragged.from_list([torch.tensor([1, 2, 3]), torch.tensor([7, 8, 50, 9])])
+    mask = rows.positions > 0
+    with server.set(forbids=50):
+        found = engine(server, dialect)
+        message = {
+            "vllm": r"log-prob is -inf at sequence 1, position 2 \(token 50\)",
+            "sglang": r"no log-prob for 1 of 3 tokens of sequence 1, first at position 2: .*forbidden",
+        }
+        with pytest.raises((ValueError, ServiceError), match=message[dialect]):
+            scored(found, rows, mask)
+        mask[5] = False  # not asked for
+        assert scored(found, rows, mask).isfinite().all()
+
+
+@dataclass(frozen=True)
+class TopSettings(Settings):
+    top_k: int = 0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_top_k(server: PromptServer, dialect: str) -> None:
+    found = engine(server, dialect)
+    rows = sequences(4, 6)
+    mask = some_mask(rows)
+    scores = found.evaluate(rows, mask, TopSettings(top_k=5))  # type: ignore[call-arg]
+    want = scorer().evaluate(rows, mask, top_k=5)
+    assert scores.top_indices is not None
+    assert want.top_indices is not None
+    assert scores.top_indices.values.equal(want.top_indices.values)
+    for name in ("log_prob", "top_log_probs", "tail_log_prob"):
+        assert_same(getattr(scores, name).values, getattr(want, name).values)
+    if dialect == "vllm":
+        with pytest.raises(ValueError, match="greater than max allowed"):
+            found.evaluate(rows, mask, TopSettings(top_k=21))  # type: ignore[call-arg]
+
+
+# ------------------------------------------------------------------ tokens
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_other_tokens_than_were_sent(server: PromptServer, dialect: str, old: bool) -> None:
+    found = engine(server, dialect)
+    rows = Ragged.from_list([torch.tensor([1, 2, 5, 4])])
+    with server.set(retokenises=True, old=old), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
+        scored(found, rows)
+    with server.set(starts=True, old=old), pytest.raises(ServiceError, match="scored other tokens than were sent"):
+        scored(found, rows)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_first_token_has_no_log_prob(server: PromptServer, old: bool) -> None:
+    with server.set(old=old):
+        assert scored(engine(server))[sequences(4, 6).positions == 0].count_nonzero() == 0
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("fails", [[503, 0, 429], [500, 500]])
+def test_failures_that_pass_are_retried(server: PromptServer, dialect: str, fails: list[int]) -> None:
+    found = engine(server, dialect)
+    with server.set(fails=fails):
+        assert_same(scored(found), scorer().score(sequences(4, 6)).values)
+
+
+def test_failures_that_stay(server: PromptServer) -> None:
+    found = engine(server, timeout=0.5)
+    with (
+        server.set(fails=[503] * 1000),
+        pytest.raises(ServiceTimeout, match=r"did not answer in time: HTTP 503: switched"),
+    ):
+        scored(found)
+    with server.set(fails=[500] * 1000), pytest.raises(ServiceError, match="answers with HTTP 500: switched off"):
+        scored(found)
+    with server.set(delay=1.0), pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
+        scored(found)
+    with server.set(fails=[299] * 1000), pytest.raises(ServiceError, match="something that is not JSON"):
+        scored(found)
+    with server.set(fails=[403] * 1000), pytest.raises(ServiceError, match="answers with HTTP 403"):
+        scored(found)
+    assert scored(found).isfinite().all()
+    with pytest.raises(ServiceTimeout, match="ConnectionRefusedError"):
+        HTTPEngine("http://127.0.0.1:9", model=MODEL, timeout=0.3)
+
+
+# ------------------------------------------------------------------ a server that means harm
+
+ENDLESS = b"x" * 2**16
+
+
+class Hostile(socketserver.StreamRequestHandler):
+    """Answers as vLLM does, with -1.0 for each token, unless it is told to do something else."""
+
+    server: HostileServer
+
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            length = 0
+            while line.strip():
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+                line = self.rfile.readline()
+            prompt = json.loads(self.rfile.read(length))["prompt"]
+            entries: list[Any] = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
+            reply = json.dumps({"choices": [{"prompt_logprobs": entries, "prompt_token_ids": prompt}]})
+            with contextlib.suppress(OSError):  # the client has gone
+                self.server.misdeed(self, reply)
+
+    def send(self, data: bytes) -> None:
+        self.server.sent += len(data)
+        self.wfile.write(data)
+
+    def answer(self, reply: str) -> None:
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n{reply}".encode())
+
+    def drip(self, reply: str) -> None:
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n".encode())
+        for byte in reply.encode():
+            self.send(bytes([byte]))
+            time.sleep(0.02)
+
+    def drip_header(self, reply: str) -> None:
+        self.send(b"HTTP/1.1 200 OK\r\nX: ")
+        self.drip("x" * 1000)
+
+    def go_on(self, reply: str) -> None:
+        while True:
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            time.sleep(0.02)
+
+    def go_on_at_once(self, reply: str) -> None:
+        while True:
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+
+    def announce(self, reply: str) -> None:
+        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {2**30}\r\n\r\n".encode())
+        while True:
+            self.send(ENDLESS)
+
+    def stream(self, reply: str) -> None:
+        self.send(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            self.send(ENDLESS)
+
+    def chunks(self, reply: str) -> None:
+        self.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            self.send(b"%x\r\n%s\r\n" % (len(ENDLESS), ENDLESS))
+
+
+class HostileServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Hostile)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.sent, self.misdeed = 0, Hostile.answer
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[HostileServer]:
+    with HostileServer() as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+def attacked(hostile: HostileServer, misdeed: Callable[[Hostile, str], None], timeout: float) -> None:
+    """Score with an engine whose probe was answered well."""
+    hostile.misdeed = Hostile.answer
+    found = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)
+    assert scored(found).tolist() == (sequences(4, 6).positions > 0).float().neg().tolist()
+    found._timeout, hostile.misdeed, hostile.sent = timeout, misdeed, 0
+    try:
+        scored(found, Ragged.from_list([torch.arange(1, 7)]))
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("misdeed", [Hostile.drip, Hostile.drip_header, Hostile.go_on])
+def test_an_answer_that_does_not_end_ends_at_the_deadline(hostile: HostileServer, misdeed: Any) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
+        attacked(hostile, misdeed, timeout=0.3)
+    assert time.monotonic() - begin < 3  # the time-out of a single read starts again with each byte
+
+
+@pytest.mark.parametrize("misdeed", [Hostile.announce, Hostile.stream, Hostile.chunks, Hostile.go_on_at_once])
+def test_an_answer_is_no_larger_than_what_was_asked(hostile: HostileServer, misdeed: Any) -> None:
+    limit = 2**20 + 256 * 6 * 2
+    with pytest.raises(ServiceError, match=f"answers with more than {limit} bytes"):
+        attacked(hostile, misdeed, timeout=20.0)
+    assert hostile.sent < limit + 16 * 2**20  # what the system holds between the two is sent too
+
+
+def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile: HostileServer, monkeypatch: Any) -> None:
+    def resolve(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1.0)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(_http, "_GRACE", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    begin = time.monotonic()
+    with pytest.raises(ServiceTimeout, match="cannot be reached in time"):
+        HTTPEngine(hostile.url, model=MODEL, timeout=0.2)
+    assert time.monotonic() - begin < 0.9
+
+
+BELIEVED = {
+    '"logprob": 3.7': "the server sent the log-prob 3.7, expected a number of at most 0",
+    '"logprob": true': "the server sent the log-prob True, expected a number of at most 0",
+    '"logprob": "-1.0"': "the server sent the log-prob -1.0, expected a number of at most 0",
+    '"logprob": Infinity': "the server sent the log-prob inf, expected a number of at most 0",
+    '"logprob": -1.0, "logprob": -2.0': "sent two entries named 'logprob' in one object",
+}
+
+
+@pytest.mark.parametrize("wrong", BELIEVED)
+def test_a_log_prob_is_a_number_of_at_most_0(hostile: HostileServer, wrong: str) -> None:
+    with pytest.raises(ServiceError, match=BELIEVED[wrong]):
+        attacked(hostile, lambda to, reply: to.answer(reply.replace('"logprob": -1.0', wrong, 1)), timeout=5.0)
+
+
+@pytest.mark.parametrize(("twice", "message"), [("2", "two entries named '2'"), ("02", "two log-probs of token 2 at")])
+def test_a_token_has_one_log_prob(hostile: HostileServer, twice: str, message: str) -> None:
+    def misdeed(to: Hostile, reply: str) -> None:
+        to.answer(
+            reply.replace('{"2": {"logprob": -1.0}', f'{{"2": {{"logprob": -1.0}}, "{twice}": {{"logprob": -3.0}}')
+        )
+
+    with pytest.raises(ServiceError, match=message):
+        attacked(hostile, misdeed, timeout=5.0)
+
+
+def test_a_token_has_one_log_prob_at_sglang() -> None:
+    reply = {
+        "input_token_logprobs": [[None, 1, None], [-1.0, 2, None]],
+        "input_top_logprobs": [None, [[-1.0, 2, None], [-1.5, 3, None]]],
+    }
+    read = partial(_http._Sglang().read, tokens=[1, 2], start=0)
+    assert read({"meta_info": reply}) == ([None, {2: -1.0, 3: -1.5}], [1, 2])
+    for top in ([[-1.0, 2, None], [-3.0, 2, None]], [[-1.0, 2, None], [3.7, 3, None]]):
+        with pytest.raises(ServiceError, match=r"two log-probs of token 2 at|the log-prob 3\.7, expected"):
+            read({"meta_info": {**reply, "input_top_logprobs": [None, top]}})
+
+
+def test_rounding_may_lift_a_log_prob_above_0(hostile: HostileServer) -> None:
+    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")), timeout=5.0)
+
+
+def test_json_too_deep_to_read(hostile: HostileServer) -> None:
+    with pytest.raises(ServiceError, match="something that is not JSON"):
+        attacked(hostile, lambda to, reply: to.answer("[" * 100_000), timeout=5.0)
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_a_batch_waits_once_for_a_server_that_is_down(server: PromptServer) -> None:
+    found = engine(server, timeout=0.5)
+    one = Request.of(torch.tensor([1, 2]), torch.tensor([2]), None, PLAIN, version=None, caller="")
+    with server.set(fails=[503] * 1000):
+        first = found.progress()
+        answers = ScoringCore(found).score([one] * 20)
+        tries = len(server.requests())
+    assert [type(answer) for answer in answers] == [ServiceTimeout] * 20
+    assert found.progress() == first
+    assert tries <= 20 * 4  # pauses of 0.05, 0.1, 0.2 s
+
+
+def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> None:
+    for fails in ([0], [503], []):  # the last: between two calls, noticed by a new connection alone
+        found = engine(server)
+        with server.set(fails=fails, seed=1), pytest.raises(ServiceError, match="it came back with another model, by"):
+            scored(found)
+        assert scored(found).isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again() -> None:
+    """While a caller waits: no answer is lost or wrong."""
+    first = PromptServer()
+    found = engine(first, timeout=120.0)
+    answers: dict[int, torch.Tensor] = {}
+
+    def call() -> None:
+        for seed in range(200):
+            answers[seed] = scored(found, sequences(seed))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    until(lambda: len(answers) >= 20)
+    first.close()
+    second = PromptServer(first.port)
+    caller.join()
+    second.close()
+    assert len(answers) == 200
+    for seed, answer in answers.items():
+        assert_same(answer, scorer().score(sequences(seed)).values)
+    assert found.progress() >= 1000
+
+
+def test_a_name_that_the_server_does_not_have(server: PromptServer) -> None:
+    with pytest.raises(ServiceError, match="HTTP 404: The model `other` does not exist"):
+        engine(server, model="other")
+    with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
+        engine(server, "sglang", model="other")
+
+
+def test_a_key(server: PromptServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_KEY", "hush")
+    with server.set(key="hush"):
+        assert scored(engine(server, api_key_env="TOY_KEY")).isfinite().all()
+        with pytest.raises(ServiceError, match="HTTP 401") as caught:
+            engine(server)
+        assert "hush" not in str(caught.value)
+    monkeypatch.delenv("TOY_KEY")
+    with pytest.raises(ValueError, match="'TOY_KEY' is not set in this process"):
+        engine(server, api_key_env="TOY_KEY")
+
+
+def test_replies_of_another_server(server: PromptServer) -> None:
+    found = engine(server)
+    with server.set(odd=True), pytest.raises(ServiceError, match="answers in another form than this dialect"):
+        scored(found)
+
+
+@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", "http://user:hush@host/", "http://host/?x=1", 3])
+def test_urls(url: Any) -> None:
+    with pytest.raises(ValueError, match="url must be http") as caught:
+        HTTPEngine(url, model=MODEL)
+    assert "hush" not in str(caught.value)
+
+
+def test_settings_and_weights_that_the_server_owns(server: PromptServer) -> None:
+    """Refused for their request alone."""
+    core = ScoringCore(engine(server))
+
+    def request(settings: Settings) -> Request:
+        return Request.of(torch.tensor([1, 2, 3]), torch.tensor([3]), None, settings, version=None, caller="")
+
+    bad = [Settings(entropy=True), Settings(dtype="bfloat16"), Settings(adapters=False), Settings(deterministic=True)]
+    answers = core.score([request(settings) for settings in (PLAIN, *bad, Settings(remember=True))])
+    assert [type(answer) for answer in answers] == [Reply, ValueError, ValueError, ValueError, ValueError, Reply]
+    for name, answer in zip(("entropy", "dtype", "adapters", "deterministic"), answers[1:5], strict=True):
+        assert f"{name}=" in str(answer)
+        assert "is not possible with the server at" in str(answer)
+    rows = sequences(0, 2)
+    with pytest.raises(ValueError, match="the mask selects the first token of sequence 0"):
+        core.engine.evaluate(rows, rows.positions >= 0, PLAIN)
+    for temperature in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            core.engine.evaluate(rows, rows.positions > 0, Settings(temperature=temperature))
+    for call in (core.engine.check_weights, core.engine.update_weights):
+        with pytest.raises(TypeError, match="update them at the server"):
+            call({"lm_head.weight": torch.zeros(2)})
+
+
+def test_refused_requests_leave_their_neighbours(server: PromptServer) -> None:
+    core = ScoringCore(engine(server))
+
+    def request(*tokens: int) -> Request:
+        return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, PLAIN, version=None, caller="")
+
+    good, bad, long, other = core.score([request(1, 2, 3), request(1, 97), request(*[1] * 70), request(4, 5)])
+    assert isinstance(good, Reply)
+    assert isinstance(other, Reply)
+    assert isinstance(bad, ValueError)
+    assert "refuses sequence 0: HTTP 400: Token id is out of vocabulary" in str(bad)
+    assert isinstance(long, ValueError)
+    assert "maximum context length is 64 tokens" in str(long)
+
+
+# ------------------------------------------------------------------ as a replica
+
+
+@pytest.mark.slow
+def test_a_service_of_a_server(server: PromptServer) -> None:
+    """With failures while four callers wait: no answer is lost or wrong."""
+    factory = partial(HTTPEngine, server.url, model=MODEL, timeout=30.0)
+    with server.set(), ScoringService(factory=factory, num_cpus=0.1) as service:
+        with callers(service.model, calls=6) as load:
+            server.change(fails=[503, 0, 500, 429, 0], delay=0.01)
+        load.assert_all_right(scorer())
+        assert load.asked == 24
+        with pytest.raises(ValueError, match="entropy=True is not possible"):
+            service.model.make_scorer().evaluate(sequences(), entropy=True)
+        with pytest.raises(TypeError, match="update them at the server"):
+            service.update_weights(model().state_dict(), version=1)
+        service.shutdown()

@@ -1,0 +1,330 @@
+"""The model of a replica: weights that change, and requests that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch.testing import assert_close
+
+from closeness import assert_near
+from remote_models import model
+from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
+from torchrl_llm_kl.service import WeightVersionError
+from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.service.replica._watchdog import Watchdog
+
+
+class Wrapper(nn.Module):
+    input_mode = "tokens"
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.model = inner
+
+
+def test_weights_in_every_form() -> None:
+    inner = model(seed=3)
+    expected = inner.state_dict()
+    wrapper = Wrapper(inner)
+    core = ScoringCore(TransformersEngine(model()))
+    for version, weights in enumerate(
+        [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected], start=1
+    ):
+        core.update_weights({name: torch.zeros_like(value) for name, value in expected.items()}, version)
+        core.update_weights(state_dict_of(weights), version)
+        found = core.engine.model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with pytest.raises(TypeError, match="weights must be a module, a TensorDict or a mapping"):
+        state_dict_of([1])
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    core = ScoringCore(TransformersEngine(model()))
+    before = {name: value.clone() for name, value in core.engine.model.state_dict().items()}
+    good = {name: value + 1 for name, value in before.items()}
+    name = "lm_head.weight"
+    bad = {
+        "holds values that are not finite": good[name].clone().fill_(torch.inf),
+        "the model has shape": torch.zeros(2),
+        "weights must be tensors, got list": [1.0],
+    }
+    for message, value in bad.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            core.update_weights({**good, name: value}, 1)
+    with pytest.raises(KeyError, match="no weight 'nowhere'"):
+        core.update_weights({**good, "nowhere": torch.zeros(1)}, 1)
+    assert core.version == 0
+    core.update_weights(before, 3)
+    with pytest.raises(WeightVersionError, match="version 2 of the weights was pushed after version 3"):
+        core.update_weights(good, 2)
+    assert core.version == 3
+    assert all(torch.equal(core.engine.model.state_dict()[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_weights_of_another_kind_of_number_are_refused(dtype: torch.dtype) -> None:
+    engine = TransformersEngine(model().to(dtype))
+    name = "lm_head.weight"
+    before = engine.model.state_dict()[name].clone()
+    real = torch.ones(before.shape)
+    bad = {
+        torch.int8: real.to(torch.int8),
+        torch.int64: real.long(),
+        torch.bool: real.bool(),
+        torch.complex64: real.to(torch.complex64),
+    }
+    for kind, value in bad.items():
+        with pytest.raises(ValueError, match=f"the model has {dtype}, got {kind}"):
+            engine.update_weights({name: value})
+    with pytest.raises(ValueError, match=r"must be a dense tensor with values, got torch.sparse_coo"):
+        engine.update_weights({name: real.to_sparse()})
+    with pytest.raises(ValueError, match=r"must be a dense tensor with values, got .* on meta"):
+        engine.update_weights({name: real.to("meta")})
+    assert torch.equal(engine.model.state_dict()[name], before)
+    for good in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        engine.update_weights({name: 2 * real.to(good)})
+        assert torch.equal(engine.model.state_dict()[name], torch.full_like(before, 2))
+
+
+def test_weights_that_overflow_in_the_cast_are_refused() -> None:
+    name = "lm_head.weight"
+    for dtype, largest in (
+        (torch.float32, 1e300),
+        (torch.float16, 1e5),
+        (torch.bfloat16, 3.4e38),
+        (torch.float16, -7e4),
+    ):
+        engine = TransformersEngine(model().to(dtype))
+        value = engine.model.state_dict()[name].double()
+        value[3, 2] = largest
+        with pytest.raises(
+            ValueError,
+            match=f"up to {abs(largest):.3g} in torch.float64, beyond the range of the model's {dtype}".replace(
+                "+", r"\+"
+            ),
+        ):
+            engine.update_weights({name: value})
+        value[3, 2] = torch.finfo(dtype).max
+        engine.update_weights({name: value})
+
+
+def test_whole_numbers_keep_their_values() -> None:
+    made = model()
+    made.register_buffer("count", torch.tensor([1, 2], dtype=torch.int8))
+    engine = TransformersEngine(made)
+    engine.update_weights({"count": torch.tensor([3, -128])})
+    assert made.count.tolist() == [3, -128]
+    with pytest.raises(ValueError, match=r"count holds values beyond the range of the model's torch.int8"):
+        engine.update_weights({"count": torch.tensor([3, 128])})
+    with pytest.raises(ValueError, match=r"the model has torch.int8, got torch.float32"):
+        engine.update_weights({"count": torch.tensor([3.0, 1.0])})
+
+
+@pytest.mark.parametrize("adapter", ["default", "ref"])
+def test_peft_names_of_adapters(adapter: str) -> None:
+    """As ``save_pretrained`` writes them, without the adapter's name; also DoRA and trained modules."""
+    peft = pytest.importorskip("peft")
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(
+            r=4,
+            init_lora_weights=False,
+            target_modules=["q_proj", "embed_tokens"],
+            modules_to_save=["lm_head"],
+            use_dora=True,
+        )
+        return peft.get_peft_model(model(), config, adapter_name=adapter)
+
+    engine, other = TransformersEngine(made(0)), made(1)
+    short = peft.get_peft_model_state_dict(other, adapter_name=adapter, save_embedding_layers=False)
+    assert not any(adapter in name for name in short)
+    assert len(short) > 6
+    engine.update_weights(short)
+    expected = {name: value for name, value in other.state_dict().items() if adapter in name}
+    found = engine.model.state_dict()
+    assert len(expected) == len(short)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    engine.update_weights({**short, "base_model.model.model.norm.weight": found["base_model.model.model.norm.weight"]})
+    with pytest.raises(KeyError, match=r"no weight 'lora_A.weight'"):
+        engine.update_weights({"lora_A.weight": torch.zeros(1)})
+
+
+# ------------------------------------------------------------------ settings
+
+
+def request(*tokens: int, **settings: Any) -> Request:
+    made = Settings(**settings)
+    return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, made, version=None, caller="")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"adapters": ["a"]}, "adapters must be True, False or a name .* got .'a'."),
+        ({"adapters": {}}, "adapters must be True, False or a name .* got {}"),
+        ({"temperature": [1.0]}, "temperature must be a positive number, got .1.0."),
+        ({"temperature": "hot"}, "temperature must be a positive number, got 'hot'"),
+        ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
+        ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
+        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
+        ({"temperature": None}, "temperature must be a positive number, got None"),
+        ({"dtype": {"a": 1}}, "dtype must be the name of a floating-point type .* got {'a': 1}"),
+        ({"dtype": "load"}, "dtype must be the name of a floating-point type"),
+        ({"entropy": []}, "entropy must be True or False, got .."),
+        ({"remember": "yes"}, "remember must be True or False, got 'yes'"),
+        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+        ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
+        ({"adapters": "nobody"}, "adapters"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_ill_typed_settings_fail_alone(bad: dict[str, Any], message: str) -> None:
+    core = ScoringCore(TransformersEngine(model()))
+    good = [request(1, 2, 3 + i) for i in range(3)]
+    answers = core.score([good[0], request(4, 5, 6, **bad), *good[1:]])
+    assert isinstance(answers[1], ValueError)
+    assert re.search(message, str(answers[1]))
+    alone = [core.score([each])[0] for each in good]
+    for found, expected in zip([answers[0], *answers[2:]], alone, strict=True):
+        assert isinstance(found, Reply)
+        assert isinstance(expected, Reply)
+        assert_close(found.log_prob, expected.log_prob, atol=1e-6, rtol=1e-6)
+    assert core.running is None
+
+
+# ------------------------------------------------------------------ one scorer for all temperatures
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=str)
+def test_sixty_temperatures_share_one_scorer(dtype: torch.dtype, error: float) -> None:
+    engine = TransformersEngine(model().to(dtype))
+    rng = torch.Generator().manual_seed(0)
+    row = torch.randint(97, (20,), generator=rng)
+    turns = [Ragged.from_list([row[:12]]), Ragged.from_list([row])]
+    for i in range(60):
+        temperature = 0.2 + 0.05 * i
+        settings = Settings(temperature=temperature, remember=True)
+        found = [engine.score(turn, turn.positions > 0, settings).values for turn in turns]
+        if i % 15 == 0:
+            plain = LogProbScorer(model().to(dtype), temperature=temperature)
+            expected = [plain.score(turn, remember=True).values for turn in turns]
+            assert_close(found, expected, atol=error, rtol=error)
+    assert len(engine._scorers) == 1
+    (scorer,) = engine._scorers.values()
+    assert len(scorer.memory) == 2, "keys and values are cached once"
+    assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
+
+
+def test_what_a_sampler_left() -> None:
+    """Settings over the wire score like a scorer of this process, whatever was scored before."""
+    engine, row = TransformersEngine(model()), Ragged.from_list([torch.arange(20) % 97])
+    for sampling in (Sampling(), Sampling(0.7, top_k=60), Sampling(0.7), Sampling(1.3, 80, 0.999, 0.001)):
+        fields = dict(zip(("keep_top_k", "keep_top_p", "keep_min_p"), sampling.truncation, strict=True))
+        sent = Request.of(
+            row.values, row.lengths, None, Settings(sampling.temperature, **fields), version=None, caller=""
+        )
+        settings = Request.unpack(sent.pack()).settings.checked()
+        assert settings.sampling == sampling
+        found = engine.score(row, row.positions > 0, settings).values
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_close(found, LogProbScorer(model(), sampling=sampling).score(row).values)
+
+
+def test_scorers_of_other_settings_are_few_and_share_the_memory() -> None:
+    row = Ragged.from_list([torch.arange(40) % 97])
+    probe = TransformersEngine(model())
+    probe.score(row, row.positions > 0, Settings(remember=True))
+    (one,) = (scorer.memory.num_bytes for scorer in probe._scorers.values())
+    engine = TransformersEngine(model(), memory=2 * one)
+    kinds = [{"dtype": name} for name in (None, "bfloat16", "float16", "float64")] + [{"deterministic": True}]
+    seen = 0
+    for i in range(30):
+        tokens = Ragged.from_list([(torch.arange(30) + 40 * (i % 3)) % 97])
+        settings = Settings(remember=True, temperature=1.0 + 0.1 * (i % 7), **(kinds[0] if i % 2 else kinds[i % 5]))
+        with contextlib.suppress(ValueError), warnings.catch_warnings():  # a type that autocast lacks on a CPU
+            warnings.simplefilter("ignore")
+            found = engine.score(tokens, tokens.positions > 0, settings)
+            dedicated = LogProbScorer(model(), temperature=settings.temperature, dtype=settings.torch_dtype)
+            if i % 2:
+                assert_near(found.values, dedicated.score(tokens).values, dtype=torch.float32)
+            else:
+                assert_close(found.values, dedicated.score(tokens).values, atol=0.1, rtol=0.0)
+        assert len(engine._scorers) <= 4
+        assert sum(scorer.memory.num_bytes for scorer in engine._scorers.values()) <= 2 * one
+        assert engine.cached_tokens()[0] >= seen, "counts of dropped scorers stay"
+        seen = engine.cached_tokens()[0]
+    assert seen > 30 * 20
+
+
+# ------------------------------------------------------------------ progress
+
+
+def test_progress_grows_within_a_call() -> None:
+    """At each forward of a pack, and at each weight that is copied."""
+    engine = TransformersEngine(model(), tokens_per_batch=16)
+    seen: list[int] = []
+    engine.model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(engine.progress()))
+    rows = Ragged.from_list([(torch.arange(20) + 20 * i) % 97 for i in range(4)])
+    before = engine.progress()
+    engine.score(rows, rows.positions > 0, Settings())
+    assert len(seen) >= 5
+    assert all(a < b for a, b in itertools.pairwise([before, *seen]))
+    before = engine.progress()
+    engine.update_weights(model(seed=1).state_dict())
+    assert engine.progress() >= before + 10
+
+
+class Steps:
+    """An engine whose progress is set by the test."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def progress(self) -> int:
+        return self.steps
+
+
+def test_the_watchdog_sees_calls_without_progress() -> None:
+    engine: Any = Steps()
+    core = ScoringCore(engine)
+    watchdog = Watchdog(core, hang_after=10.0)
+    assert not any(watchdog.hangs(now) for now in range(0, 100, 3)), "no call runs"
+    core.running = 1
+    for now in range(100, 200, 5):
+        engine.steps += 1
+        assert not watchdog.hangs(now), "a long call makes progress"
+    for now in range(200, 300, 9):
+        core.running += 1
+        assert not watchdog.hangs(now), "short calls without any"
+    assert not watchdog.hangs(300.0)
+    assert watchdog.hangs(309.5)
+    core.running = None
+    assert not watchdog.hangs(400.0)
+    engine.progress = None  # raises
+    core.running = 1
+    assert [watchdog.hangs(now) for now in (500.0, 505.0, 511.0)] == [False, False, True]
+
+
+def test_nan_scores_fail_only_their_request() -> None:
+    made = model()
+    with torch.no_grad():
+        made.model.embed_tokens.weight[13] = torch.nan
+    core = ScoringCore(TransformersEngine(made))
+    good, bad, other = core.score([request(1, 2, 3), request(1, 13, 3), request(4, 5)])
+    assert isinstance(good, Reply)
+    assert isinstance(other, Reply)
+    assert isinstance(bad, ValueError)
+    assert "log-prob is nan at sequence 0, position 1 (token 13)" in str(bad)
