@@ -38,7 +38,10 @@ EXTRAS = ("ray", "lora")
 TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "rich>=13", "typer>=0.12", "pyarrow>=15")
 #: What the package is for, from token ids to losses, without the tutorials, the tools around it and other libraries.
 CORE = (
-    *(f"tests/units/{layer}" for layer in ("ragged", "masks", "head", "estimators", "rollouts", "scoring", "transforms")),
+    *(
+        f"tests/units/{layer}"
+        for layer in ("ragged", "masks", "head", "estimators", "rollouts", "scoring", "transforms")
+    ),
     *(f"tests/units/{layer}" for layer in ("advantages", "losses")),
     "tests/units/algorithms/test_make_algorithm.py",
     "tests/units/algorithms/test_prepare.py",
