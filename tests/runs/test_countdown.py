@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -130,7 +131,7 @@ def test_group_advantage_by_hand(model):
     # Sums 1, 0 | 1, 0.5; centred 0.5, -0.5 | 0.25, -0.25; the sums' own deviation is sqrt(0.6875 / 3).
     want = torch.tensor([0.5, -0.5, 0.25, -0.25]) / math.sqrt(0.6875 / 3)
     data = TensorDict(next=TensorDict(reward=reward, batch_size=[4]), batch_size=[4])
-    got = make_parts(model, model).advantage(label(data, 2))["advantage"]
+    got = make_parts(model, copy.deepcopy(model)).advantage(label(data, 2))["advantage"]
     assert_close(got.flatten(), want, atol=1e-4, rtol=0)
 
 
@@ -143,8 +144,7 @@ def parts(tokenizer, model):
 def batch(tokenizer, model, parts):
     """Answers of a policy that has moved away from its reference, as the collector delivers them, prepared."""
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
-    reference = parts.kl_transform[1].model
-    env = env.append_transform(RetrieveKL(model, reference, coeff=0.1))
+    env = env.append_transform(RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, charged_key="kl_charged"))
     torch.manual_seed(1)
     batch = env.rollout(1, countdown_grpo.as_policy(model, tokenizer)).reshape(-1)
     return parts.prepare(label(batch, 4))

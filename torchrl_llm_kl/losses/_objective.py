@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Literal, ParamSpec, cast
@@ -107,6 +107,7 @@ class ObjectiveSpec:
         per_row: its inputs of one value per sequence, ``[*B]``.
         needs_if: inputs that some settings require -> (hyper-parameter or several, test of their values).
         either: optional inputs of which it reads the first that is given.
+        reads_if: optional inputs that it reads under some settings, as ``needs_if``.
         hyper: names of its own hyper-parameters.
         defaults: hyper-parameter -> default, for those that have one.
         once: the input that is computed once for a whole batch, if there is one.
@@ -121,6 +122,7 @@ class ObjectiveSpec:
     per_row: tuple[str, ...] = ()
     needs_if: Conditions = field(default_factory=dict)
     either: tuple[str, ...] = ()
+    reads_if: Conditions = field(default_factory=dict)
     hyper: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     once: Once | None = None
@@ -138,16 +140,25 @@ class ObjectiveSpec:
             >>> spec_of(ppo).required(), spec_of(ppo).required({"fallback_to_policy_gradient": True})
             (('advantage', 'old_log_prob'), ('advantage',))
         """
-        if not self.needs_if:
-            return self.needs
+        return (*self.needs, *self._holding(self.needs_if, hyper))
+
+    def optional(self, given: Collection[str], hyper: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+        """The optional inputs among ``given`` that it reads under these hyper-parameters."""
+        first = [name for name in self.either if name in given][:1]
+        return (*first, *(name for name in self._holding(self.reads_if, hyper) if name in given))
+
+    def _holding(self, conditions: Conditions, hyper: Mapping[str, Any] | None) -> list[str]:
+        """The inputs whose condition these hyper-parameters fulfil."""
         given = {**self.defaults, **(hyper or {})}
-        decided = {key: [given[name] for name in self.deciding(key)] for key in self.needs_if}
-        return (*self.needs, *(key for key, (_, test) in self.needs_if.items() if test(*decided[key])))
+        return [key for key, (names, test) in conditions.items() if test(*(given[name] for name in _names(names)))]
 
     def deciding(self, key: str) -> tuple[str, ...]:
         """The hyper-parameters that decide whether the input ``key`` is required; none if it always is."""
-        names = self.needs_if[key][0] if key in self.needs_if else ()
-        return (names,) if isinstance(names, str) else names
+        return _names(self.needs_if[key][0]) if key in self.needs_if else ()
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 class UnknownObjectiveError(UnknownNameError):
@@ -238,10 +249,17 @@ def objective(
 
 
 def term(
-    name: str, *, needs_if: Conditions | None = None, either: tuple[str, ...] = (), source: str
+    name: str,
+    *,
+    needs_if: Conditions | None = None,
+    either: tuple[str, ...] = (),
+    reads_if: Conditions | None = None,
+    source: str,
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered."""
-    spec = ObjectiveSpec(name, (), "token-mean", source=source, needs_if=needs_if or {}, either=either)
+    spec = ObjectiveSpec(
+        name, (), "token-mean", source=source, needs_if=needs_if or {}, either=either, reads_if=reads_if or {}
+    )
     return lambda function: cast("Callable[P, Terms]", _checked(spec, function))
 
 

@@ -89,8 +89,8 @@ class Part(nn.Module):
         A function without an :class:`~torchrl_llm_kl.losses.ObjectiveSpec` may read each that it takes.
         """
         spec = spec_of(self.function)
-        either = OF_SAMPLER if spec is None else [name for name in spec.either if name in given][:1]
-        return {*self.needs, *(name for name in either if name in given and name in self.inputs)}
+        optional = {*OF_SAMPLER} & {*given} if spec is None else spec.optional(given, self.hyper)
+        return {*self.needs, *(name for name in optional if name in self.inputs)}
 
     @property
     def leaves_out_experts(self) -> bool:

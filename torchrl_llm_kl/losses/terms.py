@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -21,13 +21,22 @@ from torchrl_llm_kl.losses.objectives import DISTILLATION_INPUTS, Distribution, 
 Estimator = EstimatorName | Callable[..., Tensor]
 
 
-def _reads_old_log_prob(estimator: Any) -> bool:
-    """Whether an estimator is ``corrected_k3``, by any name and in any wrapping."""
+def _formula(estimator: Any) -> Any:
+    """An estimator without its wrappings: a function of any origin."""
     if isinstance(estimator, str):
-        return estimator.removesuffix("+") == "corrected_k3"
+        estimator = get_estimator(cast("EstimatorName", estimator))
     while isinstance(estimator, (StraightThrough, partial)):
         estimator = estimator.base if isinstance(estimator, StraightThrough) else estimator.func
-    return estimator is corrected_k3
+    return estimator
+
+
+def _reads_old_log_prob(estimator: Any) -> bool:
+    return _formula(estimator) is corrected_k3
+
+
+def _may_read_old_log_prob(estimator: Any) -> bool:
+    """Whether an estimator is a function of the user's: of ours, only ``corrected_k3`` reads the sampler's log-probs."""
+    return not str(getattr(_formula(estimator), "__module__", "")).startswith("torchrl_llm_kl.estimators.")
 
 
 @term(
@@ -38,6 +47,7 @@ def _reads_old_log_prob(estimator: Any) -> bool:
         "old_log_prob": ("estimator", _reads_old_log_prob),
         "expert_mask": ("leave_out_experts", bool),
     },
+    reads_if={"old_log_prob": ("estimator", _may_read_old_log_prob)},
     source="Ziegler et al. 2019 (arXiv 1909.08593), eq. 2; in the loss: Shao et al. 2024 (GRPO, arXiv 2402.03300), eq. 3; "
     "the default is Trinity-RFT 0.6.0's",
 )

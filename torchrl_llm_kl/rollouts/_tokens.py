@@ -278,9 +278,8 @@ def first_difference(a: Ragged, b: Ragged) -> tuple[int, int] | None:
 def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Tensor:
     """True at the first token of a masked-in run whose log-prob is exactly 0 because it was never computed; ``[N]``.
 
-    torchrl's wrappers store 0 there. It is taken for that where other tokens of its sequence have scores, and where it is the
-    only one. Each sequence is judged alone, so that the parts of a batch agree with the whole; a token that really had
-    probability 1 has no gradient anyway.
+    torchrl's wrappers store 0 there. A token that really had probability 1 is taken for one of those too, and loses nothing:
+    its gradient is 0. Nothing else of the batch is looked at, so that its parts agree with the whole.
 
     Example:
         >>> tokens = Ragged.from_list([torch.tensor([7, 8, 9]), torch.tensor([7, 8])])
@@ -288,8 +287,7 @@ def zeros_of_first_tokens(log_prob: Tensor, mask: Tensor, tokens: Ragged) -> Ten
         >>> zeros_of_first_tokens(torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0]), mask, tokens).tolist()
         [False, True, False, False, True]
     """
-    scores, width = (tokens.like(x.long()).sum() for x in (mask & (log_prob != 0), mask))
-    return _first_of_runs(mask, tokens) & (log_prob == 0) & ((scores > 0) | (width == 1))[tokens.sequence_ids]
+    return _first_of_runs(mask, tokens) & (log_prob == 0)
 
 
 def _first_of_runs(mask: Tensor, tokens: Ragged) -> Tensor:

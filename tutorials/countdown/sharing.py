@@ -24,7 +24,12 @@ ANSWERED = (  # prompts with their answers: one number per token
     ("next", "kl_penalty"),
     ("next", "reward"),
 )
-EXTRA = (("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator"))  # if scored
+EXTRA = (  # if they were scored or charged
+    ("next", "kl_charged"),
+    ("next", "entropy"),
+    ("next", "moments", "collision"),
+    ("next", "moments", "discriminator"),
+)
 SENT_BACK = (
     PROMPTS,
     *ANSWERED,

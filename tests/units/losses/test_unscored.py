@@ -12,9 +12,11 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from closeness import assert_near
 from policy_batches import LENGTHS, PROMPT, batch, gradients, responses, total
 from torchrl_llm_kl.losses import (
     ImportanceWeights,
+    KLToReference,
     KLToSampler,
     LossTerm,
     OffPolicySequenceMask,
@@ -89,6 +91,25 @@ def test_metrics_of_an_objective_that_reads_no_old_log_probs(model: nn.Module, o
         out = PolicyLoss(model, objective, terms=[KLToSampler(0.1)])(data)
     assert abs(out["loss_kl_to_sampler"]) < 1e-5
     assert out["num_tokens"] == TOKENS - 6
+
+
+@pytest.mark.parametrize("objective", ["gpg", "sft"])
+@pytest.mark.parametrize("missing", ["nan", "zero"])
+def test_an_estimator_of_the_users_may_read_old_log_probs(model: nn.Module, objective: str, missing: str) -> None:
+    """The first tokens are left out; a built-in estimator that reads none keeps them."""
+    data = batch()
+    now = scored(model, data)[0]
+    old = torch.cat([row["log_probs"][1:] for row in responses(model, data)])
+    if missing == "nan":
+        data[OLD][:, PROMPT] = torch.nan
+    else:
+        data = at_root(data)
+    drift = KLToReference(0.1, estimator=lambda log_prob, ref_log_prob, old_log_prob: (log_prob - old_log_prob).abs())
+    with pytest.warns(UserWarning, match="first generated token of 6 responses"):
+        out = PolicyLoss(model, objective, terms=[drift])(data)
+    assert_near(out["loss_kl_to_ref"], 0.1 * (now - old).abs().mean(), terms=TOKENS, size=10.0)
+    assert out["num_tokens"] == TOKENS - 6
+    assert PolicyLoss(model, objective, terms=[KLToReference(0.1, estimator="k3")])(data)["num_tokens"] == TOKENS
 
 
 def optional(log_prob: Tensor, mask: Tensor, old_log_prob: Tensor | None = None) -> tuple[LossTerm, ...]:

@@ -11,7 +11,7 @@ from torchrl_llm_kl.rollouts import zeros_of_first_tokens
 CASES = {
     "torchrl's habit": ([0, -1], [True, False]),
     "the first token is scored": ([-2, 0], [False, False]),
-    "nothing is known": ([0, 0], [False, False]),
+    "a token of probability 1 after it": ([0, 0], [True, False]),
     "an answer of one token": ([0], [True]),
     "a scored answer of one token": ([-1], [False]),
     "no answer": ([], []),

@@ -592,7 +592,7 @@ def test_any_other_weights_or_configuration_show(what: str) -> None:
 
 
 def test_what_has_no_weights_has_no_fingerprint() -> None:
-    with pytest.raises(TypeError, match="str holds no weights in this process"):
+    with pytest.raises(TypeError, match="model must be a model, got 'http://localhost'"):
         fingerprint_of("http://localhost")
 
 

@@ -517,7 +517,7 @@ def test_names_of_the_tensors_of_a_model() -> None:
     layers[1].weight = layers[0].weight
     engine = TransformersEngine(model())
     assert sorted(name for tied in engine.tensors() for name in tied) == sorted(model().state_dict())
-    next(iter(engine._scorers.values())).model = layers
+    vars(next(iter(engine._scorers.values())))["model"] = layers
     rest = [[f"2.{name}"] for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
     assert engine.tensors() == [["0.weight", "1.weight"], ["1.bias"], *rest]
 

@@ -63,7 +63,7 @@ def test_to_the_exact_kl_and_back() -> None:
         ("exact_kl_key", "x", "exact_kl_key='x' is read with estimator='exact' only"),
         ("reward_placement", "first", "reward_placement must be one of 'last', 'broadcast', got 'first'"),
         ("padding_side", "middle", "'left' or 'right'"),
-        ("coeff", float("nan"), "must be finite"),
+        ("coeff", float("nan"), "must be a finite number of at least 0"),
     ],
 )
 def test_what_the_constructor_refuses_is_refused_later(name: str, value: Any, message: str) -> None:
