@@ -1,6 +1,6 @@
 """A small server that returns the log-probs of prompts as vLLM and SGLang document it, from a toy model.
 
-It runs in a process of its own (:class:`PromptServer`), computes with plain transformers, and has a switch for each of the
+It runs in threads of this process (:class:`PromptServer`), computes with plain transformers, and has a switch for each of the
 servers' traps.
 """
 
@@ -10,15 +10,17 @@ import contextlib
 import json
 import math
 import random
-import subprocess
-import sys
+import socket
+import threading
 import time
-import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Lock
 from typing import Any
+
+import torch
+
+from toy_models import tiny_model
 
 MODEL = "toy"
 FIXED = {
@@ -41,79 +43,33 @@ FIXED = {
 }
 
 
-class PromptServer:
-    """The server's process, and its switches."""
-
-    def __init__(self, port: int = 0) -> None:
-        root = Path(__file__).parent
-        command = [sys.executable, __file__, str(root), str(port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    @contextlib.contextmanager
-    def set(self, **switches: Any) -> Iterator[None]:
-        """Context in which switches differ from their defaults."""
-        assert switches.keys() <= FIXED.keys()
-        self._post({**FIXED, **switches})
-        try:
-            yield
-        finally:
-            self._post(FIXED)
-
-    def change(self, **switches: Any) -> None:
-        """Change switches until the end of the context."""
-        self._post(switches)
-
-    def requests(self) -> list[dict[str, Any]]:
-        """Bodies of the requests since the last change of a switch."""
-        with urllib.request.urlopen(f"{self.url}/requests") as reply:
-            found: list[dict[str, Any]] = json.load(reply)
-        return found
-
-    def _post(self, switches: dict[str, Any]) -> None:
-        data = json.dumps(switches).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/switches", data)).close()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-# ------------------------------------------------------------------ in its process
-
-
 class Refused(Exception):
     pass
 
 
+@cache
+def served(seed: int) -> Any:
+    return tiny_model(seed=seed).double()
+
+
 class Toy:
-    """The models, the prefix cache, and the log-probs."""
+    """The prefix cache, and the log-probs."""
 
     def __init__(self) -> None:
-        import torch
-
-        from toy_models import tiny_model
-
-        torch.set_num_threads(1)
-        self.models = [tiny_model(seed=seed).double() for seed in (0, 1)]
         self.switches: dict[str, Any] = dict(FIXED)
         self.requests: list[dict[str, Any]] = []
         self.cached: set[tuple[Any, ...]] = set()
-        self.lock = Lock()
+        self.lock = threading.Lock()
 
     def positions(self, ids: list[int], temperature: float, k: int) -> list[dict[int, float] | None]:
         """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
-        import torch
-
         s = self.switches
         if not all(0 <= token < 97 for token in ids):
             raise Refused("Token id is out of vocabulary")
         if len(ids) > 64:
             raise Refused("This model's maximum context length is 64 tokens")
         with torch.no_grad():
-            logits = self.models[s["seed"]](torch.tensor([ids])).logits[0, :-1]
+            logits = served(s["seed"])(torch.tensor([ids])).logits[0, :-1]
         if s["forbids"] is not None:
             logits[:, s["forbids"]] = -torch.inf
         if s["scrambled"]:
@@ -195,25 +151,18 @@ class Toy:
 
 
 class Handler(BaseHTTPRequestHandler):
-    toy: Toy
+    server: PromptServer
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        if self.path == "/requests":
-            self.reply(200, self.toy.requests)
-        elif self.path == "/get_model_info":
+        if self.path == "/get_model_info":
             self.reply(200, {"model_path": MODEL})
         else:
             self.reply(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        toy = self.toy
-        if self.path == "/switches":
-            toy.switches = {**toy.switches, **body}
-            toy.requests = []
-            toy.cached = set()
-            return self.reply(200, {})
+        toy = self.server.toy
         toy.requests.append(body)
         time.sleep(toy.switches["delay"])
         with toy.lock:
@@ -246,10 +195,49 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[1])
-    Handler.toy = Toy()
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler)
-    server.daemon_threads = True
-    print(server.server_address[1], flush=True)
-    server.serve_forever()
+class PromptServer(ThreadingHTTPServer):
+    """The server, and its switches."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.toy, self._open = Toy(), list[socket.socket]()
+        self.port = self.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @contextlib.contextmanager
+    def set(self, **switches: Any) -> Iterator[None]:
+        """Context in which switches differ from their defaults."""
+        assert switches.keys() <= FIXED.keys()
+        self.change(**{**FIXED, **switches})
+        try:
+            yield
+        finally:
+            self.change(**FIXED)
+
+    def change(self, **switches: Any) -> None:
+        """Change switches until the end of the context."""
+        toy = self.toy
+        toy.switches = json.loads(json.dumps({**toy.switches, **switches}))  # lists of its own
+        toy.requests, toy.cached = [], set()
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Bodies of the requests since the last change of a switch."""
+        return self.toy.requests
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.append(request)
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that has gone
+
+    def close(self) -> None:
+        """End as a process that is killed: open connections end too."""
+        self.shutdown()
+        self.server_close()
+        for connection in self._open:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

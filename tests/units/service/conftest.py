@@ -2,6 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_fixtures import _lists_become_stacks  # noqa: F401
+from rollout_fixtures import _lists_become_stacks, _tables_have_no_head  # noqa: F401
 
 pytest.importorskip("ray")
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts a cluster in many of its functions: here none does."""
+    monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)

@@ -17,21 +17,21 @@ from typing import Any
 import pytest
 import torch
 
-from load import assert_same, callers, sequences
+from load import assert_same, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import Scores
-from torchrl_llm_kl.service import HTTPEngine, ScoringService, ServiceConfigError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.engines import _http
 from torchrl_llm_kl.service.engines._engine import Engine
 from torchrl_llm_kl.service.engines._http import rounding
 from torchrl_llm_kl.service.replica._core import ScoringCore
-from waits import until
+from waits import LONG, until
 
-DIALECTS = ["vllm", "sglang"]
 PLAIN = Settings()
+both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def scorer(temperature: float = 1.0) -> Exact:
 
 
 def engine(server: PromptServer, dialect: str = "vllm", **options: Any) -> HTTPEngine:
-    return HTTPEngine(server.url, **{"model": MODEL, "dialect": dialect, "timeout": 20.0, **options})
+    return HTTPEngine(server.url, **{"model": MODEL, "dialect": dialect, "timeout": LONG, **options})
 
 
 def scored(
@@ -68,6 +68,10 @@ def scored(
     return found.score(rows, rows.positions > 0 if mask is None else mask, settings).values
 
 
+def request(*tokens: int, settings: Settings = PLAIN) -> Request:
+    return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, settings, version=None, caller="")
+
+
 def some_mask(rows: Ragged) -> torch.Tensor:
     """The second half of most sequences, none of some, and a gap."""
     mask = (rows.positions >= 4) & (rows.sequence_ids % 3 != 1)
@@ -75,7 +79,7 @@ def some_mask(rows: Ragged) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@both
 def test_values_are_those_of_the_model(server: PromptServer, dialect: str) -> None:
     found = engine(server, dialect)
     assert isinstance(found, Engine)
@@ -89,7 +93,7 @@ def test_values_are_those_of_the_model(server: PromptServer, dialect: str) -> No
     found.close()
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@both
 def test_only_what_is_needed_is_requested(server: PromptServer, dialect: str) -> None:
     found = engine(server, dialect)
     rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 5)])
@@ -107,40 +111,22 @@ def test_only_what_is_needed_is_requested(server: PromptServer, dialect: str) ->
         assert body["logprob_start_len"] == 2  # whose own entry is null
 
 
-# ------------------------------------------------------------------ temperatures
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_raw_log_probs_at_another_temperature_are_refused(server: PromptServer, dialect: str) -> None:
-    found = engine(server, dialect)
+@both
+def test_temperatures(server: PromptServer, dialect: str) -> None:
+    """Log-probs at the request's temperature are used; raw ones are refused at another than 1; others are an error."""
     with pytest.raises(ValueError, match=r"temperature=0.7, but the server's log-probs are at temperature 1"):
-        scored(found, settings=Settings(temperature=0.7))
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_tempered_log_probs(server: PromptServer, dialect: str) -> None:
+        scored(engine(server, dialect), settings=Settings(temperature=0.7))
     with server.set(tempered=True):
         found = engine(server, dialect)
         assert found.temperatures == "tempered"
         for temperature in (1.0, 0.7):
             want = scorer(temperature).score(sequences(4, 6)).values
             assert_same(scored(found, settings=Settings(temperature=temperature)), want)
-
-
-def test_another_processor_at_the_server_is_an_error(server: PromptServer) -> None:
     with server.set(scrambled=True), pytest.raises(ServiceError, match="neither those at 1 nor of halved logits"):
         engine(server)
 
 
 # ------------------------------------------------------------------ caches
-
-
-@pytest.mark.parametrize("cache_", ["null", "missing", "stale"])
-def test_vllm_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
-    """A salt for each request keeps it from the others' prefixes."""
-    rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 12), torch.arange(1, 9)])
-    with server.set(cache=cache_):
-        assert_same(scored(engine(server), rows), scorer().score(rows).values)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +137,11 @@ def test_vllm_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
         ("stale", "log-probs of one sequence changed between two requests"),
     ],
 )
-def test_vllm_that_ignores_the_salt(server: PromptServer, cache_: str, message: str) -> None:
+def test_vllm_with_a_prefix_cache(server: PromptServer, cache_: str, message: str) -> None:
+    """A salt for each request keeps it from the others' prefixes; a server that ignores it is refused."""
+    rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 12), torch.arange(1, 9)])
+    with server.set(cache=cache_):
+        assert_same(scored(engine(server), rows), scorer().score(rows).values)
     with server.set(cache=cache_, salts=False), pytest.raises(ServiceError, match=message):
         engine(server)
 
@@ -177,8 +167,7 @@ def test_sglang_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
 # ------------------------------------------------------------------ numbers
 
 
-@pytest.mark.parametrize("decimals", [2, 4])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("dialect", "decimals"), [("vllm", 2), ("sglang", 4)])
 def test_rounding_is_measured(server: PromptServer, dialect: str, decimals: int) -> None:
     with server.set(decimals=decimals):
         found = engine(server, dialect)
@@ -195,7 +184,7 @@ def test_rounding() -> None:
     assert rounding(torch.tensor(values).bfloat16().tolist()) == 0.0
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@both
 def test_a_forbidden_token_is_no_number(server: PromptServer, dialect: str) -> None:
     """vLLM sends -9999.0 for -inf, SGLang null."""
     rows = Ragged.from_list([torch.tensor([1, 2, 3]), torch.tensor([7, 8, 50, 9])])
@@ -217,7 +206,7 @@ class TopSettings(Settings):
     top_k: int = 0
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@both
 def test_top_k(server: PromptServer, dialect: str) -> None:
     found = engine(server, dialect)
     rows = sequences(4, 6)
@@ -238,27 +227,22 @@ def test_top_k(server: PromptServer, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@both
 def test_other_tokens_than_were_sent(server: PromptServer, dialect: str, old: bool) -> None:
     found = engine(server, dialect)
     rows = Ragged.from_list([torch.tensor([1, 2, 5, 4])])
+    with server.set(old=old):
+        assert scored(found, rows)[0] == 0, "the first token has no log-prob"
     with server.set(retokenises=True, old=old), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
         scored(found, rows)
     with server.set(starts=True, old=old), pytest.raises(ServiceError, match="scored other tokens than were sent"):
         scored(found, rows)
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_the_first_token_has_no_log_prob(server: PromptServer, old: bool) -> None:
-    with server.set(old=old):
-        assert scored(engine(server))[sequences(4, 6).positions == 0].count_nonzero() == 0
-
-
 # ------------------------------------------------------------------ errors
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("fails", [[503, 0, 429], [500, 500]])
+@pytest.mark.parametrize(("dialect", "fails"), [("vllm", [503, 0, 429]), ("sglang", [500, 500])])
 def test_failures_that_pass_are_retried(server: PromptServer, dialect: str, fails: list[int]) -> None:
     found = engine(server, dialect)
     with server.set(fails=fails):
@@ -266,23 +250,117 @@ def test_failures_that_pass_are_retried(server: PromptServer, dialect: str, fail
 
 
 def test_failures_that_stay(server: PromptServer) -> None:
-    found = engine(server, timeout=0.5)
-    with (
-        server.set(fails=[503] * 1000),
-        pytest.raises(ServiceTimeout, match=r"did not answer in time: HTTP 503: switched"),
+    found = engine(server)
+    for status, message in (
+        (500, "answers with HTTP 500: switched off"),
+        (299, "something that is not JSON"),
+        (403, "answers with HTTP 403"),
     ):
+        with server.set(fails=[status] * 1000), pytest.raises(ServiceError, match=message):
+            scored(found)
+    with server.set(odd=True), pytest.raises(ServiceError, match="answers in another form than this dialect"):
         scored(found)
-    with server.set(fails=[500] * 1000), pytest.raises(ServiceError, match="answers with HTTP 500: switched off"):
+    found._timeout = 0.3
+    with server.set(delay=0.6), pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
         scored(found)
-    with server.set(delay=1.0), pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
-        scored(found)
-    with server.set(fails=[299] * 1000), pytest.raises(ServiceError, match="something that is not JSON"):
-        scored(found)
-    with server.set(fails=[403] * 1000), pytest.raises(ServiceError, match="answers with HTTP 403"):
-        scored(found)
-    assert scored(found).isfinite().all()
     with pytest.raises(ServiceTimeout, match="ConnectionRefusedError"):
-        HTTPEngine("http://127.0.0.1:9", model=MODEL, timeout=0.3)
+        HTTPEngine("http://127.0.0.1:9", model=MODEL, timeout=0.2)
+
+
+def test_a_batch_waits_once_for_a_server_that_is_down(server: PromptServer) -> None:
+    found = engine(server, timeout=0.3)
+    with server.set(fails=[503] * 1000):
+        first = found.progress()
+        answers = ScoringCore(found).score([request(1, 2)] * 20)
+        tries = len(server.requests())
+    assert [type(answer) for answer in answers] == [ServiceTimeout] * 20
+    assert "did not answer in time: HTTP 503: switched off" in str(answers[0])
+    assert found.progress() == first
+    assert tries <= 20 * 4  # pauses of 0.05, 0.1, 0.2 s
+
+
+def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> None:
+    for fails in ([0], [503], []):  # the last: between two calls, noticed by a new connection alone
+        found = engine(server)
+        with server.set(fails=fails, seed=1), pytest.raises(ServiceError, match="it came back with another model, by"):
+            scored(found)
+        assert scored(found).isfinite().all()
+
+
+def test_a_server_that_is_killed_and_started_again() -> None:
+    """While a caller waits: no answer is lost or wrong."""
+    first = PromptServer()
+    found = engine(first)
+    answers: dict[int, torch.Tensor] = {}
+
+    def call() -> None:
+        for seed in range(40):
+            answers[seed] = scored(found, sequences(seed, 2))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    until(lambda: len(answers) >= 10)
+    first.close()
+    second = PromptServer(first.port)
+    caller.join()
+    second.close()
+    assert len(answers) == 40
+    for seed, answer in answers.items():
+        assert_same(answer, scorer().score(sequences(seed, 2)).values)
+
+
+def test_a_name_that_the_server_does_not_have(server: PromptServer) -> None:
+    with pytest.raises(ServiceError, match="HTTP 404: The model `other` does not exist"):
+        engine(server, model="other")
+    with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
+        engine(server, "sglang", model="other")
+
+
+def test_a_key(server: PromptServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_KEY", "hush")
+    with server.set(key="hush"):
+        assert scored(engine(server, api_key_env="TOY_KEY")).isfinite().all()
+        with pytest.raises(ServiceError, match="HTTP 401") as caught:
+            engine(server)
+        assert "hush" not in str(caught.value)
+    monkeypatch.delenv("TOY_KEY")
+    with pytest.raises(ValueError, match="'TOY_KEY' is not set in this process"):
+        engine(server, api_key_env="TOY_KEY")
+
+
+@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", "http://user:hush@host/", "http://host/?x=1", 3])
+def test_urls(url: Any) -> None:
+    with pytest.raises(ValueError, match="url must be http") as caught:
+        HTTPEngine(url, model=MODEL)
+    assert "hush" not in str(caught.value)
+
+
+def test_settings_and_weights_that_the_server_owns(server: PromptServer) -> None:
+    """Refused for their request alone."""
+    core = ScoringCore(engine(server))
+    bad = [Settings(entropy=True), Settings(dtype="bfloat16"), Settings(adapters=False), Settings(deterministic=True)]
+    answers = core.score([request(1, 2, 3, settings=each) for each in (PLAIN, *bad, Settings(remember=True))])
+    assert [type(answer) for answer in answers] == [Reply, ValueError, ValueError, ValueError, ValueError, Reply]
+    for name, answer in zip(("entropy", "dtype", "adapters", "deterministic"), answers[1:5], strict=True):
+        assert f"{name}=" in str(answer)
+        assert "is not possible with the server at" in str(answer)
+    rows = sequences(0, 2)
+    with pytest.raises(ValueError, match="the mask selects the first token of sequence 0"):
+        core.engine.evaluate(rows, rows.positions >= 0, PLAIN)
+    for temperature in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            core.engine.evaluate(rows, rows.positions > 0, Settings(temperature=temperature))
+    for call in (core.engine.check_weights, core.engine.update_weights):
+        with pytest.raises(TypeError, match="update them at the server"):
+            call({"lm_head.weight": torch.zeros(2)})
+
+
+def test_refused_requests_leave_their_neighbours(server: PromptServer) -> None:
+    batch = [request(1, 2, 3), request(1, 97), request(*[1] * 70), request(4, 5)]
+    good, bad, long, other = ScoringCore(engine(server)).score(batch)
+    assert [type(answer) for answer in (good, bad, long, other)] == [Reply, ValueError, ValueError, Reply]
+    assert "refuses sequence 0: HTTP 400: Token id is out of vocabulary" in str(bad)
+    assert "maximum context length is 64 tokens" in str(long)
 
 
 # ------------------------------------------------------------------ a server that means harm
@@ -417,10 +495,13 @@ BELIEVED = {
 }
 
 
-@pytest.mark.parametrize("wrong", BELIEVED)
-def test_a_log_prob_is_a_number_of_at_most_0(hostile: HostileServer, wrong: str) -> None:
-    with pytest.raises(ServiceError, match=BELIEVED[wrong]):
-        attacked(hostile, lambda to, reply: to.answer(reply.replace('"logprob": -1.0', wrong, 1)), timeout=5.0)
+def test_a_log_prob_is_a_number_of_at_most_0(hostile: HostileServer) -> None:
+    for wrong, message in BELIEVED.items():
+        with pytest.raises(ServiceError, match=message):
+            attacked(hostile, lambda to, reply, wrong=wrong: to.answer(reply.replace('"logprob": -1.0', wrong, 1)), 5.0)
+    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")), timeout=5.0)  # it was rounded
+    with pytest.raises(ServiceError, match="something that is not JSON"):
+        attacked(hostile, lambda to, reply: to.answer("[" * 100_000), timeout=5.0)
 
 
 @pytest.mark.parametrize(("twice", "message"), [("2", "two entries named '2'"), ("02", "two log-probs of token 2 at")])
@@ -444,149 +525,3 @@ def test_a_token_has_one_log_prob_at_sglang() -> None:
     for top in ([[-1.0, 2, None], [-3.0, 2, None]], [[-1.0, 2, None], [3.7, 3, None]]):
         with pytest.raises(ServiceError, match=r"two log-probs of token 2 at|the log-prob 3\.7, expected"):
             read({"meta_info": {**reply, "input_top_logprobs": [None, top]}})
-
-
-def test_rounding_may_lift_a_log_prob_above_0(hostile: HostileServer) -> None:
-    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")), timeout=5.0)
-
-
-def test_json_too_deep_to_read(hostile: HostileServer) -> None:
-    with pytest.raises(ServiceError, match="something that is not JSON"):
-        attacked(hostile, lambda to, reply: to.answer("[" * 100_000), timeout=5.0)
-
-
-# ------------------------------------------------------------------ failures
-
-
-def test_a_batch_waits_once_for_a_server_that_is_down(server: PromptServer) -> None:
-    found = engine(server, timeout=0.5)
-    one = Request.of(torch.tensor([1, 2]), torch.tensor([2]), None, PLAIN, version=None, caller="")
-    with server.set(fails=[503] * 1000):
-        first = found.progress()
-        answers = ScoringCore(found).score([one] * 20)
-        tries = len(server.requests())
-    assert [type(answer) for answer in answers] == [ServiceTimeout] * 20
-    assert found.progress() == first
-    assert tries <= 20 * 4  # pauses of 0.05, 0.1, 0.2 s
-
-
-def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> None:
-    for fails in ([0], [503], []):  # the last: between two calls, noticed by a new connection alone
-        found = engine(server)
-        with server.set(fails=fails, seed=1), pytest.raises(ServiceError, match="it came back with another model, by"):
-            scored(found)
-        assert scored(found).isfinite().all()
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_and_started_again() -> None:
-    """While a caller waits: no answer is lost or wrong."""
-    first = PromptServer()
-    found = engine(first, timeout=120.0)
-    answers: dict[int, torch.Tensor] = {}
-
-    def call() -> None:
-        for seed in range(200):
-            answers[seed] = scored(found, sequences(seed))
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    until(lambda: len(answers) >= 20)
-    first.close()
-    second = PromptServer(first.port)
-    caller.join()
-    second.close()
-    assert len(answers) == 200
-    for seed, answer in answers.items():
-        assert_same(answer, scorer().score(sequences(seed)).values)
-    assert found.progress() >= 1000
-
-
-def test_a_name_that_the_server_does_not_have(server: PromptServer) -> None:
-    with pytest.raises(ServiceError, match="HTTP 404: The model `other` does not exist"):
-        engine(server, model="other")
-    with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
-        engine(server, "sglang", model="other")
-
-
-def test_a_key(server: PromptServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOY_KEY", "hush")
-    with server.set(key="hush"):
-        assert scored(engine(server, api_key_env="TOY_KEY")).isfinite().all()
-        with pytest.raises(ServiceError, match="HTTP 401") as caught:
-            engine(server)
-        assert "hush" not in str(caught.value)
-    monkeypatch.delenv("TOY_KEY")
-    with pytest.raises(ValueError, match="'TOY_KEY' is not set in this process"):
-        engine(server, api_key_env="TOY_KEY")
-
-
-def test_replies_of_another_server(server: PromptServer) -> None:
-    found = engine(server)
-    with server.set(odd=True), pytest.raises(ServiceError, match="answers in another form than this dialect"):
-        scored(found)
-
-
-@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", "http://user:hush@host/", "http://host/?x=1", 3])
-def test_urls(url: Any) -> None:
-    with pytest.raises(ValueError, match="url must be http") as caught:
-        HTTPEngine(url, model=MODEL)
-    assert "hush" not in str(caught.value)
-
-
-def test_settings_and_weights_that_the_server_owns(server: PromptServer) -> None:
-    """Refused for their request alone."""
-    core = ScoringCore(engine(server))
-
-    def request(settings: Settings) -> Request:
-        return Request.of(torch.tensor([1, 2, 3]), torch.tensor([3]), None, settings, version=None, caller="")
-
-    bad = [Settings(entropy=True), Settings(dtype="bfloat16"), Settings(adapters=False), Settings(deterministic=True)]
-    answers = core.score([request(settings) for settings in (PLAIN, *bad, Settings(remember=True))])
-    assert [type(answer) for answer in answers] == [Reply, ValueError, ValueError, ValueError, ValueError, Reply]
-    for name, answer in zip(("entropy", "dtype", "adapters", "deterministic"), answers[1:5], strict=True):
-        assert f"{name}=" in str(answer)
-        assert "is not possible with the server at" in str(answer)
-    rows = sequences(0, 2)
-    with pytest.raises(ValueError, match="the mask selects the first token of sequence 0"):
-        core.engine.evaluate(rows, rows.positions >= 0, PLAIN)
-    for temperature in (0.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="temperature must be a positive number"):
-            core.engine.evaluate(rows, rows.positions > 0, Settings(temperature=temperature))
-    for call in (core.engine.check_weights, core.engine.update_weights):
-        with pytest.raises(TypeError, match="update them at the server"):
-            call({"lm_head.weight": torch.zeros(2)})
-
-
-def test_refused_requests_leave_their_neighbours(server: PromptServer) -> None:
-    core = ScoringCore(engine(server))
-
-    def request(*tokens: int) -> Request:
-        return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, PLAIN, version=None, caller="")
-
-    good, bad, long, other = core.score([request(1, 2, 3), request(1, 97), request(*[1] * 70), request(4, 5)])
-    assert isinstance(good, Reply)
-    assert isinstance(other, Reply)
-    assert isinstance(bad, ValueError)
-    assert "refuses sequence 0: HTTP 400: Token id is out of vocabulary" in str(bad)
-    assert isinstance(long, ValueError)
-    assert "maximum context length is 64 tokens" in str(long)
-
-
-# ------------------------------------------------------------------ as a replica
-
-
-@pytest.mark.slow
-def test_a_service_of_a_server(server: PromptServer) -> None:
-    """With failures while four callers wait: no answer is lost or wrong."""
-    factory = partial(HTTPEngine, server.url, model=MODEL, timeout=30.0)
-    with server.set(), ScoringService(factory=factory, num_cpus=0.1) as service:
-        with callers(service.model, calls=6) as load:
-            server.change(fails=[503, 0, 500, 429, 0], delay=0.01)
-        load.assert_all_right(scorer())
-        assert load.asked == 24
-        with pytest.raises(ValueError, match="entropy=True is not possible"):
-            service.model.make_scorer().evaluate(sequences(), entropy=True)
-        with pytest.raises(TypeError, match="update them at the server"):
-            service.update_weights(model().state_dict(), version=1)
-        service.shutdown()
