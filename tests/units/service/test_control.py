@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import types
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
-from torch import nn
 
 from remote_models import model
-from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import ServiceClosedError, ServiceConfigError
 from torchrl_llm_kl.service.control import _actor, _membership
 from torchrl_llm_kl.service.control._actor import ControlActor
 from torchrl_llm_kl.service.control._membership import Member, Memberships, client_name
-from torchrl_llm_kl.service.control._spec import HeldModel, describe_reads
+from torchrl_llm_kl.service.control._spec import HeldModel
 from torchrl_llm_kl.service.control._table import (
     BACKING_OFF,
     DRAINING,
@@ -381,7 +376,7 @@ def test_a_silent_replica_is_avoided_then_started_again() -> None:
     assert lab.state(0) == READY
 
 
-@pytest.mark.parametrize("hang_after", [0.5, 1.0, 2.0, 60.0])
+@pytest.mark.parametrize("hang_after", [0.5, 60.0])
 def test_answers_that_are_collected_late_are_no_silence(hang_after: float) -> None:
     """The control actor sends a pulse, looks once a second for the answer, and sends the next one a second after that."""
     lab = Lab(hang_after=hang_after)
@@ -525,7 +520,7 @@ def test_the_number_does_not_swing() -> None:
     assert lab.control.scale == 2, "one alone would be busy for 80% of the time"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.sampled_from(["start", "ready", "fail", "lose", "busy", "idle", "silent"])),
@@ -553,115 +548,3 @@ def test_any_order_of_events_keeps_the_table_sound(events: list[tuple[int, str]]
         assert set(lab.control.table()["states"].values()) <= {
             MISSING, PENDING, STARTING, READY, HUNG, BACKING_OFF, FAILED, DRAINING
         }  # fmt: skip
-
-
-# ------------------------------------------------------------------ fingerprints
-
-
-def changed(what: str) -> nn.Module:
-    other = model()
-    weight = other.lm_head.weight
-    with torch.no_grad():
-        if what == "one bit":
-            weight.view(torch.int32)[3, 5] ^= 1
-        elif what == "two rows swapped":
-            weight[[0, 1]] = weight[[1, 0]].clone()
-        elif what == "type":
-            other.to(torch.bfloat16)
-        elif what == "configuration":
-            other.config.rms_norm_eps = 0.125
-        elif what == "shape":
-            weight.data = weight.data.reshape(weight.shape[1], weight.shape[0])
-    return other
-
-
-def test_equal_models_have_equal_fingerprints() -> None:
-    one = fingerprint_of(model())
-    assert fingerprint_of(model()) == one == fingerprint_of(copy.deepcopy(model()))
-    strided = model()
-    strided.lm_head.weight.data = strided.lm_head.weight.data.t().contiguous().t()  # same values, other memory layout
-    assert fingerprint_of(strided) == one
-    moved = model()
-    moved.config._name_or_path = "/elsewhere"
-    assert fingerprint_of(moved) == one
-
-
-@pytest.mark.parametrize("what", ["one bit", "two rows swapped", "type", "configuration", "shape"])
-def test_any_other_weights_or_configuration_show(what: str) -> None:
-    assert fingerprint_of(changed(what)) != fingerprint_of(model())
-
-
-def test_what_has_no_weights_has_no_fingerprint() -> None:
-    with pytest.raises(TypeError, match="model must be a model, got 'http://localhost'"):
-        fingerprint_of("http://localhost")
-
-
-# ------------------------------------------------------------------ what a factory reads
-
-
-def script(checkpoint: int, **others: Any) -> Callable[[], nn.Module]:
-    """The factory of a driver's script, with the module globals that it had there."""
-    source = """
-import torch
-import threading
-LOCK = threading.Lock()
-UNUSED = object()
-def middle():
-    return inner(LIMITS)
-def inner(limits):
-    return model(CKPT) if limits else load()  # a cycle
-def load():
-    with LOCK:
-        return middle()
-class Loader:
-    def __call__(self):
-        return self.read()
-    def read(self):
-        return model(CKPT)
-"""
-    module = types.ModuleType("driver")
-    module.__dict__.update({"CKPT": checkpoint, "LIMITS": {"a": [1, 2.5]}, "model": model, **others})
-    exec(source, module.__dict__)
-    return module.load  # type: ignore[no-any-return]
-
-
-def test_globals_that_the_factory_and_its_helpers_read_are_compared() -> None:
-    """Two drivers whose factories differ in a global alone: the second got the first one's scores."""
-    zero, one = (describe_reads(script(checkpoint))[0] for checkpoint in (0, 1))
-    assert {key for key in zero if zero[key] != one[key]} == {"driver.CKPT"}
-    assert (zero["driver.CKPT"], one["driver.CKPT"]) == ("0", "1")
-    again, opaque = describe_reads(script(0))
-    assert again == zero
-    assert opaque == ["driver.LOCK"], "it says what it cannot compare"
-    other = describe_reads(script(0, LIMITS={"a": [1, 2.75]}))[0]
-    assert {key for key in zero if zero[key] != other[key]} == {"driver.LIMITS"}
-
-
-@pytest.mark.parametrize("kind", ["partial", "instance", "method", "lambda", "closure"])
-def test_globals_behind_any_kind_of_factory(kind: str) -> None:
-    def make(checkpoint: int) -> Callable[[], Any]:
-        load = script(checkpoint)
-        loader = load.__globals__["Loader"]()
-        inside = eval("lambda: load()", load.__globals__)
-        kinds = {
-            "partial": partial(load),
-            "instance": loader,
-            "method": loader.read,
-            "lambda": inside,
-            "closure": lambda: load(),
-        }
-        return kinds[kind]
-
-    zero, one = (describe_reads(make(checkpoint))[0] for checkpoint in (0, 1))
-    assert {key for key in zero if zero[key] != one[key]} == {"driver.CKPT"}
-
-
-def test_a_changed_helper_shows_and_long_values_are_cut() -> None:
-    def changed_helper(limits: object) -> nn.Module:
-        return model(2)
-
-    before, after = script(0), script(0, LONG="x" * 1000)
-    after.__globals__["middle"] = types.FunctionType(changed_helper.__code__, after.__globals__, "middle")
-    one, other = describe_reads(before)[0], describe_reads(after)[0]
-    assert one["driver.middle"] != other["driver.middle"]
-    assert max(map(len, other.values())) < 200

@@ -14,16 +14,16 @@ import ray
 import torch
 
 from load import assert_same, sequences
-from remote_models import delayed, model
+from remote_models import model
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.scoring import Scores
-from torchrl_llm_kl.service import RemoteModel, RemoteScorer, ScoringService, ServiceTimeout
+from torchrl_llm_kl.service import RemoteModel, RemoteScorer, ServiceTimeout
 from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
-from waits import until
+from waits import LONG, until
 
 
 class Answer:
@@ -95,7 +95,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     def cancel(answer: Answer) -> None:
         answer.withdrawn = True
 
-    def scorer(timeout: float = 20.0, **options: Any) -> tuple[RemoteScorer, Service]:
+    def scorer(timeout: float = LONG, **options: Any) -> tuple[RemoteScorer, Service]:
         service = Service(**options)
         monkeypatch.setattr(ray, "get", get)
         monkeypatch.setattr(ray, "cancel", cancel)
@@ -109,27 +109,22 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 LOCAL = partial(LogProbScorer, probe=False)
 
 
-async def ticks_during(call: Any) -> tuple[Any, int, float]:
-    """The result of a coroutine, and how often the loop ran meanwhile, with its longest pause in seconds."""
-    count, longest, done = 0, 0.0, False
+def test_the_loop_goes_on(make: Any) -> None:
+    """Others run while it connects and while it waits: the answer is sent by one of them."""
+    scorer, service = make(delay=None, connecting=0.2)
+    ticks = 0
 
     async def tick() -> None:
-        nonlocal count, longest
-        while not done:
-            start = time.perf_counter()
+        nonlocal ticks
+        while not service.answers:
+            ticks += 1
             await asyncio.sleep(0.005)
-            count, longest = count + 1, max(longest, time.perf_counter() - start)
+        service.reply(service.answers[0], service.packed[0])
 
-    ticker = asyncio.create_task(tick())
-    found = await call
-    done = True
-    await ticker
-    return found, count, longest
+    async def both() -> Any:
+        return await asyncio.gather(scorer.aevaluate(sequences(), top_k=3, entropy=True), tick())
 
-
-def test_the_loop_goes_on(make: Any) -> None:
-    scorer, _ = make(delay=0.5, connecting=0.5)
-    found, count, longest = asyncio.run(ticks_during(scorer.aevaluate(sequences(), top_k=3, entropy=True)))
+    found, _ = asyncio.run(both())
     assert isinstance(found, Scores)
     expected = LOCAL(model()).evaluate(sequences(), top_k=3, entropy=True)
     for name in ("log_prob", "entropy"):
@@ -137,18 +132,17 @@ def test_the_loop_goes_on(make: Any) -> None:
     for name in ("top_log_probs", "tail_log_prob"):  # float32 for any model
         assert_same(getattr(found, name).values, getattr(expected, name).values.float())
     assert torch.equal(found.top_indices.values, expected.top_indices.values)
-    assert count > 30
-    assert longest < 0.3
+    assert ticks > 1
 
 
 def test_waiting_takes_no_thread(make: Any) -> None:
-    """A hundred calls wait at once: each is sent before the first one is answered."""
-    scorer, service = make(delay=None, timeout=60.0)
+    """Fifty calls wait at once: each is sent before the first one is answered."""
+    scorer, service = make(delay=None)
     local = LOCAL(model())
 
     async def all_of_them() -> list[Any]:
-        calls = asyncio.gather(*(scorer.ascore(sequences(seed)) for seed in range(100)))
-        while len(service.answers) < 100:
+        calls = asyncio.gather(*(scorer.ascore(sequences(seed)) for seed in range(50)))
+        while len(service.answers) < 50:
             await asyncio.sleep(0.01)
         for answer, packed in zip(service.answers, service.packed, strict=True):
             service.reply(answer, packed)
@@ -157,46 +151,40 @@ def test_waiting_takes_no_thread(make: Any) -> None:
     found = asyncio.run(all_of_them())
     for seed, one in enumerate(found):
         assert_same(one.values, local.score(sequences(seed)).values)
-    assert len(service.answers) == 100
+    assert len(service.answers) == 50
 
 
 @pytest.mark.parametrize("stage", ["connecting", "waiting"])
 def test_a_cancelled_call_withdraws_its_requests(make: Any, stage: str, caplog: pytest.LogCaptureFixture) -> None:
-    scorer, service = make(delay=None, connecting=0.5 if stage == "connecting" else 0.0)
+    scorer, service = make(delay=None, connecting=0.3 if stage == "connecting" else 0.0)
 
-    async def cancelled() -> float:
+    async def cancelled() -> None:
         task = asyncio.create_task(scorer.ascore(sequences()))
-        await asyncio.sleep(0.2)
-        start = time.perf_counter()
+        await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
-        return time.perf_counter() - start
+            await asyncio.wait_for(task, LONG)
+        assert bool(service.answers) == (stage == "waiting"), "it ends at once"
 
-    assert asyncio.run(cancelled()) < 0.1
-    until(lambda: service.answers and all(answer.withdrawn for answer in service.answers), seconds=5)
+    asyncio.run(cancelled())
+    until(lambda: service.answers and all(answer.withdrawn for answer in service.answers))
     if not service.answers[0].arrived.done():
         service.answers[0].arrived.set_result(b"late")  # the loop is closed
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_deadline_of_the_caller(make: Any) -> None:
+def test_deadlines_of_the_caller_and_of_the_service(make: Any) -> None:
     scorer, service = make(delay=None)
 
     async def hurried() -> None:
-        await asyncio.wait_for(scorer.ascore(sequences()), 0.2)
+        await asyncio.wait_for(scorer.ascore(sequences()), 0.1)
 
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(hurried())
-    until(lambda: all(answer.withdrawn for answer in service.answers), seconds=5)
-
-
-def test_the_timeout_of_the_service(make: Any) -> None:
-    scorer, service = make(delay=None, timeout=0.4)
-    start = time.perf_counter()
-    with pytest.raises(ServiceTimeout, match=r"scoring on 'name' took more than 0.4 s"):
+    until(lambda: all(answer.withdrawn for answer in service.answers))
+    scorer, service = make(delay=None, timeout=0.2)
+    with pytest.raises(ServiceTimeout, match=r"scoring on 'name' took more than 0.2 s"):
         asyncio.run(scorer.ascore(sequences()))
-    assert time.perf_counter() - start < 2.0
     assert all(answer.withdrawn for answer in service.answers)
 
 
@@ -212,31 +200,3 @@ def test_errors_and_lost_replicas(make: Any) -> None:
     found = asyncio.run(scorer.ascore(sequences()))
     assert_same(found.values, LOCAL(model()).score(sequences()).values)
     assert service.lost == 2
-
-
-# ------------------------------------------------------------------ with Ray
-
-
-@pytest.mark.slow
-def test_with_ray() -> None:
-    """One forward takes a second; of two calls, one is cancelled while the other runs."""
-    with ScoringService(factory=partial(delayed, 1.0), num_cpus=0) as service:
-        scorer = service.model.make_scorer()
-
-        async def calls() -> Any:
-            first = asyncio.create_task(scorer.ascore(sequences(0)))
-            await asyncio.sleep(0.3)  # it runs
-            second = asyncio.create_task(scorer.ascore(sequences(1)))
-            await asyncio.sleep(0.3)  # it waits
-            second.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await second
-            return await first
-
-        asyncio.run(scorer.ascore(sequences(2)))  # connected
-        found, count, longest = asyncio.run(ticks_during(calls()))
-        assert_same(found.values, LOCAL(model()).score(sequences(0)).values)
-        assert count > 50
-        assert longest < 0.5
-        until(lambda: service.stats()[0]["queue"] == 0, seconds=20)
-        assert service.stats()[0]["requests"] == 2, "the cancelled call was not scored"

