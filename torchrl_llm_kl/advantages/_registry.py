@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -248,6 +250,33 @@ def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:
     if not isinstance(spec, AdvantageSpec):
         raise TypeError(f"expected an advantage of this package, such as get_advantage('grpo'), got {function!r}.")
     return spec
+
+
+def check_hyperparameters(function: Callable[..., Any], inputs: Sequence[str], hyper: Mapping[str, Any]) -> None:
+    """Compute an advantage of this package for four rows, so that a value it refuses raises where it is given.
+
+    Args:
+        function: a registered advantage; one of a user's own may need other data, and is not called.
+        inputs: those that it reads.
+        hyper: its hyper-parameters. A generator draws nothing here.
+    """
+    if not function.__module__.startswith("torchrl_llm_kl.") or not hyper:
+        return
+    spec = advantage_spec(function)
+    row = torch.arange(4)
+    identities = {"group": row // 4, "run": row // 2, "step": row % 2, "state": row % 2}
+    several = {"rewards": (4, len(hyper.get("reward_weights") or (1, 1)))}
+    data: dict[str, Tensor] = {}
+    for name in inputs:
+        shape = several.get(name, (4, 2) if spec.kind == "token" and name not in spec.per_sequence else (4,))
+        data[name] = torch.linspace(-1.0, 0.0, math.prod(shape)).reshape(shape)
+    data |= {name: identities[name] for name in identities if name in inputs}
+    if "mask" in inputs:
+        data["mask"] = torch.ones(4, 2, dtype=torch.bool)
+    settings = {key: torch.Generator() if isinstance(value, torch.Generator) else value for key, value in hyper.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(**data, **settings)
 
 
 def available_advantages() -> tuple[str, ...]:

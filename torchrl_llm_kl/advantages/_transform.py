@@ -14,7 +14,14 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, widen
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.advantages._registry import AdvantageArgs, AdvantageName, PeerName, advantage_spec, get_advantage
+from torchrl_llm_kl.advantages._registry import (
+    AdvantageArgs,
+    AdvantageName,
+    PeerName,
+    advantage_spec,
+    check_hyperparameters,
+    get_advantage,
+)
 from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
@@ -146,6 +153,7 @@ class Advantage(Transform):
             raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")
         self.layout: Layout = "token" if spec.kind == "token" else layout or "sequence"
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
+        check_hyperparameters(self._function, self.inputs, self.hyper)
         self.keys = self._resolve_keys(keys or {})
         self.group_key, self.group_size = self._check_group(group_key, group_size)
         read = [key for name in self.keys if name not in spec.outputs for key in self._keys_of(name)]

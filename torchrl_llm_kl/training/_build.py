@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_llm_kl._registry import no_such
+from torchrl_llm_kl._registry import first_sentence, no_such
 from torchrl_llm_kl.algorithms import AlgorithmParts, apply_overrides, get_algorithm, make_algorithm
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
@@ -115,28 +116,57 @@ def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training
         >>> training = build_training(config, policy, reference)  # doctest: +SKIP
     """
     check_algorithm(config)
-    preset, sampling = get_algorithm(config.algorithm.name), sampling_of(config)  # type: ignore[arg-type]
-    estimators = _estimators(config)
-    charged = [place for place, estimator in estimators.items() if estimator != "none"]
-    coefficient = _coefficient(config)
-    settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in estimators.items()}
-    settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
-    distils = preset.schema == "distill"
+    preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
+    distils, coefficient = preset.schema == "distill", _coefficient(config)
     teacher = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device) if distils else None
-    parts = make_algorithm(
-        config.algorithm.name,  # type: ignore[arg-type]
-        policy,
-        reference=teacher if distils else reference if charged else None,
-        critic=_critic(config) if preset.use_critic else None,
-        group_key="group" if preset.compares_answers else None,
-        sampling=sampling,
-        max_len=config.sampler.max_new_tokens,
-        **settings,
-    )
+    critic = _critic(config) if preset.use_critic else None
+    parts = _bind(config, policy, teacher if distils else reference, critic, coefficient)
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):
         kl = None if reference is None or distils else measured_kl(config, policy, reference)
-    return Training(parts, kl, coefficient, "reward" in charged)
+    return Training(parts, kl, coefficient, _estimators(config)["reward"] != "none")
+
+
+def check_parts(config: TrainConfig, policy: nn.Module, reference: nn.Module) -> None:
+    """Bind the algorithm to models without weights, so that what it refuses is said before any are loaded.
+
+    Args:
+        config: of the run.
+        policy: on the meta device.
+        reference: another model there, or the teacher's.
+
+    Raises:
+        ConfigError: says what it refuses.
+    """
+    preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
+    critic = TokenCritic(copy.deepcopy(policy)) if preset.use_critic else None
+    try:
+        _bind(config, policy, reference, critic, _coefficient(config))
+    except (TypeError, ValueError, KeyError) as error:
+        place = (
+            f"algorithm.args is {config.algorithm.args}"
+            if config.algorithm.args
+            else f"algorithm.name is {preset.name}"
+        )
+        raise ConfigError(f"{place}: {first_sentence(error)}") from error
+
+
+def _bind(config: TrainConfig, policy: Any, reference: Any, critic: Any, coefficient: Any) -> AlgorithmParts:
+    """The algorithm of a configuration with its models; ``reference`` may be a teacher."""
+    preset, estimators = get_algorithm(config.algorithm.name), _estimators(config)  # type: ignore[arg-type]
+    charged = [place for place, estimator in estimators.items() if estimator != "none"]
+    settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in estimators.items()}
+    settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
+    return make_algorithm(
+        config.algorithm.name,  # type: ignore[arg-type]
+        policy,
+        reference=reference if charged or preset.schema == "distill" else None,
+        critic=critic,
+        group_key="group" if preset.compares_answers else None,
+        sampling=sampling_of(config),
+        max_len=config.sampler.max_new_tokens,
+        **settings,
+    )
 
 
 def measured_kl(config: TrainConfig, policy: Any, reference: Any, **settings: Any) -> RetrieveKL:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tensordict
+import torch
 from jinja2 import TemplateError
 
 from torchrl_llm_kl._registry import first_sentence
@@ -16,6 +17,7 @@ from torchrl_llm_kl.tasks import Prompts, make_env
 from torchrl_llm_kl.training._build import (
     check_algorithm,
     check_loggers,
+    check_parts,
     check_ray,
     file_digests,
     load_prompts,
@@ -65,9 +67,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         >>> len(inputs.prompts)  # doctest: +SKIP
         190
     """
-    out = Path(config.run.out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"run.out is {out}, a file: pass a folder.")
+    check_folder(Path(config.run.out))
     check_algorithm(config)
     check_device(config.model.device, name="model.device")
     check_loggers(config)
@@ -87,6 +87,19 @@ def load_inputs(config: TrainConfig) -> RunInputs:
         if some is not None:
             _render_first(config, some, reward, tokenizer)
     return RunInputs(prompts, held_out, reward, files, tokenizer)
+
+
+def check_folder(out: Path) -> None:
+    """Raise if a folder cannot be made, or nothing can be written into it.
+
+    Raises:
+        ConfigError: names the place.
+    """
+    place = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ConfigError(f"run.out is {out}, and {place} is a file: pass a folder.")
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"run.out is {out}, and nothing can be written in {place}: pass another folder.")
 
 
 def check_kept(config: TrainConfig, written: tuple[str, ...]) -> None:
@@ -129,15 +142,21 @@ def _models(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
 
 
 def _check_models(config: TrainConfig) -> None:
+    found = {}
     for key, name in _models(config):
         if name is None or key == "model.tokenizer":  # which is loaded
             continue
         try:
-            found = load_model_config(name)
+            found[key] = load_model_config(name)
         except ModelError as error:
             raise ModelError(f"{key}: {error}") from error
-        if key == "model.name":
-            check_policy(config, found)
+    from transformers import AutoModelForCausalLM
+
+    policy = check_policy(config, found["model.name"])
+    other = found.get("algorithm.teacher", found.get("reference.name", found["model.name"]))
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(other)
+    check_parts(config, policy, reference)
 
 
 def _render_first(config: TrainConfig, prompts: Prompts, reward: Any, tokenizer: Any) -> None:

@@ -249,8 +249,8 @@ def _checkpoint_layers(policy: Any) -> None:
     policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def check_policy(config: TrainConfig, model_config: Any) -> None:
-    """Raise for settings that the policy's model cannot have: attention, adapters, gradient checkpointing.
+def check_policy(config: TrainConfig, model_config: Any) -> Any:
+    """The policy without weights; an error for settings that it cannot have: attention, adapters, gradient checkpointing.
 
     Args:
         config: of the run.
@@ -276,6 +276,7 @@ def check_policy(config: TrainConfig, model_config: Any) -> None:
             model = _with_adapters(model, config.lora, None)
     if config.model.gradient_checkpointing:
         _checkpoint_layers(model)
+    return model
 
 
 def save_policy(policy: Any, tokenizer: Any, folder: Path) -> None:

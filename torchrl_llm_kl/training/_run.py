@@ -32,7 +32,7 @@ from torchrl_llm_kl.training._build import (
 from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints, write_whole
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
 from torchrl_llm_kl.training._evaluation import evaluate
-from torchrl_llm_kl.training._inputs import RunInputs, check_kept, load_inputs
+from torchrl_llm_kl.training._inputs import RunInputs, check_folder, check_kept, load_inputs
 from torchrl_llm_kl.training._models import export_policy, load_policy, save_policy
 from torchrl_llm_kl.training._report import (
     Figures,
@@ -460,9 +460,11 @@ def train(
     """
     tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
     out = Path(config.run.out)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"run.out is {out}, a file: pass a folder.")
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.out is {out}, which cannot be made ({error.strerror}): pass another folder.") from error
     try:
         with FileLock(out / ".lock", timeout=0):
             return _train(config, out, fresh=fresh, say=say, build=build)
