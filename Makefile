@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-numeric test-slow durations mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-numeric test-slow test-peers durations mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,11 @@ test-numeric: $(READY)  ## Run the units of numbers with the instructions of an 
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+PEERS := .peers
+test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL and torchrl's own tests into .peers, and compare with them
+	PYTHONPATH=tests/lab $(BIN)/python tests/lab/fetch_peers.py $(PEERS)
+	TORCHRL_LLM_KL_PEERS=$(CURDIR)/$(PEERS) TORCHRL_LLM_KL_TORCHRL=$(CURDIR)/$(PEERS)/torchrl $(PYTEST) -m "not slow and not gpu" tests/peers $(ARGS)
 
 durations: $(READY)  ## Run `make test-all` and write its slowest hundred tests and fixtures to tests/durations.txt
 	$(PYTEST) -m "not slow and not gpu" --durations-file tests/durations.txt $(ARGS)
@@ -105,4 +110,4 @@ site: $(READY)  ## Build the site from docs/ as they are, and serve it on this m
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## Remove .venv, runs and caches
-	rm -rf $(VENV) .matrix runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix $(PEERS) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,7 +27,7 @@ BUDGETS = {
     "runs": 30.0,  # whole runs: learning, training, tutorials, benchmarks; in processes where users start some
     "site": 30.0,  # documentation, its examples and its site; what is installed
     "browser": 30.0,
-    "peers": 30.0,  # other libraries beside ours: `make test-peers`
+    "peers": 120.0,  # other libraries beside ours: `make test-peers`
 }
 #: Tiers whose tests share what is expensive to start: all of one runs in one worker.
 SHARED = ("ray", "ranks", "site", "browser")

@@ -45,10 +45,7 @@ def folder(package: str) -> Path:
     name, requirement = FOLDERS[package]
     top = Path(os.environ.get(VARIABLE) or "/nonexistent") / name / package
     if not top.is_dir():
-        pytest.skip(
-            f"{VARIABLE} names no folder with {name}/{package}: "
-            f"pip download --no-deps {requirement}, unzip the wheel into $PEERS/{name}, export {VARIABLE}=$PEERS"
-        )
+        pytest.skip(f"{VARIABLE} names no folder with {requirement} in {name}: `make test-peers` fetches it")
     return top
 
 

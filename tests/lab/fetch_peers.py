@@ -1,0 +1,50 @@
+"""Fetch what tests/peers compares with: ``python tests/lab/fetch_peers.py FOLDER``.
+
+The wheels of Trinity-RFT, verl and TRL are unpacked, not installed: single modules of them are loaded (``peers.py``). torchrl's
+own tests come from its repository, since no wheel holds them. What is there already is kept.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+from peers import FOLDERS
+
+REPOSITORY = "https://github.com/pytorch/rl"
+
+
+def fetch_wheel(requirement: str, folder: Path) -> None:
+    """Download a wheel without what it depends on, and unpack it."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    subprocess.run([*pip, "--dest", str(folder.parent), requirement], check=True)
+    name, _, release = requirement.replace("-", "_").partition("==")
+    (wheel,) = folder.parent.glob(f"{name}-{release}-*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    wheel.unlink()
+
+
+def fetch_tests_of_torchrl(folder: Path) -> None:
+    """Clone torchrl's repository at the release that is installed; say so if it cannot be reached."""
+    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version('torchrl')}", REPOSITORY, str(folder)]
+    if subprocess.run(command, check=False).returncode:
+        print(f"torchrl's own tests are not run: {REPOSITORY} cannot be cloned. Put a checkout at {folder}.")
+
+
+def main(top: Path) -> None:
+    """Fetch all that is not there."""
+    top.mkdir(parents=True, exist_ok=True)
+    for name, requirement in FOLDERS.values():
+        if not (top / name).is_dir():
+            fetch_wheel(requirement, top / name)
+    if not (top / "torchrl").is_dir():
+        fetch_tests_of_torchrl(top / "torchrl")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main(Path(sys.argv[1]))
