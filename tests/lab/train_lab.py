@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from torchrl_llm_kl.training import Checkpoints, TrainConfig, read_config
+from torchrl_llm_kl.training import Checkpoints, TrainConfig, TrainResult, read_config, train
 from toy_rollouts import make_model, make_tokenizer
 
 REWARDS = """
@@ -66,6 +66,12 @@ def settings(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET)
         "run": {"steps": 4, "out": str(out), "threads": 1},
     }
     return read_config(source, overrides)
+
+
+def go(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET, **how: Any) -> tuple[TrainResult, list[str]]:
+    """A run with these settings: its result, and the lines that it said."""
+    said: list[str] = []
+    return train(settings(lab, out, *overrides, kl=kl), say=said.append, **how), said
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
